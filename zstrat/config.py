@@ -1,0 +1,134 @@
+"""Every number and every setting from outside: the only reader of env and TOML.
+
+Timeouts and limits are frozen values that are handed down from the top; no module
+below reads a clock's patience or an environment variable by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+MiB: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Durations in seconds."""
+
+    beat: float = 0.5
+    """A peer that was sent nothing for so long is sent a Beat."""
+    patience: float = 5.0
+    """A peer that was silent for so long is lost. Ten beats: a loaded machine may delay
+    some of them, and a false loss costs a retry of all that was in flight."""
+    reconnect: float = 1.0
+    """A connection that broke has so long to come back before the peer is lost."""
+    handshake: float = 5.0
+    connect: float = 60.0
+    """How long a program waits for the tasks of its cluster when it starts."""
+    request: float = 120.0
+    """Deadline of a request that was given none: longer than the longest compile."""
+    drain: float = 10.0
+    """What was accepted has so long to finish after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds, each with the reason for its number. Bytes unless the name says otherwise."""
+
+    header: int = 256 * 1024
+    """Real headers are below 2 KiB, but for the creation of thousands of variables."""
+    frames: int = 4096
+    """Buffer frames of one message."""
+    frame: int = 4 * MiB
+    """Largest frame: libzmq drops the connection of a peer that sends a larger one."""
+    chunk: int = MiB
+    """A larger body travels in frames of this size: the allocator serves them from pages
+    that it has touched before, which is three times faster than one large frame."""
+    window: int = 12
+    """Chunks of one stream in flight: enough to keep both ends busy, few enough that
+    they stay in the cache and that a slow reader costs its sender little memory."""
+    body: int = 64 * 1024 * MiB
+    """Largest announced body of one message."""
+    streams: int = 256
+    """Bodies that one peer may have under way to us at a time."""
+    requests: int = 16384
+    """Requests of one peer that may be open at a time."""
+    inline: int = 64 * 1024
+    """Results up to this size travel with the completion of their closure."""
+    arrays_zero_copy: int = 64 * 1024
+    """Smaller buffers are copied on sending: tracking one costs more than copying it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a task is told from outside, once."""
+
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    limits: Limits = field(default_factory=Limits)
+    lane: str = "auto"
+    keys: Path | None = None
+    insecure: bool = False
+    log_json: bool = False
+
+
+LANES: Final = ("auto", "tcp", "ipc", "shm")
+
+
+def environment() -> Mapping[str, str]:
+    """The process environment, read at each call."""
+    return os.environ
+
+
+def settings_from(env: Mapping[str, str]) -> Settings:
+    """Settings of this process from ``ZSTRAT_*``.
+
+    Raises:
+        ValueError: A variable has a value that it cannot have; says which ones it can.
+    """
+    lane = env.get("ZSTRAT_LANE", "auto")
+    if lane not in LANES:
+        raise ValueError(f"ZSTRAT_LANE={lane!r}: expected one of {', '.join(LANES)}")
+    keys, default = env.get("ZSTRAT_KEYS"), Timeouts()
+    return Settings(
+        timeouts=Timeouts(
+            patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
+            connect=_seconds(env, "ZSTRAT_CONNECT_TIMEOUT", default.connect),
+            drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
+        ),
+        lane=lane,
+        keys=Path(keys) if keys else None,
+        insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
+        log_json=env.get("ZSTRAT_LOG", "") == "json",
+    )
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
+    """A TOML file as plain data.
+
+    Raises:
+        ValueError: The file is missing or is no TOML; names the file and the place.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is no valid TOML: {error}") from error
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 86400:
+        raise ValueError(f"{name}={text!r}: expected seconds, above 0 and below a day")
+    return value

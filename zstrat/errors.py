@@ -1,0 +1,276 @@
+"""Every error that zstrat raises by itself, in one tree.
+
+The type says who is to blame and whether trying again can help; the fields say
+which peer, which thing, what was expected and what came. Misuse of the API raises
+Python's own ValueError, TypeError, RuntimeError and IndexError, as TensorFlow does.
+
+An error crosses the wire as a code and plain fields (`to_wire`, `from_wire`) and never
+as a pickle or as a text to be searched. ``cls(*error.args)`` rebuilds any of them, so
+the constructor of a subclass takes exactly its fields, positionally.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import traceback
+from typing import ClassVar, Final
+
+PlainField = None | bool | int | float | str | bytes
+"""What a field of an error may be, so that it survives the wire."""
+
+_BY_CODE: Final[dict[int, type[ZstratError]]] = {}
+
+
+class ZstratError(Exception):
+    """Base of every error of zstrat; the fields are ``args``."""
+
+    code: ClassVar[int] = 1
+    retryable: ClassVar[bool] = False
+    """Whether the same call may succeed later without a change of the program."""
+
+    def __init_subclass__(cls) -> None:
+        if "code" in cls.__dict__:
+            other = _BY_CODE.setdefault(cls.code, cls)
+            if other is not cls:
+                raise TypeError(f"wire code {cls.code} is taken by {other.__name__}")
+
+
+_BY_CODE[ZstratError.code] = ZstratError
+
+
+class ProtocolError(ZstratError):
+    """The other side sent something that the protocol does not allow."""
+
+    code = 2
+
+
+class VersionMismatchError(ProtocolError):
+    """The two sides speak different protocols, or run versions that cannot work together."""
+
+    code = 3
+
+
+class PermissionDeniedError(ZstratError):
+    """The key of the caller does not carry the role that the request needs."""
+
+    code = 4
+
+
+class ClosedError(ZstratError):
+    """*You* closed this object, then used it."""
+
+    code = 5
+
+
+class PeerLostError(ZstratError):
+    """The other side went away; the request may or may not have run."""
+
+    code = 6
+    retryable = True
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, reason)
+        self.peer, self.reason = peer, reason
+
+    def __str__(self) -> str:
+        return f"lost {self.peer}: {self.reason}"
+
+
+class WorkerLostError(PeerLostError):
+    """A worker went away; its closures go to other workers."""
+
+    code = 7
+
+
+class UnavailableError(ZstratError):
+    """A task that the call needs cannot be reached."""
+
+    code = 8
+    retryable = True
+
+
+class PSUnavailableError(UnavailableError):
+    """A parameter server is gone, and with it the variables that it held.
+
+    Start it again, create the variables anew and restore the last checkpoint.
+    """
+
+    code = 9
+
+    def __init__(self, task: str, reason: str) -> None:
+        super().__init__(task, reason)
+        self.task, self.reason = task, reason
+
+    def __str__(self) -> str:
+        return (
+            f"{self.task} is unavailable: {self.reason}; the variables on it are lost: "
+            "start it again, build the program anew and restore a checkpoint"
+        )
+
+
+class CancelledError(ZstratError):
+    """The closure was cancelled before it ran to its end; schedule it again."""
+
+    code = 10
+
+
+class DeadlineExceededError(ZstratError, TimeoutError):
+    """The call did not end within the time that it was given."""
+
+    code = 11
+    retryable = True
+
+
+class OutOfRangeError(ZstratError):
+    """The dataset has no more elements."""
+
+    code = 12
+
+
+class NotFoundError(ZstratError):
+    """A variable, function, optimizer or resource of that name does not exist there."""
+
+    code = 13
+
+
+class AlreadyExistsError(ZstratError):
+    """A variable, optimizer or resource of that name exists already, and differs."""
+
+    code = 14
+
+
+class InvalidArgumentError(ZstratError, ValueError):
+    """A value of the wrong shape, dtype or range was sent to another task."""
+
+    code = 15
+
+
+class StaleSessionError(ZstratError):
+    """The request belongs to a coordinator that this task does not serve (any more)."""
+
+    code = 16
+
+
+class BusyError(ZstratError):
+    """The task serves another coordinator that is alive, or a bounded queue is full."""
+
+    code = 17
+    retryable = True
+
+
+class CollectiveTimeoutError(DeadlineExceededError):
+    """A rank did not take part in a collective in time."""
+
+    code = 18
+
+
+class StepError(ZstratError):
+    """A step function raised an exception whose class this process does not know.
+
+    Exceptions that this process knows arrive as themselves, with the worker's
+    traceback as a note.
+    """
+
+    code = 19
+
+    def __init__(self, type_name: str, message: str) -> None:
+        super().__init__(type_name, message)
+        self.type_name, self.message = type_name, message
+
+    def __str__(self) -> str:
+        return f"{self.type_name}: {self.message}"
+
+
+class ClosureInputError(ZstratError):
+    """A resource that the closure takes (say, its dataset iterator) could not be built.
+
+    ``original_exception`` is the root error, however often it was handed on.
+    """
+
+    code = 20
+
+    def __init__(self, message: str, original: BaseException | None = None) -> None:
+        super().__init__(message)
+        root = original
+        while isinstance(root, ClosureInputError) and root.original_exception is not None:
+            root = root.original_exception
+        self.original_exception = root
+
+    def __str__(self) -> str:
+        what = self.original_exception
+        text = str(self.args[0])
+        return text if what is None else f"{text}: {type(what).__name__}: {what}"
+
+
+class ClosureAbortedError(ClosureInputError):
+    """A per-worker resource went away with its worker; it is rebuilt when that returns."""
+
+    code = 21
+
+
+WireError = list[object]
+"""``[code, [field, ...], notes]`` or ``[0, [module, qualname, message, args], notes]``."""
+
+
+def to_wire(error: BaseException) -> WireError:
+    """The error as plain values, with the traceback as a note for the other side."""
+    notes = "".join(getattr(error, "__notes__", ()))
+    if error.__traceback__ is not None:
+        notes += "".join(traceback.format_exception(error))
+    if isinstance(error, ZstratError):
+        cause: WireError | None = None
+        if isinstance(error, ClosureInputError) and error.original_exception:
+            cause = to_wire(error.original_exception)
+        return [error.code, [_plain(field) for field in error.args], notes, cause]
+    cls = type(error)
+    fields = [_plain(field) for field in error.args]
+    return [0, [cls.__module__, cls.__qualname__, str(error), fields], notes, None]
+
+
+def from_wire(wire: object) -> Exception:
+    """Inverse of `to_wire`; an unknown code or class becomes a readable error.
+
+    No module is imported and no code from the other side runs: a foreign exception
+    class is used only if this process has imported it already.
+    """
+    match wire:
+        case [0, [str(module), str(name), str(message), list(fields)], str(notes), _]:
+            error = _foreign(module, name, message, fields)
+        case [int(code), list(fields), str(notes), cause]:
+            error = _own(code, fields)
+            if isinstance(error, ClosureInputError) and cause is not None:
+                error.original_exception = from_wire(cause)
+        case _:
+            return ProtocolError(f"an error arrived that is no error: {wire!r:.200}")
+    if notes:
+        error.add_note(f"\nTraceback of the other task:\n{notes}")
+    return error
+
+
+def _own(code: int, fields: list[object]) -> Exception:
+    cls = _BY_CODE.get(code)
+    if cls is None:
+        return ZstratError(f"error {code} of a newer zstrat: {fields!r:.500}")
+    try:
+        return cls(*fields)
+    except TypeError:  # a newer or hostile peer sent other fields than ours
+        return ProtocolError(f"{cls.__name__} arrived with the fields {fields!r:.500}")
+
+
+def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exception:
+    scope = builtins if module == "builtins" else sys.modules.get(module)
+    cls = getattr(scope, name, None)
+    if isinstance(cls, type) and issubclass(cls, Exception):
+        try:
+            error = cls(*fields)
+        except Exception:  # its constructor wants something else: StepError says it all
+            return StepError(f"{module}.{name}", message)
+        return error
+    return StepError(f"{module}.{name}", message)
+
+
+def _plain(field: object) -> PlainField:
+    if field is None or isinstance(field, bool | int | float | str | bytes):
+        return field
+    return str(field)

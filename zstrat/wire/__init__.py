@@ -1,0 +1,1 @@
+"""The protocol without I/O: messages, codec, array frames, the state of a connection."""

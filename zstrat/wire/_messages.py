@@ -1,0 +1,433 @@
+"""The messages of zstrat: what tasks may say to each other, as plain values.
+
+Peers of different roles meet here and nowhere else: the contract is data. A message is
+a frozen dataclass of ints, strings, bytes and arrays; `zstrat.wire._codec` derives the
+layout on the wire and the validation from the annotations below, so a field added here
+is checked there. A field ``arrays`` travels as raw buffer frames behind the header.
+
+Numbers of kinds are part of the protocol: never reuse one. `PROTOCOL` grows with every
+change that an older peer would misunderstand.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import ClassVar, Final, NamedTuple
+
+import numpy as np
+
+PROTOCOL: Final = 1
+"""Version of the protocol; HELLO refuses any other."""
+
+Arrays = tuple[np.ndarray, ...]
+PlainTree = None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+"""Free-form plain data: statistics, layouts of results, details of an error."""
+
+
+class Job(enum.StrEnum):
+    """What a task is; also the role that its key carries."""
+
+    CHIEF = "chief"
+    WORKER = "worker"
+    PS = "ps"
+    EVALUATOR = "evaluator"
+    OBSERVER = "observer"
+
+
+class UpdateOp(enum.IntEnum):
+    """What a push does to a variable; the operands are the update's arrays in order."""
+
+    ASSIGN = 0  # value
+    ADD = 1  # delta
+    SUB = 2  # delta
+    SCATTER_ADD = 3  # indices [n], rows [n, ...]: duplicates accumulate
+    SCATTER_SUB = 4
+    SCATTER_MUL = 5
+    SCATTER_DIV = 6
+    SCATTER_MIN = 7
+    SCATTER_MAX = 8
+    SCATTER_UPDATE = 9  # of duplicate indices the last one wins
+    OPTIMIZE = 10  # gradient, applied by the update's optimizer
+    OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
+
+
+class Outcome(enum.IntEnum):
+    """How a closure ended on a worker."""
+
+    OK = 0
+    FAILED = 1
+    CANCELLED = 2
+
+
+# ---- link ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a connection, and its answer: who I am and what I run.
+
+    ``incarnation`` is drawn at random when the process starts; a peer that returns with
+    another one has lost everything that it held.
+    """
+
+    kind: ClassVar = 1
+    protocol: int
+    job: str
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am alive, said by the event loop itself. Answered with a Beat if ``wanted``."""
+
+    kind: ClassVar = 2
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next about 1 MiB of the body of a message announced before (one raw frame)."""
+
+    kind: ClassVar = 3
+    stream: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """So many more chunks of the stream may be sent."""
+
+    kind: ClassVar = 4
+    stream: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """I leave on purpose."""
+
+    kind: ClassVar = 5
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The outcome of a request that failed: `zstrat.errors.to_wire` of the error."""
+
+    kind: ClassVar = 6
+    error: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of a request that has nothing to say but that it succeeded."""
+
+    kind: ClassVar = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Asks a task for its statistics; any role may."""
+
+    kind: ClassVar = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    kind: ClassVar = 9
+    values: dict[str, PlainTree]
+
+
+# ---- session: one coordinator owns a task at a time ---------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
+    while another coordinator that is alive holds it.
+
+    ``session`` is the incarnation of the coordinator; ``ps`` are the addresses that a
+    worker pulls from and pushes to, in task order; ``index`` is the receiver's own task
+    index, and ``worker_count`` goes into the worker context. A ps ignores the last two.
+    """
+
+    kind: ClassVar = 16
+    session: int
+    index: int
+    worker_count: int
+    ps: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices."""
+
+    kind: ClassVar = 17
+    platform: str
+    devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Drop all that belongs to the session; with ``exit`` the process drains and ends."""
+
+    kind: ClassVar = 18
+    session: int
+    exit: bool
+
+
+# ---- parameter server ----------------------------------------------------------------
+
+
+class VariableEntry(NamedTuple):
+    """``key`` is unique in the session; the initial value is the array of the same rank."""
+
+    key: int
+    name: str
+    trainable: bool
+    sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreateVariables:
+    """Creates all or none; answered by `Done`. The same key, shape and dtype again is not
+    an error and keeps the value that is there."""
+
+    kind: ClassVar = 32
+    session: int
+    variables: list[VariableEntry]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteVariables:
+    kind: ClassVar = 33
+    session: int
+    keys: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateOptimizer:
+    """``code`` is a shipped optax transformation: taken from a coordinator alone."""
+
+    kind: ClassVar = 34
+    session: int
+    optimizer: int
+    name: str
+    code: bytes
+
+
+class Read(NamedTuple):
+    """``known`` is the version that the reader holds, -1 for none."""
+
+    key: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Reads several variables; answered by `Pulled`. Each one is untorn; together they
+    are not a snapshot."""
+
+    kind: ClassVar = 35
+    session: int
+    reads: list[Read]
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One version per read, in order. ``arrays`` holds the values of those reads whose
+    version differs from the one that the reader knew, in order."""
+
+    kind: ClassVar = 36
+    versions: list[int]
+    arrays: Arrays
+
+
+class Update(NamedTuple):
+    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is how
+    many of the push's arrays belong to this update."""
+
+    key: int
+    op: int
+    optimizer: int
+    operands: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Applies all the updates or none; answered by `Pushed`.
+
+    ``step`` names the closure: a ps applies the pushes of ``(session, step, part)`` at
+    most once. ``step`` -1: not part of a closure, applied as often as it is sent.
+    All steps below ``low_water`` are over; a push of one is answered as a duplicate.
+    """
+
+    kind: ClassVar = 37
+    session: int
+    step: int
+    part: int
+    low_water: int
+    updates: list[Update]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """``applied`` is false for a duplicate; versions are those after the push."""
+
+    kind: ClassVar = 38
+    applied: bool
+    versions: list[int]
+
+
+# ---- worker ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PutCode:
+    """Ships a pickled object (a step function, a dataset function) once, named by its
+    digest. Taken from a coordinator alone. Answered by `Done`."""
+
+    kind: ClassVar = 48
+    session: int
+    digest: bytes
+    code: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutArguments:
+    """Ships the pickled ``(args, kwargs)`` of closures; large arrays travel beside it
+    (pickle protocol 5, out of band, in order). A notice: order on the link suffices."""
+
+    kind: ClassVar = 49
+    session: int
+    arguments: int
+    code: bytes
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DropArguments:
+    kind: ClassVar = 50
+    session: int
+    arguments: list[int]
+
+
+class Batch(NamedTuple):
+    """Closures that share function and arguments; ``arguments`` 0: called without any.
+    ``attempt`` is 1 for the first try."""
+
+    function: bytes
+    arguments: int
+    attempt: int
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Runs the closures in order. A notice, answered by `Completions` as they end."""
+
+    kind: ClassVar = 51
+    session: int
+    low_water: int
+    batches: list[Batch]
+
+
+class Completion(NamedTuple):
+    """``layout`` names a `Layout` sent before or with it on this link; ``size`` is how
+    many bytes of ``results`` are this closure's, -1 if they stay on the worker (`Fetch`).
+    ``error`` is `errors.to_wire` or None."""
+
+    step: int
+    outcome: int
+    layout: int
+    size: int
+    error: PlainTree
+
+
+class Layout(NamedTuple):
+    """How to cut a result: dtype names and shapes of the leaves, and their structure
+    (nested lists and dicts with leaf numbers, or None if it is not plain)."""
+
+    layout: int
+    dtypes: list[str]
+    shapes: list[list[int]]
+    structure: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Closures that ended; a notice from worker to coordinator. ``results`` is the
+    little-endian C-order bytes of all small results, leaf after leaf."""
+
+    kind: ClassVar = 52
+    session: int
+    completions: list[Completion]
+    layouts: list[Layout]
+    results: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSteps:
+    """Drops every closure that has not begun; each one is answered in `Completions` as
+    cancelled. What runs, runs to its end."""
+
+    kind: ClassVar = 53
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Asks for the result of a closure that stayed on the worker; answered by `Fetched`."""
+
+    kind: ClassVar = 54
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    kind: ClassVar = 55
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DropResults:
+    kind: ClassVar = 56
+    session: int
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResource:
+    """Builds (again) a per-worker resource from shipped code; answered by
+    `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
+    a callable, ``purpose`` is "iterator" (its result is iterated) or "value"."""
+
+    kind: ClassVar = 57
+    session: int
+    resource: int
+    purpose: str
+    maker: bytes
+    arguments: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceBuilt:
+    """``layout`` describes the elements of an iterator (its first one)."""
+
+    kind: ClassVar = 58
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DropResources:
+    kind: ClassVar = 59
+    session: int
+    resources: list[int]
