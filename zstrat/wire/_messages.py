@@ -21,7 +21,9 @@ PROTOCOL: Final = 1
 """Version of the protocol; HELLO refuses any other."""
 
 Arrays = tuple[np.ndarray, ...]
-PlainTree = None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+PlainTree = (
+    None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+)
 """Free-form plain data: statistics, layouts of results, details of an error."""
 
 
@@ -431,3 +433,39 @@ class DropResources:
     kind: ClassVar = 59
     session: int
     resources: list[int]
+
+
+Message = (
+    Hello
+    | Beat
+    | Chunk
+    | Credit
+    | Goodbye
+    | Failure
+    | Done
+    | Inspect
+    | Statistics
+    | OpenSession
+    | SessionOpened
+    | CloseSession
+    | CreateVariables
+    | DeleteVariables
+    | CreateOptimizer
+    | Pull
+    | Pulled
+    | Push
+    | Pushed
+    | PutCode
+    | PutArguments
+    | DropArguments
+    | Dispatch
+    | Completions
+    | CancelSteps
+    | Fetch
+    | Fetched
+    | DropResults
+    | BuildResource
+    | ResourceBuilt
+    | DropResources
+)
+"""Everything that a header can announce."""
