@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import math
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import ml_dtypes
 import numpy as np
 
 from zstrat.errors import ProtocolError
 
+from ._schema import Mismatch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Buffer = bytes | bytearray | memoryview | np.ndarray
+Buffer = bytes | memoryview | np.ndarray
 
 MAX_DIMS: Final = 32
 """What every numpy in use can hold; real tensors have below ten."""
@@ -116,7 +118,7 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
     Raises:
         ProtocolError: The buffer has another size than the spec announced.
     """
-    got = memoryview(buffer).nbytes
+    got = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
     if got != spec.nbytes:
         raise ProtocolError(
             f"array {spec.dtype.name}{list(spec.shape)}: "
@@ -127,18 +129,34 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
     return array
 
 
-def spec_from(name: object, dims: object) -> ArraySpec | str:
-    """The spec that a header announces, or what is wrong with it, in words."""
+def check_specs(announced: Any) -> list[ArraySpec]:
+    """The specs in a header, from ``[[dtype, dims], ...]``; raises `Mismatch`."""
+    if type(announced) is not list:
+        raise Mismatch("a list", announced)
+    specs = []
+    for place, each in enumerate(announced):
+        try:
+            specs.append(_spec(each))
+        except Mismatch as wrong:
+            raise wrong.inside(f"[{place}]") from None
+    return specs
+
+
+def _spec(announced: Any) -> ArraySpec:
+    if type(announced) is not list or len(announced) != 2:
+        raise Mismatch("[dtype, dims]", announced)
+    name, dims = announced
     dtype = DTYPES.get(name) if type(name) is str else None
     if dtype is None:
-        return f"expected the name of a dtype that travels, got {name!r:.60}"
+        raise Mismatch(f"one of {', '.join(DTYPES)}", name)
     if type(dims) is not list or not set(map(type, dims)) <= {int}:
-        return "expected a list of ints as dims"
+        raise Mismatch("a list of ints as dims", dims)
     if len(dims) > MAX_DIMS:
-        return f"expected at most {MAX_DIMS} dims, got {len(dims)}"
+        raise Mismatch(f"at most {MAX_DIMS} dims", len(dims))
     if dims and min(dims) < 0:
-        return f"expected dims of 0 or more, got {min(dims)}"
+        raise Mismatch("dims of 0 or more", min(dims))
     # numpy multiplies the dims without the zeros among them, and so must this.
-    if math.prod(filter(None, dims)) * dtype.itemsize > _ADDRESSABLE:
-        return f"expected an array that fits into memory, got dims {dims}"
+    size = math.prod(filter(None, dims)) * dtype.itemsize
+    if size > _ADDRESSABLE:
+        raise Mismatch("an array that fits into memory", size)
     return ArraySpec(dtype, tuple(dims))

@@ -24,7 +24,7 @@ from zstrat.config import Limits
 from zstrat.errors import ProtocolError
 
 from . import _messages
-from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, raw, spec_from
+from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
 from ._messages import Arrays, Message
 from ._schema import Check, Mismatch, check_for, describe
 
@@ -62,10 +62,7 @@ class _Layout:
         self.cls, self.kind, self.names = cls, cls.kind, tuple(hints)
         self.arrays = self.names.index("arrays") if "arrays" in hints else None
         self.blobs = [at for at, hint in enumerate(hints.values()) if hint is bytes]
-        self.checks: list[Check] = [
-            _unchecked if name == "arrays" or hint is bytes else check_for(hint)
-            for name, hint in hints.items()
-        ]
+        self.checks = [_check_for(name, hint) for name, hint in hints.items()]
         self.plain = self.arrays is None and not self.blobs
         self.fields = _getter(self.names)
 
@@ -85,15 +82,15 @@ def encode(
     layout = _BY_CLASS.get(type(message))
     if layout is None:
         raise TypeError(f"{type(message).__name__} is no message")
-    fields = layout.fields(message)
+    fields: Sequence[Any] = layout.fields(message)
     frames: tuple[np.ndarray, ...] = ()
     if not layout.plain:
         fields, frames = _extract(layout, list(fields))
     header = _pack(layout, (layout.kind, request, *fields))
     if len(header) > limit:
         raise ValueError(
-            f"{layout.cls.__name__}: the header is {len(header)} bytes, at most {limit} "
-            "may be sent: split the message"
+            f"{layout.cls.__name__}: the header is {len(header)} bytes, "
+            f"at most {limit} may be sent: split the message"
         )
     return header, frames
 
@@ -115,9 +112,7 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
     if layout is None:
         raise ProtocolError(f"header: no message has the kind {describe(kind)}")
     if type(request) is not int or request < 0:
-        raise _wrong(
-            layout, Mismatch("an int of 0 or more", request).inside(".request")
-        )
+        raise _wrong(layout, Mismatch("an int of 0 or more", request), ".request")
     if len(fields) != len(layout.names):
         expected = f"{len(layout.names)} fields ({', '.join(layout.names)})"
         raise _wrong(layout, Mismatch(expected, fields))
@@ -125,13 +120,12 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
     try:
         for at, check in enumerate(layout.checks):
             fields[at] = check(fields[at])
-        if layout.plain:
-            return Announced(
-                request, layout.cls, (), partial(_build_plain, layout, fields)
-            )
-        specs, blobs = _announced(layout, fields, limits)
     except Mismatch as wrong:
-        raise _wrong(layout, wrong.inside(f".{layout.names[at]}")) from None
+        raise _wrong(layout, wrong, f".{layout.names[at]}") from None
+    if layout.plain:
+        build = partial(_build_plain, layout, fields)
+        return Announced(request, layout.cls, (), build)
+    specs, blobs = _announced(layout, fields, limits)
     return Announced(request, layout.cls, specs, partial(_build, layout, fields, blobs))
 
 
@@ -158,8 +152,10 @@ def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[Any, ...]]:
     return get if len(names) > 1 else lambda message: (get(message),)
 
 
-def _unchecked(value: Any) -> Any:
-    return value
+def _check_for(name: str, hint: Any) -> Check:
+    if name == "arrays":
+        return check_specs
+    return _check_blob if hint is bytes else check_for(hint)
 
 
 def _extract(
@@ -230,42 +226,28 @@ def _announced(
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
     """The specs of all raw frames, and which fields are bytes among them."""
     specs: list[ArraySpec] = []
-    blobs: list[int] = []
     if layout.arrays is not None:
-        specs.extend(_specs(fields[layout.arrays], limits))
-    for at in layout.blobs:
-        value = fields[at]
-        if type(value) is int and value > INLINE:
-            specs.append(ArraySpec(_BYTE, (value,)))
-            blobs.append(at)
-        elif type(value) is not bytes:
-            raise Mismatch("bytes", value)
+        specs.extend(fields[layout.arrays])
+    outside = [at for at in layout.blobs if type(fields[at]) is int]
+    specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
+    if len(specs) > limits.frames:
+        raise _wrong(layout, Mismatch(f"at most {limits.frames} frames", len(specs)))
     total = sum(spec.nbytes for spec in specs)
     if total > limits.body:
-        raise Mismatch(f"a body of at most {limits.body} bytes", total)
-    return tuple(specs), blobs
+        raise _wrong(layout, Mismatch(f"at most {limits.body} bytes of body", total))
+    return tuple(specs), outside
 
 
-def _specs(announced: Any, limits: Limits) -> list[ArraySpec]:
-    if type(announced) is not list:
-        raise Mismatch("a list", announced)
-    if len(announced) > limits.frames:
-        raise Mismatch(f"at most {limits.frames} arrays", announced)
-    specs = []
-    for place, each in enumerate(announced):
-        if type(each) is not list or len(each) != 2:
-            raise Mismatch("[dtype, dims]", each).inside(f"[{place}]")
-        spec = spec_from(each[0], each[1])
-        if isinstance(spec, str):
-            raise Mismatch(spec, each).inside(f"[{place}]")
-        specs.append(spec)
-    return specs
+def _check_blob(value: Any) -> bytes | int:
+    """Bytes, or how many of them follow in a frame of their own."""
+    if type(value) is bytes or (type(value) is int and value > INLINE):
+        return value
+    raise Mismatch("bytes", value)
 
 
-def _wrong(layout: _Layout, wrong: Mismatch) -> ProtocolError:
-    return ProtocolError(
-        f"{layout.cls.__name__}{wrong.where}: expected {wrong.expected}, got {wrong.got}"
-    )
+def _wrong(layout: _Layout, wrong: Mismatch, field: str = "") -> ProtocolError:
+    place = f"{layout.cls.__name__}{field}{wrong.where}"
+    return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
 
 
 def _build_plain(layout: _Layout, fields: list[Any], arrays: Arrays = ()) -> Message:
