@@ -172,6 +172,9 @@ def _extract(
         frames.extend(map(raw, arrays))
     for at in layout.blobs:
         blob = fields[at]
+        if not isinstance(blob, bytes):
+            place = f"{layout.cls.__name__}.{layout.names[at]}"
+            raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
         if len(blob) > INLINE:
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))
