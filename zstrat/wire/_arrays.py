@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import math
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import ml_dtypes
 import numpy as np
 
 from zstrat.errors import ProtocolError
 
+from ._schema import Mismatch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-Buffer = bytes | bytearray | memoryview | np.ndarray
+Buffer = bytes | memoryview | np.ndarray
 
 MAX_DIMS: Final = 32
 """What every numpy in use can hold; real tensors have below ten."""
@@ -85,8 +87,8 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     Raises:
         TypeError: It is no array, or one of objects, texts, dates or records.
     """
-    if not isinstance(array, np.ndarray | np.generic):
-        raise TypeError(f"expected a numpy array, got {type(array).__name__}")
+    if type(array) is not np.ndarray:
+        _check_class(array)
     name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
     if name is None:
         raise TypeError(
@@ -98,15 +100,22 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     return name, array.shape
 
 
+def _check_class(array: object) -> None:
+    # A masked array would lose its mask, silently.
+    good = isinstance(array, np.ndarray | np.generic)
+    if not good or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"expected a plain numpy array, got {type(array).__name__}")
+
+
 def raw(array: np.ndarray) -> np.ndarray:
     """The elements as bytes, uint8 [nbytes]: C order, little endian.
 
     A view that keeps ``array`` alive where it has that layout already, else a copy.
     """
-    little = array.dtype.newbyteorder("<")
-    ordered = np.asarray(array, dtype=little, order="C")
-    view = ordered.reshape(-1).view(np.uint8).view(RawView)
-    view.source = ordered
+    if not array.flags.c_contiguous or array.dtype not in _NAMES:
+        array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+    view = array.reshape(-1).view(np.uint8).view(RawView)
+    view.source = array
     return view
 
 
@@ -116,7 +125,7 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
     Raises:
         ProtocolError: The buffer has another size than the spec announced.
     """
-    got = memoryview(buffer).nbytes
+    got = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
     if got != spec.nbytes:
         raise ProtocolError(
             f"array {spec.dtype.name}{list(spec.shape)}: "
@@ -127,18 +136,34 @@ def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
     return array
 
 
-def spec_from(name: object, dims: object) -> ArraySpec | str:
-    """The spec that a header announces, or what is wrong with it, in words."""
+def check_specs(announced: Any) -> list[ArraySpec]:
+    """The specs in a header, from ``[[dtype, dims], ...]``; raises `Mismatch`."""
+    if type(announced) is not list:
+        raise Mismatch("a list", announced)
+    specs = []
+    for place, each in enumerate(announced):
+        try:
+            specs.append(_spec(each))
+        except Mismatch as wrong:
+            raise wrong.inside(f"[{place}]") from None
+    return specs
+
+
+def _spec(announced: Any) -> ArraySpec:
+    if type(announced) is not list or len(announced) != 2:
+        raise Mismatch("[dtype, dims]", announced)
+    name, dims = announced
     dtype = DTYPES.get(name) if type(name) is str else None
     if dtype is None:
-        return f"expected the name of a dtype that travels, got {name!r:.60}"
+        raise Mismatch(f"one of {', '.join(DTYPES)}", name)
     if type(dims) is not list or not set(map(type, dims)) <= {int}:
-        return "expected a list of ints as dims"
+        raise Mismatch("a list of ints as dims", dims)
     if len(dims) > MAX_DIMS:
-        return f"expected at most {MAX_DIMS} dims, got {len(dims)}"
+        raise Mismatch(f"at most {MAX_DIMS} dims", len(dims))
     if dims and min(dims) < 0:
-        return f"expected dims of 0 or more, got {min(dims)}"
+        raise Mismatch("dims of 0 or more", min(dims))
     # numpy multiplies the dims without the zeros among them, and so must this.
-    if math.prod(filter(None, dims)) * dtype.itemsize > _ADDRESSABLE:
-        return f"expected an array that fits into memory, got dims {dims}"
+    size = math.prod(filter(None, dims)) * dtype.itemsize
+    if size > _ADDRESSABLE:
+        raise Mismatch("an array that fits into memory", size)
     return ArraySpec(dtype, tuple(dims))

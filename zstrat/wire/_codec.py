@@ -24,7 +24,7 @@ from zstrat.config import Limits
 from zstrat.errors import ProtocolError
 
 from . import _messages
-from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, raw, spec_from
+from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
 from ._messages import Arrays, Message
 from ._schema import Check, Mismatch, check_for, describe
 
@@ -52,7 +52,7 @@ class Announced(NamedTuple):
     build: Callable[[Arrays], Message]
 
 
-class _Layout:
+class _Form:
     """How one class of messages lies on the wire."""
 
     __slots__ = ("arrays", "blobs", "checks", "cls", "fields", "kind", "names", "plain")
@@ -62,10 +62,7 @@ class _Layout:
         self.cls, self.kind, self.names = cls, cls.kind, tuple(hints)
         self.arrays = self.names.index("arrays") if "arrays" in hints else None
         self.blobs = [at for at, hint in enumerate(hints.values()) if hint is bytes]
-        self.checks: list[Check] = [
-            _unchecked if name == "arrays" or hint is bytes else check_for(hint)
-            for name, hint in hints.items()
-        ]
+        self.checks = [_check_for(name, hint) for name, hint in hints.items()]
         self.plain = self.arrays is None and not self.blobs
         self.fields = _getter(self.names)
 
@@ -82,18 +79,18 @@ def encode(
         TypeError: No message, or a field that cannot travel; names it.
         ValueError: A number beyond 64 bits, or a header above ``limit``.
     """
-    layout = _BY_CLASS.get(type(message))
-    if layout is None:
+    form = _BY_CLASS.get(type(message))
+    if form is None:
         raise TypeError(f"{type(message).__name__} is no message")
-    fields = layout.fields(message)
+    fields: Sequence[Any] = form.fields(message)
     frames: tuple[np.ndarray, ...] = ()
-    if not layout.plain:
-        fields, frames = _extract(layout, list(fields))
-    header = _pack(layout, (layout.kind, request, *fields))
+    if not form.plain:
+        fields, frames = _extract(form, list(fields))
+    header = _pack(form, (form.kind, request, *fields))
     if len(header) > limit:
         raise ValueError(
-            f"{layout.cls.__name__}: the header is {len(header)} bytes, at most {limit} "
-            "may be sent: split the message"
+            f"{form.cls.__name__}: the header is {len(header)} bytes, "
+            f"at most {limit} may be sent: split the message"
         )
     return header, frames
 
@@ -111,28 +108,25 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
             f"header: expected [kind, request, ...], got {describe(values)}"
         )
     kind, request, *fields = values
-    layout = _BY_KIND.get(kind) if type(kind) is int else None
-    if layout is None:
+    form = _BY_KIND.get(kind) if type(kind) is int else None
+    if form is None:
         raise ProtocolError(f"header: no message has the kind {describe(kind)}")
     if type(request) is not int or request < 0:
-        raise _wrong(
-            layout, Mismatch("an int of 0 or more", request).inside(".request")
-        )
-    if len(fields) != len(layout.names):
-        expected = f"{len(layout.names)} fields ({', '.join(layout.names)})"
-        raise _wrong(layout, Mismatch(expected, fields))
+        raise _wrong(form, Mismatch("an int of 0 or more", request), ".request")
+    if len(fields) != len(form.names):
+        expected = f"{len(form.names)} fields ({', '.join(form.names)})"
+        raise _wrong(form, Mismatch(expected, fields))
     at = 0
     try:
-        for at, check in enumerate(layout.checks):
+        for at, check in enumerate(form.checks):
             fields[at] = check(fields[at])
-        if layout.plain:
-            return Announced(
-                request, layout.cls, (), partial(_build_plain, layout, fields)
-            )
-        specs, blobs = _announced(layout, fields, limits)
     except Mismatch as wrong:
-        raise _wrong(layout, wrong.inside(f".{layout.names[at]}")) from None
-    return Announced(request, layout.cls, specs, partial(_build, layout, fields, blobs))
+        raise _wrong(form, wrong, f".{form.names[at]}") from None
+    if form.plain:
+        build = partial(_build_plain, form, fields)
+        return Announced(request, form.cls, (), build)
+    specs, blobs = _announced(form, fields, limits)
+    return Announced(request, form.cls, specs, partial(_build, form, fields, blobs))
 
 
 def decode(
@@ -158,49 +152,54 @@ def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[Any, ...]]:
     return get if len(names) > 1 else lambda message: (get(message),)
 
 
-def _unchecked(value: Any) -> Any:
-    return value
+def _check_for(name: str, hint: Any) -> Check:
+    if name == "arrays":
+        return check_specs
+    return _check_blob if hint is bytes else check_for(hint)
 
 
 def _extract(
-    layout: _Layout, fields: list[Any]
+    form: _Form, fields: list[Any]
 ) -> tuple[list[Any], tuple[np.ndarray, ...]]:
     """Moves arrays and long bytes from the fields to raw frames."""
     frames: list[np.ndarray] = []
-    if layout.arrays is not None:
-        arrays = fields[layout.arrays]
+    if form.arrays is not None:
+        arrays = fields[form.arrays]
         try:
-            fields[layout.arrays] = list(map(announce, arrays))
+            fields[form.arrays] = list(map(announce, arrays))
         except TypeError as error:
-            raise TypeError(f"{layout.cls.__name__}.arrays: {error}") from None
+            raise TypeError(f"{form.cls.__name__}.arrays: {error}") from None
         frames.extend(map(raw, arrays))
-    for at in layout.blobs:
+    for at in form.blobs:
         blob = fields[at]
+        if not isinstance(blob, bytes):
+            place = f"{form.cls.__name__}.{form.names[at]}"
+            raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
         if len(blob) > INLINE:
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))
     return fields, tuple(frames)
 
 
-def _pack(layout: _Layout, values: tuple[Any, ...]) -> bytes:
+def _pack(form: _Form, values: tuple[Any, ...]) -> bytes:
     try:
         packed: bytes = msgpack.packb(values)
     except UnicodeEncodeError:
         # Half a surrogate pair, say from a file name in an error: readable beats exact.
         packed = msgpack.packb(values, unicode_errors="backslashreplace")
     except (TypeError, ValueError, OverflowError) as error:
-        raise _culprit(layout, values, error) from error
+        raise _culprit(form, values, error) from error
     return packed
 
 
-def _culprit(layout: _Layout, values: tuple[Any, ...], error: Exception) -> Exception:
+def _culprit(form: _Form, values: tuple[Any, ...], error: Exception) -> Exception:
     cls = TypeError if isinstance(error, TypeError) else ValueError
-    for name, value in zip(("kind", "request", *layout.names), values, strict=True):
+    for name, value in zip(("kind", "request", *form.names), values, strict=True):
         try:
             msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as wrong:
-            return cls(f"{layout.cls.__name__}.{name} cannot be sent: {wrong}")
-    return cls(f"{layout.cls.__name__} cannot be sent: {error}")
+            return cls(f"{form.cls.__name__}.{name} cannot be sent: {wrong}")
+    return cls(f"{form.cls.__name__} cannot be sent: {error}")
 
 
 def _unpack(header: Buffer, limits: Limits) -> Any:
@@ -226,65 +225,49 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
 
 
 def _announced(
-    layout: _Layout, fields: list[Any], limits: Limits
+    form: _Form, fields: list[Any], limits: Limits
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
     """The specs of all raw frames, and which fields are bytes among them."""
     specs: list[ArraySpec] = []
-    blobs: list[int] = []
-    if layout.arrays is not None:
-        specs.extend(_specs(fields[layout.arrays], limits))
-    for at in layout.blobs:
-        value = fields[at]
-        if type(value) is int and value > INLINE:
-            specs.append(ArraySpec(_BYTE, (value,)))
-            blobs.append(at)
-        elif type(value) is not bytes:
-            raise Mismatch("bytes", value)
+    if form.arrays is not None:
+        specs.extend(fields[form.arrays])
+    outside = [at for at in form.blobs if type(fields[at]) is int]
+    specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
+    if len(specs) > limits.frames:
+        raise _wrong(form, Mismatch(f"at most {limits.frames} frames", len(specs)))
     total = sum(spec.nbytes for spec in specs)
     if total > limits.body:
-        raise Mismatch(f"a body of at most {limits.body} bytes", total)
-    return tuple(specs), blobs
+        raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
+    return tuple(specs), outside
 
 
-def _specs(announced: Any, limits: Limits) -> list[ArraySpec]:
-    if type(announced) is not list:
-        raise Mismatch("a list", announced)
-    if len(announced) > limits.frames:
-        raise Mismatch(f"at most {limits.frames} arrays", announced)
-    specs = []
-    for place, each in enumerate(announced):
-        if type(each) is not list or len(each) != 2:
-            raise Mismatch("[dtype, dims]", each).inside(f"[{place}]")
-        spec = spec_from(each[0], each[1])
-        if isinstance(spec, str):
-            raise Mismatch(spec, each).inside(f"[{place}]")
-        specs.append(spec)
-    return specs
+def _check_blob(value: Any) -> bytes | int:
+    """Bytes, or how many of them follow in a frame of their own."""
+    if type(value) is bytes or (type(value) is int and value > INLINE):
+        return value
+    raise Mismatch("bytes", value)
 
 
-def _wrong(layout: _Layout, wrong: Mismatch) -> ProtocolError:
-    return ProtocolError(
-        f"{layout.cls.__name__}{wrong.where}: expected {wrong.expected}, got {wrong.got}"
-    )
+def _wrong(form: _Form, wrong: Mismatch, field: str = "") -> ProtocolError:
+    place = f"{form.cls.__name__}{field}{wrong.where}"
+    return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
 
 
-def _build_plain(layout: _Layout, fields: list[Any], arrays: Arrays = ()) -> Message:
-    return layout.cls(*fields)
+def _build_plain(form: _Form, fields: list[Any], arrays: Arrays = ()) -> Message:
+    return form.cls(*fields)
 
 
-def _build(
-    layout: _Layout, fields: list[Any], blobs: list[int], arrays: Arrays
-) -> Message:
+def _build(form: _Form, fields: list[Any], blobs: list[int], arrays: Arrays) -> Message:
     inside = len(arrays) - len(blobs)
-    if layout.arrays is not None:
-        fields[layout.arrays] = arrays[:inside]
+    if form.arrays is not None:
+        fields[form.arrays] = arrays[:inside]
     for at, blob in zip(blobs, arrays[inside:], strict=True):
         fields[at] = blob.tobytes()
-    return layout.cls(*fields)
+    return form.cls(*fields)
 
 
-_LAYOUTS: Final = tuple(_Layout(cls) for cls in get_args(Message))
-_BY_CLASS: Final[dict[type, _Layout]] = {layout.cls: layout for layout in _LAYOUTS}
-_BY_KIND: Final[dict[int, _Layout]] = {layout.kind: layout for layout in _LAYOUTS}
-if len(_BY_KIND) != len(_LAYOUTS):
+_FORMS: Final = tuple(_Form(cls) for cls in get_args(Message))
+_BY_CLASS: Final[dict[type, _Form]] = {form.cls: form for form in _FORMS}
+_BY_KIND: Final[dict[int, _Form]] = {form.kind: form for form in _FORMS}
+if len(_BY_KIND) != len(_FORMS):
     raise TypeError(f"{_messages.__name__}: two messages have the same kind")

@@ -96,7 +96,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next about 1 MiB of the body of a message announced before (one raw frame)."""
+    """The next part of the body of a message announced before (one raw frame)."""
 
     kind: ClassVar = 3
     stream: int
@@ -179,7 +179,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Drop all that belongs to the session; with ``exit`` the process drains and ends."""
+    """Drop all of the session; with ``exit`` the process drains and ends."""
 
     kind: ClassVar = 18
     session: int
@@ -190,7 +190,7 @@ class CloseSession:
 
 
 class VariableEntry(NamedTuple):
-    """``key`` is unique in the session; the initial value is the array of the same rank."""
+    """``key`` is unique in the session; the initial value is the array at its place."""
 
     key: int
     name: str
@@ -200,8 +200,8 @@ class VariableEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CreateVariables:
-    """Creates all or none; answered by `Done`. The same key, shape and dtype again is not
-    an error and keeps the value that is there."""
+    """Creates all or none; answered by `Done`. The same key, shape and dtype again is
+    no error and keeps the value that is there."""
 
     kind: ClassVar = 32
     session: int
@@ -255,8 +255,8 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is how
-    many of the push's arrays belong to this update."""
+    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is
+    how many of the push's arrays belong to this update."""
 
     key: int
     op: int
@@ -291,7 +291,7 @@ class Pushed:
     versions: list[int]
 
 
-# ---- worker ---------------------------------------------------------------------------
+# ---- worker ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,8 +346,8 @@ class Dispatch:
 
 class Completion(NamedTuple):
     """``layout`` names a `Layout` sent before or with it on this link; ``size`` is how
-    many bytes of ``results`` are this closure's, -1 if they stay on the worker (`Fetch`).
-    ``error`` is `errors.to_wire` or None."""
+    many bytes of ``results`` are this closure's, -1 if they stay on the worker
+    (`Fetch`). ``error`` is `errors.to_wire` or None."""
 
     step: int
     outcome: int
@@ -389,7 +389,7 @@ class CancelSteps:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for the result of a closure that stayed on the worker; answered by `Fetched`."""
+    """Asks for a result that stayed on the worker; answered by `Fetched`."""
 
     kind: ClassVar = 54
     session: int

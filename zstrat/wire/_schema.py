@@ -12,12 +12,12 @@ the rows gone through one by one, to say which of them it is.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, get_args, get_origin, get_type_hints
 
 Check = Callable[[Any], Any]
-Column = Callable[[tuple[Any, ...]], bool]
+Column = Callable[[Sequence[Any]], bool]
 
 MAX_DEPTH: Final = 32
 """Nesting of free-form data; statistics and layouts of results stay below ten."""
@@ -41,7 +41,7 @@ class Mismatch(Exception):
 
 
 def describe(value: object) -> str:
-    """A hostile value in a few words: never its whole repr, which may be huge or deep."""
+    """A hostile value in a few words: its repr may be huge or deep."""
     if type(value) in _PLAIN:
         text = repr(value[:40] if isinstance(value, str | bytes) else value)
         return text if len(text) <= 80 else f"{text[:80]}..."
@@ -76,7 +76,7 @@ def is_record(hint: Any) -> bool:
 
 
 def check_tree(value: Any, depth: int = 0) -> Any:
-    """Free-form data. How much of it there can be is bounded by the size of a header."""
+    """Free-form data; how much of it there can be, the size of a header bounds."""
     kind = type(value)
     if kind in _PLAIN:
         return value
