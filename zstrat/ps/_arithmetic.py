@@ -108,7 +108,9 @@ def _check_scatter(
         raise _wrong(name, op, "integer divisors other than 0", "a 0")
 
 
-def compute(op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray) -> None:
+def compute(
+    op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
+) -> None:
     """Computes the new value into ``out`` (maybe ``source`` itself) from checked operands."""
     with np.errstate(all="ignore"):
         if op is UpdateOp.ASSIGN:
@@ -122,7 +124,9 @@ def compute(op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarra
         _scatter(op, out, operands[0], operands[1])
 
 
-def _scatter(op: UpdateOp, out: np.ndarray, indices: np.ndarray, rows: np.ndarray) -> None:
+def _scatter(
+    op: UpdateOp, out: np.ndarray, indices: np.ndarray, rows: np.ndarray
+) -> None:
     # As intp, because uint64 indices would be refused by fancy indexing.
     indices = indices.astype(np.intp, copy=False)
     if op is UpdateOp.SCATTER_UPDATE:
@@ -213,4 +217,6 @@ def _is_defined(op: UpdateOp, dtype: np.dtype) -> bool:
 
 
 def _wrong(name: str, op: UpdateOp, want: str, got: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"variable {name!r}: {op.name} expects {want}, got {got}")
+    return InvalidArgumentError(
+        f"variable {name!r}: {op.name} expects {want}, got {got}"
+    )

@@ -31,6 +31,8 @@ from typing import Final
 
 import numpy as np
 
+from zstrat.errors import UnavailableError
+
 ALIGNMENT: Final = 64
 """XLA shares host memory of this alignment in place of copying it; also a cache line."""
 
@@ -77,16 +79,31 @@ class Cell:
     ``give()``, compute, ``take_back()`` for XLA.
     """
 
-    __slots__ = ("_buffer", "_device", "_idle", "_spare", "_writing", "dtype", "nbytes", "shape")
+    __slots__ = (
+        "_buffer",
+        "_device",
+        "_idle",
+        "_lost",
+        "_spare",
+        "_writing",
+        "dtype",
+        "nbytes",
+        "shape",
+    )
 
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
-        self.shape, self.dtype, self.nbytes = initial.shape, initial.dtype, initial.nbytes
+        self.shape, self.dtype, self.nbytes = (
+            initial.shape,
+            initial.dtype,
+            initial.nbytes,
+        )
         self._buffer: _Buffer | None = _Buffer(self.shape, self.dtype)
         self._device: object = None
         self._spare: _Buffer | None = None
         self._writing: _Buffer | None = None
         self._idle = 0
+        self._lost = ""
         np.copyto(self._buffer.array, initial)
 
     @property
@@ -94,11 +111,16 @@ class Cell:
         """Memory that the cell owns: the value and, if readers overlap updates, a second."""
         return self.nbytes * (1 if self._spare is None else 2)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the next plain update cannot work in place."""
+        return self._buffer is None or self._buffer.is_leased
+
     def lease(self) -> np.ndarray:
         """The value, read-only and without a copy; it never changes afterwards."""
         if self._buffer is not None:
             return self._buffer.lease()
-        return np.asarray(self._device)
+        return self._view()
 
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts an update by numpy.
@@ -111,7 +133,7 @@ class Cell:
         buffer = self._buffer
         if buffer is None:
             self._writing = _Buffer(self.shape, self.dtype)
-            return np.asarray(self._device), self._writing.array
+            return self._view(), self._writing.array
         if not buffer.is_leased:
             self._rest()
             self._writing = buffer
@@ -128,14 +150,32 @@ class Cell:
         if self._buffer is not None and self._buffer is not self._writing:
             self._spare = self._buffer
         self._buffer, self._device, self._writing = self._writing, None, None
+        self._lost = ""
 
     def give(self) -> object:
-        """The value for XLA: a device array that it may donate, or memory that it reads."""
+        """The value for XLA: a device array that it may donate, or memory that it reads.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        if self._lost:
+            self._view()
         return self._device if self._buffer is None else self._buffer.array
 
     def take_back(self, value: object) -> None:
         """Makes a fresh, immutable array of XLA's the value."""
         self._device, self._buffer, self._spare = value, None, None
+
+    def lose(self, why: str) -> None:
+        """XLA failed while it wrote the value in place: there is none until it is assigned."""
+        self._device, self._lost = None, why
+
+    def _view(self) -> np.ndarray:
+        if self._lost:
+            raise UnavailableError(
+                f"the value was lost when its optimizer failed ({self._lost}): assign it anew"
+            )
+        return np.asarray(self._device)
 
     def _rest(self) -> None:
         if self._spare is not None:

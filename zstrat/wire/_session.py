@@ -93,7 +93,9 @@ class Ownership:
         owner = self._owner
         if owner is not None and owner.session == session:
             return
-        serves = "no session" if owner is None else f"session {owner.session:#x} of {owner}"
+        serves = (
+            "no session" if owner is None else f"session {owner.session:#x} of {owner}"
+        )
         raise StaleSessionError(
             f"{self._task} serves {serves}, not session {session:#x}: the task was "
             "restarted or taken over; connect the program to the cluster anew"
