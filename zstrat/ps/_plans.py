@@ -42,7 +42,10 @@ class PlannedUpdate:
     def compute(self) -> None:
         """A plain update; those of an optimizer go through `Registered.apply`."""
         cell = self.held.cell
-        source, out = cell.begin()
+        if self.op is UpdateOp.ASSIGN:
+            source = out = cell.overwrite()
+        else:
+            source, out = cell.begin()
         compute(self.op, source, self.operands, out)
         cell.settle()
 
