@@ -40,7 +40,7 @@ def test_a_cell_copies_aligns_and_leases_any_array(dtype, shape):
         assert not lease.flags.writeable
         with pytest.raises(ValueError, match="WRITEABLE"):
             lease.flags.writeable = True
-    assert address(aligned(shape, np.dtype(dtype))) % 64 == 0
+        assert address(aligned(shape, np.dtype(dtype))) % 64 == 0
 
 
 def test_an_array_of_any_layout_becomes_c_order():
