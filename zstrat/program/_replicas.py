@@ -33,7 +33,7 @@ from zstrat.variables import (
     apply_traced,
     recorder,
 )
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 AXIS: Final = "replica"
 """Name of the mapped axis, for collectives inside a replica function."""
@@ -165,8 +165,8 @@ class _Inside:
             if self.complete:
                 raise RuntimeError(
                     f"{spec} is read by a replica function that did not read it when "
-                    "it was traced before: what it reads must depend on nothing but its "
-                    "arguments"
+                    "it was traced before: what it reads may depend on nothing but "
+                    "its arguments"
                 )
             self.reads[spec.key] = variable
             self.values[spec.key] = jnp.zeros(spec.shape, spec.numpy_dtype)

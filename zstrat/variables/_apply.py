@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable

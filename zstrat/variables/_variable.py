@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 from . import _convert
 from ._creator import Request, creator
