@@ -331,6 +331,16 @@ class Variable(ArrayOperators):
         await self._home.update_async(self, op, rows, optimizer)
         return self
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable with the present value, where the current scope puts it."""
+        return Variable(
+            self.numpy(),
+            self.trainable,
+            self.name,
+            aggregation=self.aggregation,
+            synchronization=self.synchronization,
+        )
+
     def __reduce__(self) -> Any:
         return detached, (self._spec,)
 
