@@ -92,7 +92,9 @@ class Grant:
 class Members:
     """All workers of the session."""
 
-    def __init__(self, names: Sequence[str], closures_in_flight: int | None = None) -> None:
+    def __init__(
+        self, names: Sequence[str], closures_in_flight: int | None = None
+    ) -> None:
         if closures_in_flight is not None and closures_in_flight < 1:
             raise ValueError(
                 f"closures_in_flight={closures_in_flight}: expected at least 1, or None "
@@ -182,7 +184,12 @@ class Members:
         return grants + _level(takers, ordinary)
 
     def dispatched(
-        self, member: Member, closures: Sequence[Closure], now: float, *, alone: bool = False
+        self,
+        member: Member,
+        closures: Sequence[Closure],
+        now: float,
+        *,
+        alone: bool = False,
     ) -> None:
         """The closures are on their way to the member."""
         assert member.state is State.OPEN and not member.alone, member
@@ -200,7 +207,9 @@ class Members:
         member.completed += count
         elapsed = max(now - member._measured_at, 1e-6)
         rate = count / elapsed
-        member.rate = rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
+        member.rate = (
+            rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
+        )
         member._measured_at = now
         if not member.in_flight:
             member.alone = False
@@ -234,4 +243,6 @@ def _level(takers: Sequence[Member], count: int) -> list[Grant]:
             heapq.heapreplace(heap, (load + 1, index, got + 1, member))
         else:
             heapq.heappop(heap)
-    return [Grant(member, given[member.index]) for member in takers if member.index in given]
+    return [
+        Grant(member, given[member.index]) for member in takers if member.index in given
+    ]

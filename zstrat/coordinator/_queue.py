@@ -29,7 +29,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import CancelledError, WorkerLostError
+from zstrat.errors import CancelledError, WorkerLostError
+
 from ._steps import Steps
 
 MAX_QUEUED: Final = 262_144
@@ -109,6 +110,11 @@ class Queue:
     def queued(self) -> int:
         """Closures that wait for a worker, those that came back included."""
         return len(self._fresh) + len(self._retries) + len(self._suspects)
+
+    @property
+    def waiting_fresh(self) -> int:
+        """Closures that wait for their first worker."""
+        return len(self._fresh)
 
     @property
     def is_full(self) -> bool:
@@ -230,10 +236,6 @@ class Queue:
         wait = FIRST_DELAY * 2.0 ** (lost - SUSPECT_AFTER)
         delay = 0.0 if lost < SUSPECT_AFTER else min(wait, LONGEST_DELAY)
         return self.retry(closure, now, delay)
-
-    def cancelled(self, closure: Closure, now: float) -> list[Ended]:
-        """The worker dropped the closure before it began: ours, or its own shutdown."""
-        return self.retry(closure, now)
 
     # ---- private ---------------------------------------------------------------------
 
