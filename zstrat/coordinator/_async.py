@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
-
-from zstrat.wire import PlainTree
 
 from ._control import Control, control_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._values import RemoteValue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from zstrat.wire import PlainTree
+
     from ._strategy import CoordinatedStrategy
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import PeerLostError
 from zstrat.wire import BuildResource, Message, ResourceBuilt
 
 from ._members import Members, State
-from ._seat import Seat
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ._engine import Engine
     from ._resources import Record
+    from ._seat import Seat
 
 BUILD_DEADLINE: Final = 600.0
 """Seconds for one resource: a dataset function may read or download a lot."""

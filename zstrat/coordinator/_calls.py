@@ -12,9 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -23,6 +21,10 @@ from zstrat.program import Function, Resource, digest, dump
 from zstrat.variables import Variable
 
 from ._values import PerWorker, RemoteValue
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""

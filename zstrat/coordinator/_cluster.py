@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
@@ -25,6 +24,8 @@ from zstrat.wire import CloseSession, Message, OpenSession, SessionOpened
 from ._lane import Lane, MakeLink
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zstrat.config import Timeouts
 
     from ._dispatch import Dispatcher

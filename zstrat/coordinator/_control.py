@@ -12,21 +12,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.wire import PlainTree
-
 from ._calls import Arguments, Call, Calls, Code
 from ._dispatch import Dispatcher
 from ._engine import Engine
 from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
 from ._resources import Record
 from ._strategy import CoordinatedStrategy
-from ._values import Kept
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from zstrat.wire import PlainTree
+
     from ._portal import Portal
     from ._session import ClusterSession
+    from ._values import Kept
 
 WORKER_WAIT: Final = 600.0
 """Seconds without any worker until `join` gives up: long enough to boot a machine."""

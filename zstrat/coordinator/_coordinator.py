@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
-
-from zstrat.wire import PlainTree
 
 from ._control import Control, control_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._values import PerWorkerValues, RemoteValue
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
+
+    from zstrat.wire import PlainTree
+
     from ._strategy import CoordinatedStrategy
 
 

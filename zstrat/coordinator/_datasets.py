@@ -19,12 +19,13 @@ import jax.numpy as jnp
 from zstrat.data import InputContext
 from zstrat.program import StepIterator, get_worker_context, rebuild
 from zstrat.variables import recorder
-from zstrat.wire import Layout
 
 from ._calls import Arguments, Code
 from ._values import PerWorker, PerWorkerValues
 
 if TYPE_CHECKING:
+    from zstrat.wire import Layout
+
     from ._control import Control
     from ._resources import Record
 

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
@@ -42,6 +41,8 @@ from ._trouble import Trouble
 from ._values import Kept, RemoteValue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import numpy as np
 
     from ._calls import Call

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.errors import (
     BusyError,
@@ -22,6 +21,9 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import Hello, Message, OpenSession, SessionOpened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger("zstrat.coordinator")
 

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from ._queue import Closure
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._queue import Closure
 
 WORK_AHEAD: Final = 0.020
 """Seconds of work that a worker holds: hides a round trip and the up to 5 ms for which

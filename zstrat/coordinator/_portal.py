@@ -17,11 +17,13 @@ import concurrent.futures
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError
 from zstrat.transport import new_event_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
 
 log = logging.getLogger("zstrat.coordinator")
 

@@ -14,11 +14,12 @@ import itertools
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ClosureAbortedError, ClosureInputError
-from zstrat.wire import Layout
 
 from ._values import RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
+    from zstrat.wire import Layout
+
     from ._calls import Arguments, Code
     from ._engine import Engine
 

@@ -7,8 +7,6 @@ the sets of a seat was sent on the present connection.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,12 +23,14 @@ from zstrat.wire import (
     PutCode,
 )
 
-from ._queue import Closure
-
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
     from ._calls import Arguments, Call, Code
     from ._lane import Lane
     from ._members import Member
+    from ._queue import Closure
 
 
 @dataclass(slots=True, eq=False)

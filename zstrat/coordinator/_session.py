@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -17,15 +16,18 @@ from zstrat.transport import Link, Security, hello, new_incarnation
 from zstrat.wire import Job, UpdateOp, VariableEntry
 
 from ._cluster import Cluster
-from ._lane import MakeLink
 from ._portal import Portal
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
     import numpy as np
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.variables import VariableSpec
+
+    from ._lane import MakeLink
 
 T = TypeVar("T")
 

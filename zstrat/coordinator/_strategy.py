@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
-from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-from ._session import ClusterSession
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ._session import ClusterSession
 
 
 class CoordinatedStrategy(abc.ABC):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -21,11 +20,12 @@ from zstrat.errors import CancelledError, ClosureAbortedError
 from zstrat.program import Resource, rebuild
 from zstrat.wire import Layout, dtype_named
 
-from ._waiting import Bell
-
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
     from ._calls import Call
     from ._engine import Engine
+    from ._waiting import Bell
 
 
 class RemoteValueStatus(enum.Enum):
