@@ -87,8 +87,8 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     Raises:
         TypeError: It is no array, or one of objects, texts, dates or records.
     """
-    if not isinstance(array, np.ndarray | np.generic):
-        raise TypeError(f"expected a numpy array, got {type(array).__name__}")
+    if type(array) is not np.ndarray:
+        _check_class(array)
     name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
     if name is None:
         raise TypeError(
@@ -100,15 +100,22 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     return name, array.shape
 
 
+def _check_class(array: object) -> None:
+    # A masked array would lose its mask, silently.
+    good = isinstance(array, np.ndarray | np.generic)
+    if not good or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"expected a plain numpy array, got {type(array).__name__}")
+
+
 def raw(array: np.ndarray) -> np.ndarray:
     """The elements as bytes, uint8 [nbytes]: C order, little endian.
 
     A view that keeps ``array`` alive where it has that layout already, else a copy.
     """
-    little = array.dtype.newbyteorder("<")
-    ordered = np.asarray(array, dtype=little, order="C")
-    view = ordered.reshape(-1).view(np.uint8).view(RawView)
-    view.source = ordered
+    if not array.flags.c_contiguous or array.dtype not in _NAMES:
+        array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+    view = array.reshape(-1).view(np.uint8).view(RawView)
+    view.source = array
     return view
 
 

@@ -52,7 +52,7 @@ class Announced(NamedTuple):
     build: Callable[[Arrays], Message]
 
 
-class _Layout:
+class _Form:
     """How one class of messages lies on the wire."""
 
     __slots__ = ("arrays", "blobs", "checks", "cls", "fields", "kind", "names", "plain")
@@ -79,17 +79,17 @@ def encode(
         TypeError: No message, or a field that cannot travel; names it.
         ValueError: A number beyond 64 bits, or a header above ``limit``.
     """
-    layout = _BY_CLASS.get(type(message))
-    if layout is None:
+    form = _BY_CLASS.get(type(message))
+    if form is None:
         raise TypeError(f"{type(message).__name__} is no message")
-    fields: Sequence[Any] = layout.fields(message)
+    fields: Sequence[Any] = form.fields(message)
     frames: tuple[np.ndarray, ...] = ()
-    if not layout.plain:
-        fields, frames = _extract(layout, list(fields))
-    header = _pack(layout, (layout.kind, request, *fields))
+    if not form.plain:
+        fields, frames = _extract(form, list(fields))
+    header = _pack(form, (form.kind, request, *fields))
     if len(header) > limit:
         raise ValueError(
-            f"{layout.cls.__name__}: the header is {len(header)} bytes, "
+            f"{form.cls.__name__}: the header is {len(header)} bytes, "
             f"at most {limit} may be sent: split the message"
         )
     return header, frames
@@ -108,25 +108,25 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
             f"header: expected [kind, request, ...], got {describe(values)}"
         )
     kind, request, *fields = values
-    layout = _BY_KIND.get(kind) if type(kind) is int else None
-    if layout is None:
+    form = _BY_KIND.get(kind) if type(kind) is int else None
+    if form is None:
         raise ProtocolError(f"header: no message has the kind {describe(kind)}")
     if type(request) is not int or request < 0:
-        raise _wrong(layout, Mismatch("an int of 0 or more", request), ".request")
-    if len(fields) != len(layout.names):
-        expected = f"{len(layout.names)} fields ({', '.join(layout.names)})"
-        raise _wrong(layout, Mismatch(expected, fields))
+        raise _wrong(form, Mismatch("an int of 0 or more", request), ".request")
+    if len(fields) != len(form.names):
+        expected = f"{len(form.names)} fields ({', '.join(form.names)})"
+        raise _wrong(form, Mismatch(expected, fields))
     at = 0
     try:
-        for at, check in enumerate(layout.checks):
+        for at, check in enumerate(form.checks):
             fields[at] = check(fields[at])
     except Mismatch as wrong:
-        raise _wrong(layout, wrong, f".{layout.names[at]}") from None
-    if layout.plain:
-        build = partial(_build_plain, layout, fields)
-        return Announced(request, layout.cls, (), build)
-    specs, blobs = _announced(layout, fields, limits)
-    return Announced(request, layout.cls, specs, partial(_build, layout, fields, blobs))
+        raise _wrong(form, wrong, f".{form.names[at]}") from None
+    if form.plain:
+        build = partial(_build_plain, form, fields)
+        return Announced(request, form.cls, (), build)
+    specs, blobs = _announced(form, fields, limits)
+    return Announced(request, form.cls, specs, partial(_build, form, fields, blobs))
 
 
 def decode(
@@ -159,44 +159,47 @@ def _check_for(name: str, hint: Any) -> Check:
 
 
 def _extract(
-    layout: _Layout, fields: list[Any]
+    form: _Form, fields: list[Any]
 ) -> tuple[list[Any], tuple[np.ndarray, ...]]:
     """Moves arrays and long bytes from the fields to raw frames."""
     frames: list[np.ndarray] = []
-    if layout.arrays is not None:
-        arrays = fields[layout.arrays]
+    if form.arrays is not None:
+        arrays = fields[form.arrays]
         try:
-            fields[layout.arrays] = list(map(announce, arrays))
+            fields[form.arrays] = list(map(announce, arrays))
         except TypeError as error:
-            raise TypeError(f"{layout.cls.__name__}.arrays: {error}") from None
+            raise TypeError(f"{form.cls.__name__}.arrays: {error}") from None
         frames.extend(map(raw, arrays))
-    for at in layout.blobs:
+    for at in form.blobs:
         blob = fields[at]
+        if not isinstance(blob, bytes):
+            place = f"{form.cls.__name__}.{form.names[at]}"
+            raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
         if len(blob) > INLINE:
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))
     return fields, tuple(frames)
 
 
-def _pack(layout: _Layout, values: tuple[Any, ...]) -> bytes:
+def _pack(form: _Form, values: tuple[Any, ...]) -> bytes:
     try:
         packed: bytes = msgpack.packb(values)
     except UnicodeEncodeError:
         # Half a surrogate pair, say from a file name in an error: readable beats exact.
         packed = msgpack.packb(values, unicode_errors="backslashreplace")
     except (TypeError, ValueError, OverflowError) as error:
-        raise _culprit(layout, values, error) from error
+        raise _culprit(form, values, error) from error
     return packed
 
 
-def _culprit(layout: _Layout, values: tuple[Any, ...], error: Exception) -> Exception:
+def _culprit(form: _Form, values: tuple[Any, ...], error: Exception) -> Exception:
     cls = TypeError if isinstance(error, TypeError) else ValueError
-    for name, value in zip(("kind", "request", *layout.names), values, strict=True):
+    for name, value in zip(("kind", "request", *form.names), values, strict=True):
         try:
             msgpack.packb(value)
         except (TypeError, ValueError, OverflowError) as wrong:
-            return cls(f"{layout.cls.__name__}.{name} cannot be sent: {wrong}")
-    return cls(f"{layout.cls.__name__} cannot be sent: {error}")
+            return cls(f"{form.cls.__name__}.{name} cannot be sent: {wrong}")
+    return cls(f"{form.cls.__name__} cannot be sent: {error}")
 
 
 def _unpack(header: Buffer, limits: Limits) -> Any:
@@ -222,19 +225,19 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
 
 
 def _announced(
-    layout: _Layout, fields: list[Any], limits: Limits
+    form: _Form, fields: list[Any], limits: Limits
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
     """The specs of all raw frames, and which fields are bytes among them."""
     specs: list[ArraySpec] = []
-    if layout.arrays is not None:
-        specs.extend(fields[layout.arrays])
-    outside = [at for at in layout.blobs if type(fields[at]) is int]
+    if form.arrays is not None:
+        specs.extend(fields[form.arrays])
+    outside = [at for at in form.blobs if type(fields[at]) is int]
     specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
     if len(specs) > limits.frames:
-        raise _wrong(layout, Mismatch(f"at most {limits.frames} frames", len(specs)))
+        raise _wrong(form, Mismatch(f"at most {limits.frames} frames", len(specs)))
     total = sum(spec.nbytes for spec in specs)
     if total > limits.body:
-        raise _wrong(layout, Mismatch(f"at most {limits.body} bytes of body", total))
+        raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
     return tuple(specs), outside
 
 
@@ -245,28 +248,26 @@ def _check_blob(value: Any) -> bytes | int:
     raise Mismatch("bytes", value)
 
 
-def _wrong(layout: _Layout, wrong: Mismatch, field: str = "") -> ProtocolError:
-    place = f"{layout.cls.__name__}{field}{wrong.where}"
+def _wrong(form: _Form, wrong: Mismatch, field: str = "") -> ProtocolError:
+    place = f"{form.cls.__name__}{field}{wrong.where}"
     return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
 
 
-def _build_plain(layout: _Layout, fields: list[Any], arrays: Arrays = ()) -> Message:
-    return layout.cls(*fields)
+def _build_plain(form: _Form, fields: list[Any], arrays: Arrays = ()) -> Message:
+    return form.cls(*fields)
 
 
-def _build(
-    layout: _Layout, fields: list[Any], blobs: list[int], arrays: Arrays
-) -> Message:
+def _build(form: _Form, fields: list[Any], blobs: list[int], arrays: Arrays) -> Message:
     inside = len(arrays) - len(blobs)
-    if layout.arrays is not None:
-        fields[layout.arrays] = arrays[:inside]
+    if form.arrays is not None:
+        fields[form.arrays] = arrays[:inside]
     for at, blob in zip(blobs, arrays[inside:], strict=True):
         fields[at] = blob.tobytes()
-    return layout.cls(*fields)
+    return form.cls(*fields)
 
 
-_LAYOUTS: Final = tuple(_Layout(cls) for cls in get_args(Message))
-_BY_CLASS: Final[dict[type, _Layout]] = {layout.cls: layout for layout in _LAYOUTS}
-_BY_KIND: Final[dict[int, _Layout]] = {layout.kind: layout for layout in _LAYOUTS}
-if len(_BY_KIND) != len(_LAYOUTS):
+_FORMS: Final = tuple(_Form(cls) for cls in get_args(Message))
+_BY_CLASS: Final[dict[type, _Form]] = {form.cls: form for form in _FORMS}
+_BY_KIND: Final[dict[int, _Form]] = {form.kind: form for form in _FORMS}
+if len(_BY_KIND) != len(_FORMS):
     raise TypeError(f"{_messages.__name__}: two messages have the same kind")
