@@ -286,15 +286,11 @@ class _Parts:
 
 
 def _is_batch(leaf: Any) -> bool:
-    """Whether the array was drawn from an iterator, so that its rows are split.
-
-    A capture knows what it drew. In an eager step, what is drawn is a numpy array and
-    what was computed from it no longer is.
-    """
+    """Whether the array was drawn from an iterator, so that its rows are split."""
+    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+        return False
     recording = recorder.get()
-    if recording is None:
-        return isinstance(leaf, np.ndarray) and leaf.ndim > 0
-    return isinstance(leaf, jax.Array) and leaf.ndim > 0 and recording.drew(leaf)
+    return recording is not None and recording.drew(leaf)
 
 
 def _per_replica(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from zstrat.program import dump
+from zstrat.program import dump_code
 from zstrat.variables import Request, Variable, VariableSpec, handle, initialize
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ServerVariables:
             InvalidArgumentError: A ps refuses it; says why.
             PSUnavailableError: A ps is gone.
         """
-        code = _optimizer_code(optimizer)
+        code = dump_code(optimizer.transformation)
         with self._lock:
             self._optimizers += 1
             number = self._optimizers
@@ -222,15 +222,3 @@ def _first_axis(parts: Any, name: str, shape: tuple[int, ...]) -> int:
             f"{shape} it returned {parts!r}"
         )
     return int(parts[0])
-
-
-def _optimizer_code(optimizer: Optimizer) -> bytes:
-    code, arrays = dump(optimizer.transformation)
-    if arrays:
-        size = sum(array.nbytes for array in arrays)
-        raise ValueError(
-            f"optimizer {optimizer.name!r} carries arrays of {size} bytes in its "
-            "transformation: an optimizer is shipped as code; keep large arrays in "
-            "variables"
-        )
-    return code
