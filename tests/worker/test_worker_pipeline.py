@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.worker._pipeline import Call, Do, Pipeline
+from zstrat.worker._pipeline import Costs, Do, Pipeline
 
 W, B = "weights", "bias"
 
@@ -23,8 +23,8 @@ class Drive:
 
     def dispatch(self, numbers, *, reads=None, writes=False, alone=False, nbytes=8):
         plan = {"reads": reads, "writes": writes, "alone": alone, "nbytes": nbytes}
-        call = Call(plan, prepare_cost=self.cost, run_cost=self.cost)
-        self.pipeline.dispatched(call, numbers)
+        costs = Costs(prepare=self.cost, run=self.cost)
+        self.pipeline.dispatched(plan, costs, numbers)
 
     def turn(self):
         """Does the next thing; False if that is to wait."""
@@ -37,7 +37,7 @@ class Drive:
             return True
         self.now += self.cost
         if do is Do.PREPARE:
-            self.pipeline.prepared(step, self.now, cost=self.cost, **step.call.work)
+            self.pipeline.prepared(step, self.now, cost=self.cost, **step.task)
             self.did.append(f"prepare {step.number}")
         else:
             push = f"push {step.number}" if step.writes else None
@@ -134,11 +134,10 @@ def test_quick_closures_run_back_to_back_and_share_posts():
 def test_no_ending_waits_for_slow_or_unmeasured_work():
     drive = Drive(Pipeline(interval=1e-3))
     drive.dispatch([1])
-    slow = Call({"reads": None}, prepare_cost=0.0, run_cost=5.0)
-    drive.pipeline.dispatched(slow, [2])
-    new = Call({"reads": None})
-    drive.pipeline.dispatched(new, [3])
-    assert new.run_cost == math.inf
+    drive.pipeline.dispatched({}, Costs(prepare=0.0, run=5.0), [2])
+    new = Costs()
+    drive.pipeline.dispatched({}, new, [3])
+    assert new.run == math.inf
     drive.rest()
     assert drive.did == [
         *("prepare 1", "run 1", "prepare 2", "post", "run 2", "post"),
@@ -236,7 +235,7 @@ class Life(RuleBasedStateMachine):
         numbers = range(self.numbers, self.numbers + count)
         self.numbers += count
         self.kinds.update(dict.fromkeys(numbers, kind))
-        self.pipeline.dispatched(Call(), numbers)
+        self.pipeline.dispatched(None, Costs(), numbers)
 
     @rule(turns=st.integers(1, 12))
     def work(self, turns):

@@ -57,25 +57,24 @@ class Do(enum.Enum):
 
 @final
 @dataclass(slots=True, eq=False)
-class Call:
-    """What closures share that run one function with the same arguments.
+class Costs:
+    """The seconds that the last preparation and the last run of a function took."""
 
-    Costs are the seconds that the last preparation and the last run took.
-    """
-
-    work: Any = None
-    prepare_cost: float = math.inf
-    run_cost: float = math.inf
+    prepare: float = math.inf
+    run: float = math.inf
 
 
 @final
 @dataclass(slots=True, eq=False)
 class Step:
-    """One closure on its way. The executor fills ``work``, the pipeline the rest."""
+    """One closure on its way: the executor says what it is, the pipeline where."""
 
     number: int
-    call: Call
+    task: Any
+    """What to run; shared by the steps of a batch."""
+    costs: Costs
     work: Any = None
+    """What the executor made of the task when it prepared the step."""
     reads: Any = None
     """What is pulled for it, compared by identity; None: nothing."""
     nbytes: int = 0
@@ -143,9 +142,9 @@ class Pipeline:
 
     # What happened
 
-    def dispatched(self, call: Call, numbers: Iterable[int]) -> None:
+    def dispatched(self, task: Any, costs: Costs, numbers: Iterable[int]) -> None:
         """Closures came; they run behind all that came before."""
-        self._queue.extend([Step(number, call) for number in numbers])
+        self._queue.extend([Step(number, task, costs) for number in numbers])
 
     def prepared(
         self,
@@ -164,7 +163,7 @@ class Pipeline:
         all before it must have been posted.
         """
         assert self._queue.popleft() is step
-        step.call.prepare_cost = cost
+        step.costs.prepare = cost
         step.reads, step.writes, step.alone = reads, writes, alone
         shared = self._line and self._line[-1].reads is reads
         step.nbytes = 0 if shared else nbytes
@@ -194,7 +193,7 @@ class Pipeline:
         """The step that `next` named is over; its ending waits for the push, if any."""
         assert self._line.popleft() is step
         self._bytes -= step.nbytes
-        step.call.run_cost = cost
+        step.costs.run = cost
         if push is None:
             self.leave(ending, now)
         else:
@@ -286,7 +285,7 @@ class Pipeline:
             and self._writer is None
             and self._may_prepare()
             and bool(self._queue)
-            and self._queue[0].call.prepare_cost < math.inf
+            and self._queue[0].costs.prepare < math.inf
         )
         return self._refilling
 
@@ -298,12 +297,12 @@ class Pipeline:
                 # A writer ends what may be pulled together: nothing can join any more.
                 if pulls and self._writer is not None:
                     return True
-                cost = step.call.prepare_cost
+                cost = step.costs.prepare
             case Do.RUN:
                 assert step is not None
                 if pulls or step.alone:
                     return True
-                cost = step.call.run_cost
+                cost = step.costs.run
             case _:
                 return True
         return now + cost > self._oldest + self._interval
