@@ -120,7 +120,6 @@ class Builder:
                 record.built(worker, message.layout)
             else:
                 assert isinstance(error, Exception)
-                error = seat.refused.get(record.maker.digest, error)
                 seat.failed[record.number] = record.failed(worker, name, error)
             self._engine.notify()
         self._built(seat, epoch, 1)

@@ -33,13 +33,12 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class Code:
-    """A pickled function, named by its digest."""
+    """A pickled function (or dataset), named by its digest."""
 
-    __slots__ = ("arrays", "code", "digest")
+    __slots__ = ("code", "digest")
 
-    def __init__(self, thing: object) -> None:
-        self.code, self.arrays = _dumped(thing)
-        self.digest = digest(self.code + b"".join(a.tobytes() for a in self.arrays))
+    def __init__(self, code: bytes) -> None:
+        self.code, self.digest = code, digest(code)
 
 
 class Arguments:
@@ -51,7 +50,9 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.number = next(self._numbers)
-        self.code, self.arrays = _dumped((args, dict(kwargs)))
+        self.code, arrays = dump((args, dict(kwargs)))
+        # They are views of the user's memory, and are sent after schedule returned.
+        self.arrays = tuple(array.copy() for array in arrays)
 
     def retire_to(self, retired: deque[int]) -> None:
         # deque.append takes no lock: a finalizer may run while this thread holds any.
@@ -82,7 +83,7 @@ class _Known:
 
     def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
         self.reference = weakref.ref(function, forget)
-        self.code = Code(function)
+        self.code = Code(function.code)
         self.calls: OrderedDict[Hashable, Call] = OrderedDict()
 
 
@@ -253,9 +254,3 @@ def _resources(tree: Any) -> tuple[int, ...]:
                 "use it in the same one"
             )
     return tuple(sorted({leaf.resource for leaf in _per_worker(tree)}))
-
-
-def _dumped(thing: object) -> tuple[bytes, Arrays]:
-    code, arrays = dump(thing)
-    # The arrays are the user's own memory, and they are sent after schedule returned.
-    return code, tuple(np.array(array, order="C") for array in arrays)

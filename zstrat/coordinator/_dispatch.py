@@ -319,8 +319,6 @@ class Dispatcher:
                 if delay is not None:
                     settle(queue.retry(closure, now, delay))
                     return False
-        call: Call = closure.call  # type: ignore[assignment]
-        error = seat.refused.get(call.function.digest, error)
         queue.end(closure, error)
         settle([Ended(closure, error)])
         return False

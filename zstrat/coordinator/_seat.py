@@ -7,10 +7,10 @@ the sets of a seat was sent on the present connection.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zstrat.errors import PeerLostError
 from zstrat.wire import (
     Batch,
     Dispatch,
@@ -22,6 +22,8 @@ from zstrat.wire import (
     PutArguments,
     PutCode,
 )
+
+log = logging.getLogger("zstrat.coordinator")
 
 if TYPE_CHECKING:
     import asyncio
@@ -44,8 +46,6 @@ class Seat:
     arguments: set[int] = field(default_factory=set)
     resources: set[int] = field(default_factory=set)
     layouts: dict[int, Layout] = field(default_factory=dict)
-    refused: dict[bytes, Exception] = field(default_factory=dict)
-    """Code that could not be loaded there, by digest."""
     failed: dict[int, Exception] = field(default_factory=dict)
     """Resources that could not be built there, by number."""
 
@@ -53,7 +53,7 @@ class Seat:
         """A new connection: nothing is there yet."""
         for held in (self.codes, self.arguments, self.resources):
             held.clear()
-        for told in (self.layouts, self.refused, self.failed):
+        for told in (self.layouts, self.failed):
             told.clear()
 
     def put_code(self, code: Code) -> None:
@@ -61,16 +61,8 @@ class Seat:
         if code.digest in self.codes:
             return
         self.codes.add(code.digest)
-        message = PutCode(self.session, code.digest, code.code, code.arrays)
-        epoch = self.member.epoch
-
-        def answered(answer: asyncio.Future[Message]) -> None:
-            error = None if answer.cancelled() else answer.exception()
-            lost = isinstance(error, PeerLostError)
-            if isinstance(error, Exception) and not lost and epoch == self.member.epoch:
-                self.refused[code.digest] = error
-
-        self.lane.link.submit(message).add_done_callback(answered)
+        message = PutCode(self.session, code.digest, code.code)
+        self.lane.link.submit(message).add_done_callback(self._told)
 
     def put_arguments(self, arguments: Arguments | None) -> int:
         """Ships the arguments, unless they are there; returns their number."""
@@ -115,3 +107,9 @@ class Seat:
         return Batch(
             call.function.digest, self.put_arguments(call.arguments), attempt, steps
         )
+
+    def _told(self, answer: asyncio.Future[Message]) -> None:
+        """Code that cannot be loaded fails each closure that needs it, with the reason
+        that the worker gives there."""
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            log.warning("%s did not take code: %s", self.member.name, error)
