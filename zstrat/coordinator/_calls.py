@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -175,7 +176,7 @@ class Calls:
         known = self._known.get(number)
         if known is None or known.reference() is not function:
             table = self._known
-            known = _Known(function, lambda _: table.pop(number, None))
+            known = _Known(function, partial(_pop, table, number))
             table[number] = known
         return known
 
@@ -254,3 +255,8 @@ def _resources(tree: Any) -> tuple[int, ...]:
                 "use it in the same one"
             )
     return tuple(sorted({leaf.resource for leaf in _per_worker(tree)}))
+
+
+def _pop(table: dict[int, _Known], number: int, _: object) -> None:
+    """Forgets a function that is gone; the table may not keep its `Calls` alive."""
+    table.pop(number, None)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
     ClosureAbortedError,
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._calls import Call
     from ._engine import Engine
     from ._lane import Lane
 
 log = logging.getLogger("zstrat.coordinator")
 
+T = TypeVar("T")
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
 SETBACK: Final = 0.05
@@ -246,9 +246,13 @@ class Dispatcher:
         good: list[Closure] = []
         with self.engine.lock:
             for closure in closures:
-                call: Call = closure.call  # type: ignore[assignment]
                 error = next(
-                    (seat.failed[r] for r in call.resources if r in seat.failed), None
+                    (
+                        seat.failed[r]
+                        for r in closure.call.resources
+                        if r in seat.failed
+                    ),
+                    None,
                 )
                 if error is None:
                     good.append(closure)
@@ -284,7 +288,7 @@ class Dispatcher:
                     failures.append((closure, completion))
                     continue
                 queue.end(closure)
-                value: RemoteValue = closure.value  # type: ignore[assignment]
+                value = closure.value
                 if size >= 0:
                     value._settle(layouts.get(layout_id), results[start:offset])
                 else:
@@ -389,8 +393,8 @@ class Dispatcher:
         return asyncio.get_running_loop().time()
 
 
-def _emptied(things: deque[object]) -> list[object]:
-    taken = []
+def _emptied(things: deque[T]) -> list[T]:
+    taken: list[T] = []
     while things:
         taken.append(things.popleft())
     return taken

@@ -27,11 +27,15 @@ import enum
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import CancelledError, WorkerLostError
 
 from ._steps import Steps
+
+if TYPE_CHECKING:
+    from ._calls import Call
+    from ._values import RemoteValue
 
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
@@ -57,8 +61,8 @@ class Closure:
     """One scheduled call. ``call`` says what to run and ``value`` who wants to know;
     the queue looks into neither."""
 
-    call: object
-    value: object
+    call: Call
+    value: RemoteValue
     name: str = "closure"
     step: int = -1
     attempt: int = 0
@@ -179,8 +183,8 @@ class Queue:
         retries, fresh = self._retries, self._fresh
         while retries and len(taken) < limit and retries[0][0] <= now:
             taken.append(heapq.heappop(retries)[2])
-        for _ in range(min(limit - len(taken), len(fresh))):
-            taken.append(fresh.popleft())  # noqa: PERF401: popleft has an effect
+        count = min(limit - len(taken), len(fresh))
+        taken += [fresh.popleft() for _ in range(count)]
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
@@ -189,7 +193,8 @@ class Queue:
     def take_suspect(self, now: float) -> Closure:
         """A closure that is to run alone."""
         due, _, closure = heapq.heappop(self._suspects)
-        assert due <= now and self.phase in (Phase.OPEN, Phase.FAILED)
+        assert due <= now, "it has to wait longer"
+        assert self.phase in (Phase.OPEN, Phase.FAILED)
         closure.attempt += 1
         self.running += 1
         return closure

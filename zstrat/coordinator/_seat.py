@@ -79,12 +79,13 @@ class Seat:
     def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
         """Ships what the closures need, and then all of them in one message."""
         batches: list[Batch] = []
-        call: object = None
-        attempt, steps = 0, []
+        call: Call | None = None
+        attempt = 0
+        steps: list[int] = []
         for closure in closures:
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
-                batches.append(self._batch(closure.call, attempt, steps))
+                batches.append(self._batch(call, attempt, steps))
             steps.append(closure.step)
         self.lane.link.notify(Dispatch(self.session, low_water, batches))
 
