@@ -67,15 +67,15 @@ class Engine:
 
     def put(self, call: Call) -> RemoteValue:
         """Queues the call; blocks only while the queue is full or an error is drained."""
-        value = RemoteValue(self, call)
-        closure = Closure(call, value, call.name)
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
             self._block(partial(self._try_put, closure), None, "schedule")
         return value
 
     async def put_async(self, call: Call) -> RemoteValue:
-        value = RemoteValue(self, call)
-        closure = Closure(call, value, call.name)
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
             await self._await(partial(self._try_put, closure))
         return value
