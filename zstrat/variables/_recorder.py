@@ -36,6 +36,11 @@ class Recorder(Protocol):
         """Notes an update; shapes and dtypes were checked before."""
         ...
 
+    def drew(self, leaf: object) -> bool:
+        """Whether this very object is (a leaf of) an element that the step drew from an
+        iterator. Such arrays are split over the replicas of a worker."""
+        ...
+
 
 recorder: Final[ContextVar[Recorder | None]] = ContextVar(
     "zstrat_recorder", default=None
