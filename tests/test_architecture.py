@@ -1,0 +1,313 @@
+"""The law of the floors and doors, read from the imports of the source.
+
+A module imports from its own package, from a strictly lower floor, or from a door that
+it owns. An import inside a function is for doors alone, and for the few packages of
+`LATE`, which bring jax with them.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLOORS = {
+    "zstrat.errors": 0,
+    "zstrat.config": 0,
+    "zstrat.wire": 1,
+    "zstrat.cluster": 2,
+    "zstrat.transport": 2,
+    "zstrat.data": 2,
+    "zstrat.variables": 3,
+    "zstrat.ps": 3,
+    "zstrat.program": 4,
+    "zstrat.worker": 5,
+    "zstrat.coordinator": 6,
+    "zstrat.strategy": 7,
+    "zstrat.launch": 8,
+    "zstrat.testing": 8,
+    "zstrat.compat": 8,
+    "zstrat.cli": 9,
+    "zstrat.daemons": 10,
+}
+
+DOORS = {
+    "msgpack": "zstrat.wire",
+    "ml_dtypes": "zstrat.wire",
+    "zmq": "zstrat.transport",
+    "uvloop": "zstrat.transport._loop",
+    "optax": "zstrat.ps",
+    "cloudpickle": "zstrat.program._code",
+    "psutil": "zstrat.launch",
+    "tomllib": "zstrat.config",
+    "click": "zstrat.cli",
+    "rich": "zstrat.cli",
+}
+
+JAX_AT_IMPORT = {
+    f"zstrat.{p}" for p in "variables program worker coordinator strategy".split()
+}
+JAX_WHEN_NEEDED = {"zstrat.ps"}
+
+LATE = {
+    # A task learns what it is before it loads what it needs: a ps never loads jax.
+    ("zstrat.launch", "zstrat.worker"),
+    ("zstrat.launch", "zstrat.program"),
+}
+
+FORBIDDEN_NAMES = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "base",
+    "manager",
+    "misc",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    target: str
+    line: int
+    in_function: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for folder in ("zstrat", "daemons"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if folder == "daemons":
+                dotted = "zstrat." + dotted
+            yield dotted.removesuffix(".__init__"), path
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in modules()}
+
+
+PACKAGES = {name for name, path in modules() if path.name == "__init__.py"}
+
+
+def floor_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@cache
+def imports() -> list[Import]:
+    found = []
+    for module, tree in trees().items():
+        inside = {
+            id(child)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for child in ast.walk(node)
+        }
+        for node in ast.walk(tree):
+            for target in _targets(module, node):
+                found.append(Import(module, target, node.lineno, id(node) in inside))
+    return found
+
+
+def _targets(module: str, node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    start = node.module or ""
+    if node.level:
+        parts = module.split(".")
+        up = node.level - (module in PACKAGES)
+        package = ".".join(parts[: len(parts) - up])
+        start = f"{package}.{start}".rstrip(".")
+    names = [f"{start}.{alias.name}" for alias in node.names]
+    return [name if name in trees() else start for name in names]
+
+
+def ours(target: str) -> bool:
+    return target == "zstrat" or target.startswith("zstrat.")
+
+
+def edges() -> list[Import]:
+    return [i for i in imports() if ours(i.target) and i.module != "zstrat"]
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {floor_of(m) for m, _ in modules()} == set(FLOORS) | {"zstrat"}
+
+
+def test_imports_go_down() -> None:
+    wrong = [
+        str(edge)
+        for edge in edges()
+        if edge.target != "zstrat"
+        and floor_of(edge.module) != floor_of(edge.target)
+        and FLOORS[floor_of(edge.module)] <= FLOORS[floor_of(edge.target)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles() -> None:
+    graph: dict[str, set[str]] = {}
+    for edge in edges():
+        # An underscored module is imported by its package's face: that edge is no cycle
+        # unless the module imports the face in turn, which this graph then shows.
+        graph.setdefault(edge.module, set()).add(edge.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path, module))}"
+        if module in done:
+            return
+        for target in graph.get(module, ()):
+            visit(target, (*path, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_one_door_per_dependency() -> None:
+    wrong = []
+    for found in imports():
+        owner = DOORS.get(found.target.split(".")[0])
+        if owner and not f"{found.module}.".startswith(f"{owner}."):
+            wrong.append(f"{found}: the door is {owner}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_who_may_import_jax() -> None:
+    wrong = []
+    for found in imports():
+        if found.target.split(".")[0] not in ("jax", "jaxlib"):
+            continue
+        floor = floor_of(found.module)
+        late = floor in JAX_WHEN_NEEDED and found.in_function
+        if floor not in JAX_AT_IMPORT and not late:
+            wrong.append(str(found))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_in_functions_are_for_doors() -> None:
+    doors = {*DOORS, "jax", "jaxlib"}
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.in_function
+        and found.target.split(".")[0] not in doors
+        and (floor_of(found.module), floor_of(found.target)) not in LATE
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_environment_is_read_in_one_place() -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in trees().items()
+        if module != "zstrat.config"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ]
+    assert not wrong, "only zstrat.config touches the environment: " + ", ".join(wrong)
+
+
+def test_names_say_what_a_thing_is() -> None:
+    parts = {part.strip("_") for module, _ in modules() for part in module.split(".")}
+    assert not parts & FORBIDDEN_NAMES
+    classes: dict[str, str] = {}
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            assert not node.name.endswith("Manager"), f"{module}.{node.name}"
+            public = not node.name.startswith("_")
+            other = classes.setdefault(node.name, module) if public else module
+            assert other == module, f"two classes {node.name}: {other} and {module}"
+
+
+def test_nothing_sleeps_and_every_task_has_a_name() -> None:
+    wrong = []
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            keywords = {keyword.arg for keyword in node.keywords}
+            if called == "time.sleep":
+                wrong.append(f"{module}:{node.lineno} sleeps")
+            if called.endswith("create_task") and "name" not in keywords:
+                wrong.append(f"{module}:{node.lineno} starts a task without a name")
+            if called == "hasattr":
+                wrong.append(f"{module}:{node.lineno} asks hasattr: use a type")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pyproject_lists_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(PACKAGES)
+
+
+def test_constraints_pin_every_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *sum(project["optional-dependencies"].values(), []),
+    ]
+    names = {_canonical(requirement) for requirement in wanted}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(
+        pin.count("==") == 1 and " " not in pin and "/" not in pin for pin in pins
+    )
+    assert names <= {_canonical(pin) for pin in pins}
+
+
+def _canonical(requirement: str) -> str:
+    name = requirement
+    for end in "<>=!~;[ ":
+        name = name.split(end)[0]
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("zstrat", ("jax", "zmq", "msgpack", "numpy")),
+        ("zstrat.wire", ("jax", "zmq")),
+        ("zstrat.cluster", ("jax", "zmq")),
+        ("zstrat.transport", ("jax",)),
+        ("zstrat.data", ("jax",)),
+        ("zstrat.ps", ("jax", "optax")),
+        ("zstrat.launch", ("jax",)),
+        ("zstrat.cli", ("jax",)),
+        ("zstrat.daemons.ps", ("jax", "optax", "cloudpickle", "click", "rich")),
+        ("zstrat.daemons.worker", ("jax", "click", "rich")),
+    ],
+)
+def test_import_stays_light(module: str, absent: tuple[str, ...]) -> None:
+    """In a process of its own: what the import brings, and what it must not."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not set(ran.stdout.split()) & set(absent)
