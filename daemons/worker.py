@@ -1,0 +1,65 @@
+"""``zstrat-worker``: runs the step functions of a coordinator on this machine's devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ._arguments import order, parser
+from ._main import MISTAKEN, leave, run
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    arguments = parser("worker", "A worker of zstrat.")
+    arguments.add_argument(
+        "--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)"
+    )
+    arguments.add_argument(
+        "--devices",
+        metavar="N|LIST",
+        help="on cpu how many virtual devices; on cuda which ones, as in 0,2",
+    )
+    parsed = arguments.parse_args(argv)
+    try:
+        told = order(parsed, "worker")
+        choice = devices(parsed)
+    except ValueError as error:
+        print(f"zstrat-worker: {error}", file=sys.stderr)
+        leave(MISTAKEN)
+    # jax reads these once, when it is imported: by the service, later.
+    os.environ.update(choice)
+    leave(run(told))
+
+
+def devices(parsed: argparse.Namespace) -> dict[str, str]:
+    """The variables that make jax see the devices that were asked for.
+
+    Raises:
+        ValueError: ``--devices`` is not what the platform expects.
+    """
+    chosen = {"JAX_PLATFORMS": parsed.platform} if parsed.platform else {}
+    if parsed.devices is None:
+        return chosen
+    numbers = parsed.devices.split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise ValueError(
+            f"--devices {parsed.devices}: expected numbers, as in 2 or 0,1"
+        )
+    if parsed.platform == "cpu" and len(numbers) == 1 and int(numbers[0]) > 0:
+        return {**chosen, "JAX_NUM_CPU_DEVICES": numbers[0]}
+    if parsed.platform in ("cuda", "rocm"):
+        name = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
+        return {**chosen, name[parsed.platform]: parsed.devices}
+    raise ValueError(
+        f"--devices {parsed.devices} needs --platform cpu (a count), cuda or rocm (a list)"
+    )
+
+
+if __name__ == "__main__":
+    main()
