@@ -1,4 +1,4 @@
-"""``zstrat-worker``: runs the step functions of a coordinator on this machine's devices."""
+"""``zstrat-worker``: runs the step functions of a coordinator on local devices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def devices(parsed: argparse.Namespace) -> dict[str, str]:
         name = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
         return {**chosen, name[parsed.platform]: parsed.devices}
     raise ValueError(
-        f"--devices {parsed.devices} needs --platform cpu (a count), cuda or rocm (a list)"
+        f"--devices {parsed.devices} needs --platform cpu (a count) or cuda, rocm (a list)"
     )
 
 

@@ -56,9 +56,6 @@ def _cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-# ---- a cluster on this machine -----------------------------------------------------
-
-
 @main.command()
 @click.option("--ps", default=1, show_default=True, help="parameter servers")
 @click.option("--workers", default=1, show_default=True, help="workers")
@@ -88,8 +85,9 @@ def cluster(
             file.write_text(toml(running.spec), "utf-8")
             click.echo(how_to_connect(running.spec, file))
             run_loop(_watch(running, settings))
+            click.echo("ending all tasks")
     except KeyboardInterrupt:
-        click.echo("all tasks ended")
+        click.echo("interrupted; all tasks ended")
     except (ZstratError, ValueError) as error:
         _fail(error)
 
@@ -122,22 +120,21 @@ def _as_interrupt(number: int, frame: object) -> NoReturn:
 
 async def _watch(running: LocalCluster, settings: Settings) -> None:
     """Draws the table until interrupted; plain lines when nobody can see a table."""
+    loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupted.set)
     console = Console()
     async with Observer(running.spec, settings) as observer:
         if not console.is_terminal:
             seen = await observer.look(settings.timeouts.connect)
-            for line in lines(seen):
-                click.echo(line)
-            await asyncio.get_running_loop().create_future()
+            click.echo("\n".join(lines(seen)))
+            await interrupted.wait()
+            return
         with Live(console=console, auto_refresh=False) as live:
-            while True:
+            while not interrupted.is_set():
                 live.update(table(await observer.look(REFRESH)), refresh=True)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(REFRESH):
-                        await asyncio.get_running_loop().create_future()
-
-
-# ---- looking at a cluster -------------------------------------------------------------
+                    await asyncio.wait_for(interrupted.wait(), REFRESH)
 
 
 @main.command()
@@ -250,9 +247,6 @@ def _worded(finding: Finding) -> str:
     return f"{mark} {finding.what}: {finding.words}{advice}"
 
 
-# ---- keys and units -------------------------------------------------------------------
-
-
 @main.command()
 @click.argument("directory", type=Path)
 def keygen(directory: Path) -> None:
@@ -278,9 +272,6 @@ def units(bindir: Path, to: Path, config: Path) -> None:
             click.echo(path)
     except (OSError, ValueError) as error:
         _fail(error)
-
-
-# ---- shared by the commands -----------------------------------------------------------
 
 
 def _settings(keys: Path | None) -> Settings:
