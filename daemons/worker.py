@@ -57,7 +57,8 @@ def devices(parsed: argparse.Namespace) -> dict[str, str]:
         name = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
         return {**chosen, name[parsed.platform]: parsed.devices}
     raise ValueError(
-        f"--devices {parsed.devices} needs --platform cpu (a count) or cuda, rocm (a list)"
+        f"--devices {parsed.devices} needs --platform cpu (and one number above 0), "
+        "or --platform cuda or rocm (and a list)"
     )
 
 

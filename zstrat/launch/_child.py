@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
 TAIL: Final = 20
 """Lines of a log that an error quotes: a traceback's end and what came before it."""

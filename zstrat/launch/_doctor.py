@@ -33,7 +33,7 @@ same everywhere."""
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``ok`` None: worth knowing, neither good nor bad. ``advice`` "" if all is well."""
+    """One thing that was looked at; ``ok`` None is neither good nor bad."""
 
     what: str
     ok: bool | None

@@ -71,7 +71,7 @@ class LocalCluster:
     ) -> None:
         if num_ps < 1 or num_workers < 1:
             raise ValueError(
-                f"num_ps={num_ps}, num_workers={num_workers}: expected 1 or more of each"
+                f"num_ps={num_ps}, num_workers={num_workers}: expected 1 or more"
             )
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")

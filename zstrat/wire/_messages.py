@@ -21,7 +21,9 @@ PROTOCOL: Final = 1
 """Version of the protocol; HELLO refuses any other."""
 
 Arrays = tuple[np.ndarray, ...]
-PlainTree = None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+PlainTree = (
+    None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+)
 """Free-form plain data: statistics, layouts of results, details of an error."""
 
 
