@@ -93,7 +93,7 @@ class Beat:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next about 1 MiB of the body of a message announced before (one raw frame)."""
+    """The next part of the body of a message announced before (one raw frame)."""
 
     kind: ClassVar = 3
     stream: int
@@ -176,7 +176,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession:
-    """Drop all that belongs to the session; with ``exit`` the process drains and ends."""
+    """Drop all of the session; with ``exit`` the process drains and ends."""
 
     kind: ClassVar = 18
     session: int
@@ -187,7 +187,7 @@ class CloseSession:
 
 
 class VariableEntry(NamedTuple):
-    """``key`` is unique in the session; the initial value is the array of the same rank."""
+    """``key`` is unique in the session; the initial value is the array at its place."""
 
     key: int
     name: str
@@ -197,8 +197,8 @@ class VariableEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CreateVariables:
-    """Creates all or none; answered by `Done`. The same key, shape and dtype again is not
-    an error and keeps the value that is there."""
+    """Creates all or none; answered by `Done`. The same key, shape and dtype again is
+    no error and keeps the value that is there."""
 
     kind: ClassVar = 32
     session: int
@@ -252,8 +252,8 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is how
-    many of the push's arrays belong to this update."""
+    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is
+    how many of the push's arrays belong to this update."""
 
     key: int
     op: int
@@ -288,7 +288,7 @@ class Pushed:
     versions: list[int]
 
 
-# ---- worker ---------------------------------------------------------------------------
+# ---- worker ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +343,8 @@ class Dispatch:
 
 class Completion(NamedTuple):
     """``layout`` names a `Layout` sent before or with it on this link; ``size`` is how
-    many bytes of ``results`` are this closure's, -1 if they stay on the worker (`Fetch`).
-    ``error`` is `errors.to_wire` or None."""
+    many bytes of ``results`` are this closure's, -1 if they stay on the worker
+    (`Fetch`). ``error`` is `errors.to_wire` or None."""
 
     step: int
     outcome: int
@@ -386,7 +386,7 @@ class CancelSteps:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for the result of a closure that stayed on the worker; answered by `Fetched`."""
+    """Asks for a result that stayed on the worker; answered by `Fetched`."""
 
     kind: ClassVar = 54
     session: int
@@ -433,3 +433,39 @@ class DropResources:
     kind: ClassVar = 59
     session: int
     resources: list[int]
+
+
+Message = (
+    Hello
+    | Beat
+    | Chunk
+    | Credit
+    | Goodbye
+    | Failure
+    | Done
+    | Inspect
+    | Statistics
+    | OpenSession
+    | SessionOpened
+    | CloseSession
+    | CreateVariables
+    | DeleteVariables
+    | CreateOptimizer
+    | Pull
+    | Pulled
+    | Push
+    | Pushed
+    | PutCode
+    | PutArguments
+    | DropArguments
+    | Dispatch
+    | Completions
+    | CancelSteps
+    | Fetch
+    | Fetched
+    | DropResults
+    | BuildResource
+    | ResourceBuilt
+    | DropResources
+)
+"""Everything that a header can announce."""

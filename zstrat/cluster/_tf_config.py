@@ -1,0 +1,156 @@
+"""The environment variable TF_CONFIG, by TensorFlow's rules.
+
+It is read and parsed at every question, so a program may set it late. What the
+constructor or a setter says goes before what it says, and 0 is a value.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat import config
+
+from ._resolver import ClusterResolver, with_scheme
+from ._validate import spec_from
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ._spec import ClusterSpec
+
+VARIABLE: Final = "TF_CONFIG"
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Answers from TF_CONFIG: ``{"cluster": {job: [address, ...]}, "task": {"type":,
+    "index":}}``, each part optional, as are "rpc_layer", "session_master" and
+    "environment".
+
+    A job may also be ``{"3": address}`` where a task need not know all the others.
+    Every answer raises ValueError when TF_CONFIG is not what it should be, and says
+    which key is wrong, what was expected there and what was found.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        return spec_from(_read().get("cluster", {}), VARIABLE)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """The session master if one is set, "" where there is at most one task in all,
+        else the address of the task, by default of this one.
+
+        Raises:
+            ValueError: The cluster has no such task.
+        """
+        master = _text("session_master")
+        if master is not None:
+            return master
+        spec = self.cluster_spec()
+        if sum(len(spec.job_tasks(job)) for job in spec.jobs) <= 1 >= len(spec.jobs):
+            return ""
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            missing = "task.type" if job is None else "task.index"
+            raise ValueError(f"{VARIABLE}: {missing} is missing: who is this process?")
+        layer = self.rpc_layer if rpc_layer is None else rpc_layer
+        return with_scheme(spec.task_address(job, index), layer)
+
+    @property
+    def environment(self) -> str:
+        if self._environment is not None:
+            return self._environment
+        return _text("environment") or ""
+
+    @property
+    def source(self) -> str:
+        return VARIABLE
+
+    @property
+    def task_type(self) -> str | None:
+        if self._task_type is not None:
+            return str(self._task_type)
+        task = _task()
+        return str(task["type"]) if "type" in task else None
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        if self._task_id is not None:
+            return int(self._task_id)
+        task = _task()
+        return _integer(task["index"]) if "index" in task else None
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        return _text("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def _read() -> Mapping[str, Any]:
+    text = config.environment().get(VARIABLE, "").strip()
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{VARIABLE} is no JSON: {error}: it is {text!r:.80}"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(
+            f'{VARIABLE}: expected an object with "cluster" and "task", got {text!r:.80}'
+        )
+    return value
+
+
+def _task() -> Mapping[str, Any]:
+    task = _read().get("task", {})
+    if not isinstance(task, dict):
+        raise ValueError(
+            f'{VARIABLE}: task: expected an object with "type" and "index", '
+            f"got {task!r:.80}"
+        )
+    return task
+
+
+def _integer(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(
+            f"{VARIABLE}: task.index: expected an integer, got {index!r:.80}"
+        ) from None
+
+
+def _text(key: str) -> str | None:
+    value = _read().get(key)
+    if value is None or isinstance(value, str):
+        return value
+    raise ValueError(f"{VARIABLE}: {key}: expected a string, got {value!r:.80}")

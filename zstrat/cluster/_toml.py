@@ -1,0 +1,114 @@
+"""A cluster in a file, for machines that are not managed by anything.
+
+The file is ours, so a key that means nothing is an error: it is a typing mistake.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat import config
+
+from ._resolver import ClusterResolver, with_scheme
+from ._validate import TASK_TYPES, spec_from
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection
+
+    from ._spec import ClusterSpec
+
+_TABLES: Final = ("cluster", "task")
+
+
+@final
+class TomlClusterResolver(ClusterResolver):
+    """Answers from a TOML file, which is read once::
+
+        [cluster]
+        worker = ["10.0.0.1:2222", "10.0.0.2:2222"]
+        ps = ["10.0.0.3:2222"]
+
+        [task]            # may be left out, or said by the constructor
+        type = "worker"
+        index = 0
+
+    Args:
+        task_type: Goes before ``task.type`` of the file.
+        task_id: Goes before ``task.index`` of the file.
+
+    Raises:
+        ValueError: Names the file, the key, what was expected and what was found.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        self._path = str(path)
+        tables = config.read_toml(path)
+        _check_keys(tables, _TABLES, self._path, "table")
+        if "cluster" not in tables:
+            raise ValueError(f"{self._path}: expected a table [cluster], it has none")
+        self._spec = spec_from(tables["cluster"], self._path)
+        _check_keys(self._spec.jobs, TASK_TYPES, f"{self._path}: cluster", "job")
+        kind, index = _task(tables.get("task", {}), self._path)
+        self._task_type = kind if task_type is None else task_type
+        self._task_id = index if task_id is None else task_id
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one; "" if this one is not known.
+
+        Raises:
+            ValueError: The cluster has no such task.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        layer = self.rpc_layer if rpc_layer is None else rpc_layer
+        return with_scheme(self._spec.task_address(job, index), layer)
+
+    @property
+    def source(self) -> str:
+        return self._path
+
+
+def _check_keys(
+    keys: Collection[str], allowed: Collection[str], where: str, what: str
+) -> None:
+    for key in keys:
+        if key not in allowed:
+            raise ValueError(
+                f"{where}: there is no {what} {key!r}: "
+                f"expected one of {', '.join(allowed)}"
+            )
+
+
+def _task(task: Any, path: str) -> tuple[str | None, int | None]:
+    if not isinstance(task, dict):
+        raise ValueError(f"{path}: task: expected a table [task], got {task!r:.80}")
+    _check_keys(task, ("type", "index"), f"{path}: task", "key")
+    kind, index = task.get("type"), task.get("index")
+    if kind is not None and kind not in TASK_TYPES:
+        raise ValueError(
+            f"{path}: task.type: expected one of {', '.join(TASK_TYPES)}, "
+            f"got {kind!r:.80}"
+        )
+    if index is not None and (type(index) is not int or index < 0):
+        raise ValueError(
+            f"{path}: task.index: expected an integer of 0 or more, got {index!r:.80}"
+        )
+    return kind, index

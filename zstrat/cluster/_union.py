@@ -1,0 +1,131 @@
+"""Several resolvers as one: say, workers from a scheduler and ps from a file."""
+
+from __future__ import annotations
+
+from typing import final
+
+from ._resolver import ClusterResolver, with_scheme
+from ._spec import ClusterSpec
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """The union of the clusters of other resolvers.
+
+    A job that is a list in all of them is their concatenation, in the order of the
+    arguments; if one of them gives it by index, it is merged by index. What is no
+    matter of the cluster (this task, environment, accelerators) the first one answers.
+
+    Raises:
+        ValueError: No resolver, or an unknown keyword.
+        TypeError: One is no resolver.
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        **unknown: object,
+    ) -> None:
+        if unknown:  # Python would say TypeError, TensorFlow says ValueError
+            raise ValueError(f"Unexpected kwargs provided {unknown!r}")
+        if not resolvers:
+            raise ValueError("At least one ClusterResolver is required.")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    "All arguments must be a sub-class of `ClusterResolver`, "
+                    f"got {type(resolver).__name__}"
+                )
+        self._resolvers = resolvers
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """
+        Raises:
+            KeyError: Two clusters have the same index of a job that is merged by index.
+        """
+        merged: dict[str, list[str] | dict[int, str]] = {}
+        parts = [resolver.cluster_spec().as_dict() for resolver in self._resolvers]
+        for job in dict.fromkeys(job for part in parts for job in part):
+            merged[job] = _merge(job, [part[job] for part in parts if job in part])
+        return ClusterSpec(merged)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task if type and id are given, else what the first one says.
+
+        Raises:
+            ValueError: The union has no such task.
+        """
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=rpc_layer)
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return with_scheme(address, rpc_layer or self._rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str:
+        return self._resolvers[0].environment
+
+    @property
+    def source(self) -> str:
+        return " + ".join(resolver.source for resolver in self._resolvers)
+
+    @property
+    def task_type(self) -> str | None:
+        own = self._task_type
+        return self._resolvers[0].task_type if own is None else own
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        own = self._task_id
+        return self._resolvers[0].task_id if own is None else own
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        own = self._rpc_layer
+        return self._resolvers[0].rpc_layer if own is None else own
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def _merge(
+    job: str, parts: list[list[str] | dict[int, str]]
+) -> list[str] | dict[int, str]:
+    lists = [part for part in parts if isinstance(part, list)]
+    if len(lists) == len(parts):
+        return [address for part in lists for address in part]
+    merged: dict[int, str] = {}
+    for part in parts:
+        tasks = dict(enumerate(part)) if isinstance(part, list) else part
+        if twice := sorted(merged.keys() & tasks.keys()):
+            raise KeyError(
+                "Duplicate keys detected when merging two ClusterSpecs: "
+                f"{twice} of job {job!r}"
+            )
+        merged |= tasks
+    return merged

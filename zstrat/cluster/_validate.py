@@ -1,0 +1,234 @@
+"""What a cluster must be: TensorFlow's rules for a spec, ours for what a person writes.
+
+The first half answers with TensorFlow's words, which people search for. The second half
+reads plain data that came from TF_CONFIG or a file and says which key is wrong, what
+was expected there and what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ._spec import ClusterSpec, Tasks
+
+if TYPE_CHECKING:
+    from ._resolver import ClusterResolver
+
+TASK_TYPES: Final = ("chief", "worker", "evaluator", "ps")
+_ALLOWED: Final = (*TASK_TYPES, None)
+
+
+def normalize_cluster_spec(cluster_spec: object) -> ClusterSpec:
+    """A ClusterSpec of a dictionary or of a ClusterSpec.
+
+    Raises:
+        ValueError: It is neither.
+        TypeError: The dictionary holds something else than addresses.
+    """
+    if isinstance(cluster_spec, ClusterSpec):
+        return cluster_spec
+    if isinstance(cluster_spec, dict):
+        return ClusterSpec(cluster_spec)
+    raise ValueError(
+        "`cluster_spec' should be dict or a `ClusterSpec` object, "
+        f"got {type(cluster_spec).__name__}"
+    )
+
+
+def task_count(cluster_spec: object, task_type: str) -> int:
+    """Number of tasks of the job, 0 if the cluster has no such job."""
+    spec = normalize_cluster_spec(cluster_spec)
+    return spec.num_tasks(task_type) if task_type in spec.jobs else 0
+
+
+def validate_cluster_spec(
+    cluster_spec: object, task_type: str | None, task_id: int | None
+) -> None:
+    """Whether this task can be in this cluster.
+
+    ``task_id`` may be None where the job has only one task. The evaluator may be
+    missing in the cluster.
+
+    Raises:
+        ValueError: In TensorFlow's order: a job that no cluster has, an unknown task
+            type, a task type that the cluster lacks, more than one chief or evaluator,
+            an id beyond the last task.
+    """
+    spec = normalize_cluster_spec(cluster_spec)
+    if any(job not in _ALLOWED for job in spec.jobs):
+        raise ValueError(
+            f"Disallowed task type found in cluster spec. Allowed types are {_ALLOWED} "
+            f"and the cluster spec is {spec}."
+        )
+    if task_type not in _ALLOWED:
+        raise ValueError(
+            f"Unrecognized task_type: {task_type}, valid task types are {_ALLOWED}"
+        )
+    if task_type and task_type not in spec.jobs and task_type != "evaluator":
+        raise ValueError(
+            f"`task_type` {task_type!r} not found in cluster_spec, "
+            f"which has {spec.jobs}."
+        )
+    for job in ("chief", "evaluator"):
+        if task_count(spec, job) > 1:
+            raise ValueError(f"There must be at most one {job!r} job.")
+    if task_type in spec.jobs:
+        _check_id(spec, task_type, task_id)
+
+
+def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
+    count = spec.num_tasks(task_type)
+    if task_id is None:
+        if count > 1:
+            raise ValueError(f"`task_id` is None, and {task_type} has {count} tasks.")
+    elif task_id >= count:
+        raise ValueError(
+            f"The `task_id` {task_id} exceeds the maximum id of {task_type}, "
+            f"which is {count - 1}."
+        )
+    elif task_id < 0:
+        raise ValueError(f"The `task_id` {task_id} of {task_type} is below 0.")
+
+
+def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
+    """Whether the task writes checkpoints: chief, evaluator, or worker 0 without chief.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    validate_cluster_spec(cluster_spec, task_type, task_id)
+    if task_type in ("chief", "evaluator"):
+        return True
+    chiefless = "chief" not in normalize_cluster_spec(cluster_spec).jobs
+    return chiefless and task_type == "worker" and not task_id
+
+
+def worker_count(cluster_spec: object, task_type: str) -> int:
+    """Number of tasks that train together with a task of this type.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`, and for a ps.
+    """
+    validate_cluster_spec(cluster_spec, task_type, 0)
+    if task_type not in ("chief", "worker", "evaluator"):
+        raise ValueError(f"Unexpected `task_type` {task_type!r}")
+    jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
+    return sum(task_count(cluster_spec, job) for job in jobs)
+
+
+def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
+    """Number of the task among the chief and the workers, the chief first.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`, and for a ps.
+    """
+    validate_cluster_spec(cluster_spec, task_type, task_id)
+    if task_type == "worker":
+        return task_id + task_count(cluster_spec, "chief")
+    if task_type in ("chief", "evaluator"):
+        return task_id
+    raise ValueError(f"There is no id for task_type {task_type!r}")
+
+
+def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str:
+    """Name of the task that leads collectives, "" where there are none.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    spec = normalize_cluster_spec(cluster_spec)
+    if not spec:
+        return ""
+    validate_cluster_spec(spec, task_type, task_id)
+    if task_type == "evaluator":
+        return ""
+    job = "chief" if "chief" in spec.jobs else "worker"
+    return f"/job:{job}/replica:0/task:0"
+
+
+# ---- what a person wrote ---------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """Who a process is. ``address`` is None for an evaluator that no one calls."""
+
+    job: str
+    index: int
+    address: str | None
+
+
+def own_task(resolver: ClusterResolver) -> Task:
+    """Who this process is in the resolver's cluster; the index may be left out where
+    the job has only one task.
+
+    Raises:
+        ValueError: The resolver does not say it, or its cluster has no such task.
+    """
+    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
+    source = resolver.source
+    if job is None:
+        raise ValueError(
+            f"{source}: task.type is missing: expected one of {', '.join(TASK_TYPES)}"
+        )
+    try:
+        validate_cluster_spec(spec, job, index)
+        index = index or 0
+        address = spec.task_address(job, index) if job in spec.jobs else None
+    except ValueError as error:
+        raise ValueError(f"{source}: task is {job} {index}: {error}") from error
+    return Task(job, index, address)
+
+
+def spec_from(cluster: object, source: str) -> ClusterSpec:
+    """The spec of plain data: job -> addresses, as a list or by index.
+
+    Args:
+        source: What the data came from; begins every message.
+
+    Raises:
+        ValueError: Says which key, what was expected and what was found.
+    """
+    if not isinstance(cluster, Mapping):
+        raise ValueError(
+            f"{source}: cluster: expected an object {{job: [address, ...]}}, "
+            f"got {cluster!r:.80}"
+        )
+    return ClusterSpec(
+        {
+            job: _addresses(tasks, f"{source}: cluster.{job}")
+            for job, tasks in cluster.items()
+        }
+    )
+
+
+def _addresses(tasks: object, where: str) -> Tasks:
+    if isinstance(tasks, list):
+        return [_address(each, f"{where}[{at}]") for at, each in enumerate(tasks)]
+    if not isinstance(tasks, Mapping):
+        raise ValueError(f"{where}: expected a list of addresses, got {tasks!r:.80}")
+    for index in tasks:
+        if not (isinstance(index, str) and index.isascii() and index.isdigit()):
+            raise ValueError(f"{where}: expected task indices as keys, got {index!r}")
+    return {
+        int(index): _address(each, f"{where}.{index}") for index, each in tasks.items()
+    }
+
+
+def _address(address: object, where: str) -> str:
+    if not isinstance(address, str):
+        raise ValueError(f'{where}: expected "host:port", got {address!r:.80}')
+    scheme, separator, rest = address.rpartition("://")
+    if separator and scheme == "ipc" and rest:
+        return address
+    host, _, port = rest.rpartition(":")
+    words = f'{where}: expected "host:port", got {address!r}'
+    if separator and scheme != "tcp":
+        raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
+    if not host:
+        raise ValueError(f"{words}: the port is missing")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise ValueError(f"{words}: expected a port of 1 to 65535")
+    if ":" in host and not (host[0] == "[" and host[-1] == "]"):
+        raise ValueError(f'{words}: an IPv6 address goes into brackets, "[::1]:2222"')
+    return address

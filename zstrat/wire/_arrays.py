@@ -1,0 +1,169 @@
+"""Arrays as raw frames: a closed table of dtypes, and views in place of copies.
+
+On the wire an array is its name of a dtype, its dims, and its elements in C order and
+little endian. Nothing else is ever accepted, so a frame cannot name an object dtype,
+claim more elements than its bytes hold, or make this process allocate.
+
+Two facts behind the code: the buffer protocol does not know ml_dtypes, so elements
+leave as a view of bytes; and numpy makes the base of a view the owner of the memory,
+not the array that was viewed, so the view has to hold that array itself.
+"""
+
+from __future__ import annotations
+
+import math
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+
+import ml_dtypes
+import numpy as np
+
+from zstrat.errors import ProtocolError
+
+from ._schema import Mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Buffer = bytes | memoryview | np.ndarray
+
+MAX_DIMS: Final = 32
+"""What every numpy in use can hold; real tensors have below ten."""
+
+_ADDRESSABLE: Final = 2**63 - 1
+
+_TYPES: Final = (
+    *(np.bool_, np.int8, np.int16, np.int32, np.int64),
+    *(np.uint8, np.uint16, np.uint32, np.uint64),
+    *(np.float16, np.float32, np.float64, np.complex64, np.complex128),
+    *(ml_dtypes.bfloat16, ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3),
+    *(ml_dtypes.float8_e4m3b11fnuz, ml_dtypes.float8_e4m3fn),
+    *(ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
+    *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
+)
+
+DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
+    {np.dtype(each).name: np.dtype(each).newbyteorder("<") for each in _TYPES}
+)
+"""Every dtype that may travel, by the name that it travels by."""
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ArraySpec(NamedTuple):
+    """Dtype and shape of an array that is announced, before its elements are there."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@final
+class RawView(np.ndarray):
+    """The bytes of ``source``, which lives at least as long: an owner that watches the
+    array it gave away sees when the last of its bytes has left."""
+
+    source: np.ndarray | None = None
+
+
+def dtype_named(name: str) -> np.dtype:
+    """The dtype that travels by ``name`` ("float32", "bfloat16", "float8_e5m2", ...).
+
+    Raises:
+        ProtocolError: No such dtype travels.
+    """
+    dtype = DTYPES.get(name)
+    if dtype is None:
+        raise ProtocolError(f"dtype {name!r:.60}: expected one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
+    """Name of the dtype and dims, as they go into the header.
+
+    Raises:
+        TypeError: It is no array, or one of objects, texts, dates or records.
+    """
+    if type(array) is not np.ndarray:
+        _check_class(array)
+    name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
+    if name is None:
+        raise TypeError(
+            f"an array of dtype {array.dtype} and shape {array.shape} cannot be sent: "
+            f"expected one of {', '.join(DTYPES)}"
+        )
+    if array.ndim > MAX_DIMS:
+        raise TypeError(f"an array of {array.ndim} dims: expected at most {MAX_DIMS}")
+    return name, array.shape
+
+
+def _check_class(array: object) -> None:
+    # A masked array would lose its mask, silently.
+    good = isinstance(array, np.ndarray | np.generic)
+    if not good or isinstance(array, np.ma.MaskedArray):
+        raise TypeError(f"expected a plain numpy array, got {type(array).__name__}")
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    """The elements as bytes, uint8 [nbytes]: C order, little endian.
+
+    A view that keeps ``array`` alive where it has that layout already, else a copy.
+    """
+    if not array.flags.c_contiguous or array.dtype not in _NAMES:
+        array = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
+    view = array.reshape(-1).view(np.uint8).view(RawView)
+    view.source = array
+    return view
+
+
+def array_from(spec: ArraySpec, buffer: Buffer) -> np.ndarray:
+    """The array whose elements are the bytes of ``buffer``: a read-only view of it.
+
+    Raises:
+        ProtocolError: The buffer has another size than the spec announced.
+    """
+    got = len(buffer) if isinstance(buffer, bytes) else buffer.nbytes
+    if got != spec.nbytes:
+        raise ProtocolError(
+            f"array {spec.dtype.name}{list(spec.shape)}: "
+            f"expected {spec.nbytes} bytes, got a frame of {got}"
+        )
+    array = np.ndarray(spec.shape, spec.dtype, buffer)
+    array.flags.writeable = False
+    return array
+
+
+def check_specs(announced: Any) -> list[ArraySpec]:
+    """The specs in a header, from ``[[dtype, dims], ...]``; raises `Mismatch`."""
+    if type(announced) is not list:
+        raise Mismatch("a list", announced)
+    specs = []
+    for place, each in enumerate(announced):
+        try:
+            specs.append(_spec(each))
+        except Mismatch as wrong:
+            raise wrong.inside(f"[{place}]") from None
+    return specs
+
+
+def _spec(announced: Any) -> ArraySpec:
+    if type(announced) is not list or len(announced) != 2:
+        raise Mismatch("[dtype, dims]", announced)
+    name, dims = announced
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise Mismatch(f"one of {', '.join(DTYPES)}", name)
+    if type(dims) is not list or not set(map(type, dims)) <= {int}:
+        raise Mismatch("a list of ints as dims", dims)
+    if len(dims) > MAX_DIMS:
+        raise Mismatch(f"at most {MAX_DIMS} dims", len(dims))
+    if dims and min(dims) < 0:
+        raise Mismatch("dims of 0 or more", min(dims))
+    # numpy multiplies the dims without the zeros among them, and so must this.
+    size = math.prod(filter(None, dims)) * dtype.itemsize
+    if size > _ADDRESSABLE:
+        raise Mismatch("an array that fits into memory", size)
+    return ArraySpec(dtype, tuple(dims))

@@ -1,0 +1,273 @@
+"""Messages to frames and back.
+
+A message is one header frame and any number of raw frames. The header is a msgpack
+array ``[kind, request, field, ...]``, fields in the order of the dataclass. In the
+place of ``arrays`` stands ``[[dtype, dims], ...]`` and each array is a raw frame. A
+``bytes`` field above `INLINE` leaves its length in the header and travels as one more
+raw frame behind the arrays, so that a header stays small whatever is shipped.
+
+Everything that arrives is hostile until it is checked: `decode_header` raises
+`ProtocolError` and nothing else, and what it allocates is bounded by the size of the
+header, never by a number in it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args, get_type_hints
+
+import msgpack
+import numpy as np
+
+from zstrat.config import Limits
+from zstrat.errors import ProtocolError
+
+from . import _messages
+from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
+from ._messages import Arrays, Message
+from ._schema import Check, Mismatch, check_for, describe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+INLINE: Final = 16 * 1024
+"""Longer ``bytes`` fields leave the header: two of them still fit into a header beside
+all else, and below this a frame of its own costs more than the copy."""
+
+_SMALL_HEADER: Final = 2048
+_BYTE: Final = DTYPES["uint8"]
+
+
+class Announced(NamedTuple):
+    """A message whose raw frames are still to come, all else checked.
+
+    ``message_kind`` is the class of the message; ``build`` takes one array per spec, in
+    order, and returns the message.
+    """
+
+    request: int
+    message_kind: type[Message]
+    specs: tuple[ArraySpec, ...]
+    build: Callable[[Arrays], Message]
+
+
+class _Form:
+    """How one class of messages lies on the wire."""
+
+    __slots__ = ("arrays", "blobs", "checks", "cls", "fields", "kind", "names", "plain")
+
+    def __init__(self, cls: type[Message]) -> None:
+        hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
+        self.cls, self.kind, self.names = cls, cls.kind, tuple(hints)
+        self.arrays = self.names.index("arrays") if "arrays" in hints else None
+        self.blobs = [at for at, hint in enumerate(hints.values()) if hint is bytes]
+        self.checks = [_check_for(name, hint) for name, hint in hints.items()]
+        self.plain = self.arrays is None and not self.blobs
+        self.fields = _getter(self.names)
+
+
+def encode(
+    message: Message, request: int = 0, limit: int = Limits().header
+) -> tuple[bytes, tuple[np.ndarray, ...]]:
+    """Header frame and raw frames (uint8 [nbytes], views where that is possible).
+
+    Args:
+        limit: The largest header that the other side takes.
+
+    Raises:
+        TypeError: No message, or a field that cannot travel; names it.
+        ValueError: A number beyond 64 bits, or a header above ``limit``.
+    """
+    form = _BY_CLASS.get(type(message))
+    if form is None:
+        raise TypeError(f"{type(message).__name__} is no message")
+    fields: Sequence[Any] = form.fields(message)
+    frames: tuple[np.ndarray, ...] = ()
+    if not form.plain:
+        fields, frames = _extract(form, list(fields))
+    header = _pack(form, (form.kind, request, *fields))
+    if len(header) > limit:
+        raise ValueError(
+            f"{form.cls.__name__}: the header is {len(header)} bytes, "
+            f"at most {limit} may be sent: split the message"
+        )
+    return header, frames
+
+
+def decode_header(header: Buffer, limits: Limits) -> Announced:
+    """What the header announces, every field checked.
+
+    Raises:
+        ProtocolError: The header is not one; says which message and field, what was
+            expected and what came.
+    """
+    values = _unpack(header, limits)
+    if type(values) is not list or len(values) < 2:
+        raise ProtocolError(
+            f"header: expected [kind, request, ...], got {describe(values)}"
+        )
+    kind, request, *fields = values
+    form = _BY_KIND.get(kind) if type(kind) is int else None
+    if form is None:
+        raise ProtocolError(f"header: no message has the kind {describe(kind)}")
+    if type(request) is not int or request < 0:
+        raise _wrong(form, Mismatch("an int of 0 or more", request), ".request")
+    if len(fields) != len(form.names):
+        expected = f"{len(form.names)} fields ({', '.join(form.names)})"
+        raise _wrong(form, Mismatch(expected, fields))
+    at = 0
+    try:
+        for at, check in enumerate(form.checks):
+            fields[at] = check(fields[at])
+    except Mismatch as wrong:
+        raise _wrong(form, wrong, f".{form.names[at]}") from None
+    if form.plain:
+        build = partial(_build_plain, form, fields)
+        return Announced(request, form.cls, (), build)
+    specs, blobs = _announced(form, fields, limits)
+    return Announced(request, form.cls, specs, partial(_build, form, fields, blobs))
+
+
+def decode(
+    header: Buffer, buffers: Sequence[Buffer], limits: Limits
+) -> tuple[int, Message]:
+    """Request and message of a whole set of frames; arrays are views of the buffers.
+
+    Raises:
+        ProtocolError: The frames are not exactly what the header announces.
+    """
+    request, cls, specs, build = decode_header(header, limits)
+    if len(buffers) != len(specs):
+        raise ProtocolError(
+            f"{cls.__name__}: expected {len(specs)} frames, got {len(buffers)}"
+        )
+    return request, build(tuple(map(array_from, specs, buffers)))
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[Any, ...]]:
+    if not names:
+        return lambda message: ()
+    get = attrgetter(*names)
+    return get if len(names) > 1 else lambda message: (get(message),)
+
+
+def _check_for(name: str, hint: Any) -> Check:
+    if name == "arrays":
+        return check_specs
+    return _check_blob if hint is bytes else check_for(hint)
+
+
+def _extract(
+    form: _Form, fields: list[Any]
+) -> tuple[list[Any], tuple[np.ndarray, ...]]:
+    """Moves arrays and long bytes from the fields to raw frames."""
+    frames: list[np.ndarray] = []
+    if form.arrays is not None:
+        arrays = fields[form.arrays]
+        try:
+            fields[form.arrays] = list(map(announce, arrays))
+        except TypeError as error:
+            raise TypeError(f"{form.cls.__name__}.arrays: {error}") from None
+        frames.extend(map(raw, arrays))
+    for at in form.blobs:
+        blob = fields[at]
+        if not isinstance(blob, bytes):
+            place = f"{form.cls.__name__}.{form.names[at]}"
+            raise TypeError(f"{place}: expected bytes, got {type(blob).__name__}")
+        if len(blob) > INLINE:
+            fields[at] = len(blob)
+            frames.append(np.frombuffer(blob, np.uint8))
+    return fields, tuple(frames)
+
+
+def _pack(form: _Form, values: tuple[Any, ...]) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(values)
+    except UnicodeEncodeError:
+        # Half a surrogate pair, say from a file name in an error: readable beats exact.
+        packed = msgpack.packb(values, unicode_errors="backslashreplace")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _culprit(form, values, error) from error
+    return packed
+
+
+def _culprit(form: _Form, values: tuple[Any, ...], error: Exception) -> Exception:
+    cls = TypeError if isinstance(error, TypeError) else ValueError
+    for name, value in zip(("kind", "request", *form.names), values, strict=True):
+        try:
+            msgpack.packb(value)
+        except (TypeError, ValueError, OverflowError) as wrong:
+            return cls(f"{form.cls.__name__}.{name} cannot be sent: {wrong}")
+    return cls(f"{form.cls.__name__} cannot be sent: {error}")
+
+
+def _unpack(header: Buffer, limits: Limits) -> Any:
+    size = len(header)
+    if size > limits.header:
+        raise ProtocolError(
+            f"header: expected at most {limits.header} bytes, got {size}"
+        )
+    try:
+        if size > _SMALL_HEADER:
+            # msgpack allocates a list as long as claimed before its items are there, a
+            # thousand deep: a first pass that builds nothing proves that they are. In a
+            # small header no claim can exceed its size, which keeps that below 11 MiB.
+            probe = msgpack.Unpacker(max_buffer_size=size)
+            probe.feed(header)
+            probe.skip()
+        return msgpack.unpackb(header, raw=False, strict_map_key=True)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        words = str(error) or type(error).__name__
+        raise ProtocolError(
+            f"header: {size} bytes that are no msgpack: {words:.200}"
+        ) from None
+
+
+def _announced(
+    form: _Form, fields: list[Any], limits: Limits
+) -> tuple[tuple[ArraySpec, ...], list[int]]:
+    """The specs of all raw frames, and which fields are bytes among them."""
+    specs: list[ArraySpec] = []
+    if form.arrays is not None:
+        specs.extend(fields[form.arrays])
+    outside = [at for at in form.blobs if type(fields[at]) is int]
+    specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
+    if len(specs) > limits.frames:
+        raise _wrong(form, Mismatch(f"at most {limits.frames} frames", len(specs)))
+    total = sum(spec.nbytes for spec in specs)
+    if total > limits.body:
+        raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
+    return tuple(specs), outside
+
+
+def _check_blob(value: Any) -> bytes | int:
+    """Bytes, or how many of them follow in a frame of their own."""
+    if type(value) is bytes or (type(value) is int and value > INLINE):
+        return value
+    raise Mismatch("bytes", value)
+
+
+def _wrong(form: _Form, wrong: Mismatch, field: str = "") -> ProtocolError:
+    place = f"{form.cls.__name__}{field}{wrong.where}"
+    return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
+
+
+def _build_plain(form: _Form, fields: list[Any], arrays: Arrays = ()) -> Message:
+    return form.cls(*fields)
+
+
+def _build(form: _Form, fields: list[Any], blobs: list[int], arrays: Arrays) -> Message:
+    inside = len(arrays) - len(blobs)
+    if form.arrays is not None:
+        fields[form.arrays] = arrays[:inside]
+    for at, blob in zip(blobs, arrays[inside:], strict=True):
+        fields[at] = blob.tobytes()
+    return form.cls(*fields)
+
+
+_FORMS: Final = tuple(_Form(cls) for cls in get_args(Message))
+_BY_CLASS: Final[dict[type, _Form]] = {form.cls: form for form in _FORMS}
+_BY_KIND: Final[dict[int, _Form]] = {form.kind: form for form in _FORMS}
+if len(_BY_KIND) != len(_FORMS):
+    raise TypeError(f"{_messages.__name__}: two messages have the same kind")
