@@ -10,7 +10,6 @@ from ._arguments import order, parser
 from ._main import MISTAKEN, leave, run
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
 
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parsed = arguments.parse_args(argv)
     try:
         told = order(parsed, "worker")
-        choice = devices(parsed)
+        choice = devices(parsed.platform, parsed.devices)
     except ValueError as error:
         print(f"zstrat-worker: {error}", file=sys.stderr)
         leave(MISTAKEN)
@@ -37,28 +36,28 @@ def main(argv: Sequence[str] | None = None) -> None:
     leave(run(told))
 
 
-def devices(parsed: argparse.Namespace) -> dict[str, str]:
+def devices(platform: str | None, given: str | None) -> dict[str, str]:
     """The variables that make jax see the devices that were asked for.
 
     Raises:
         ValueError: ``--devices`` is not what the platform expects.
     """
-    chosen = {"JAX_PLATFORMS": parsed.platform} if parsed.platform else {}
-    if parsed.devices is None:
+    chosen = {} if platform is None else {"JAX_PLATFORMS": platform}
+    if given is None:
         return chosen
-    numbers = parsed.devices.split(",")
+    numbers = given.split(",")
     if not all(number.isdecimal() for number in numbers):
-        raise ValueError(
-            f"--devices {parsed.devices}: expected numbers, as in 2 or 0,1"
-        )
-    if parsed.platform == "cpu" and len(numbers) == 1 and int(numbers[0]) > 0:
-        return {**chosen, "JAX_NUM_CPU_DEVICES": numbers[0]}
-    if parsed.platform in ("cuda", "rocm"):
-        name = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
-        return {**chosen, name[parsed.platform]: parsed.devices}
+        raise ValueError(f"--devices {given}: expected numbers, as in 2 or 0,1")
+    match platform:
+        case "cpu" if len(numbers) == 1 and int(given) > 0:
+            return {**chosen, "JAX_NUM_CPU_DEVICES": given}
+        case "cuda":
+            return {**chosen, "CUDA_VISIBLE_DEVICES": given}
+        case "rocm":
+            return {**chosen, "HIP_VISIBLE_DEVICES": given}
     raise ValueError(
-        f"--devices {parsed.devices} needs --platform cpu (and one number above 0), "
-        "or --platform cuda or rocm (and a list)"
+        f"--devices {given}: expected --platform cpu and one number above 0, "
+        "or --platform cuda or rocm and a list of devices"
     )
 
 
