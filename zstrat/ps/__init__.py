@@ -1,1 +1,4 @@
-"""TODO: one line."""
+"""Parameter servers: variables with versions, updates that apply once and whole."""
+
+from ._engine import OptimizerEngine as OptimizerEngine
+from ._store import Store as Store
