@@ -8,7 +8,8 @@ was expected there and what was found.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from ._spec import ClusterSpec, Tasks
 
@@ -78,17 +79,20 @@ def validate_cluster_spec(
 
 
 def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
-    count = spec.num_tasks(task_type)
+    indices = spec.task_indices(task_type)
+    last = max(indices, default=-1)
     if task_id is None:
-        if count > 1:
-            raise ValueError(f"`task_id` is None, and {task_type} has {count} tasks.")
-    elif task_id >= count:
+        if len(indices) > 1:
+            raise ValueError(
+                f"The `task_id` is missing, and {task_type} has {len(indices)} tasks."
+            )
+    elif task_id > last:
         raise ValueError(
             f"The `task_id` {task_id} exceeds the maximum id of {task_type}, "
-            f"which is {count - 1}."
+            f"which is {last}."
         )
-    elif task_id < 0:
-        raise ValueError(f"The `task_id` {task_id} of {task_type} is below 0.")
+    elif task_id not in indices:
+        raise ValueError(f"There is no `task_id` {task_id} in {task_type}: {indices}.")
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
@@ -150,7 +154,8 @@ def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str
 # ---- what a person wrote ---------------------------------------------------------
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Task:
     """Who a process is. ``address`` is None for an evaluator that no one calls."""
 
     job: str
@@ -173,11 +178,13 @@ def own_task(resolver: ClusterResolver) -> Task:
         )
     try:
         validate_cluster_spec(spec, job, index)
-        index = index or 0
-        address = spec.task_address(job, index) if job in spec.jobs else None
     except ValueError as error:
-        raise ValueError(f"{source}: task is {job} {index}: {error}") from error
-    return Task(job, index, address)
+        raise ValueError(f"{source}: task ({job!r}, {index}): {error}") from error
+    if job not in spec.jobs:
+        return Task(job, index or 0, None)
+    if index is None:
+        (index,) = spec.task_indices(job)
+    return Task(job, index, spec.task_address(job, index))
 
 
 def spec_from(cluster: object, source: str) -> ClusterSpec:
@@ -210,6 +217,8 @@ def _addresses(tasks: object, where: str) -> Tasks:
     for index in tasks:
         if not (isinstance(index, str) and index.isascii() and index.isdigit()):
             raise ValueError(f"{where}: expected task indices as keys, got {index!r}")
+    if len(set(map(int, tasks))) != len(tasks):
+        raise ValueError(f"{where}: expected each task index once, got {list(tasks)}")
     return {
         int(index): _address(each, f"{where}.{index}") for index, each in tasks.items()
     }

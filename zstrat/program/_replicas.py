@@ -1,0 +1,357 @@
+"""One replica function on several local devices, as one program.
+
+The function is traced once under a named axis ``replica``: collectives inside it are
+jax's own over that axis. What it reads is found by an abstract trace first, because a
+program over a mesh takes its inputs as arguments; then the same function is mapped over
+the devices, or, where this process has fewer devices than there are replicas (a
+coordinator that only plans, a debugging run), over an axis of one device, which gives
+the same values.
+
+Law of the file: an update made inside a replica is brought together with those of the
+other replicas here, at the moment it is made, and reaches the step once. Gradients are
+summed over the replicas; everything else follows the variable's aggregation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from zstrat.variables import (
+    IndexedSlices,
+    Optimizer,
+    Recorder,
+    Variable,
+    VariableAggregation,
+    apply_traced,
+    recorder,
+)
+from zstrat.wire._messages import UpdateOp
+
+AXIS: Final = "replica"
+"""Name of the mapped axis, for collectives inside a replica function."""
+
+# jax's stubs leave these untyped.
+_psum: Final[Any] = jax.lax.psum
+_pmean: Final[Any] = jax.lax.pmean
+_spec: Final[Any] = PartitionSpec
+
+ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""``(shared, own) -> pytree``: called with the shared arrays and this replica's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """An array that each replica returned: ``array[i]`` is replica i's. A leaf."""
+
+    array: jax.Array
+
+
+def replicate(
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Any],
+    *,
+    count: int,
+    devices: Sequence[jax.Device] = (),
+) -> Any:
+    """Runs ``fn`` once per replica and returns its pytree, each array as `Stacked`.
+
+    Leaves that are no jax arrays are the same object in every replica and stay what
+    they are. Reads and updates of variables go through the step that is being traced,
+    or to the variables' homes when none is.
+
+    Args:
+        shared: Arrays that every replica gets whole.
+        split: Arrays ``[count, ...]``; replica i gets row i.
+        count: Number of replicas, at least 2.
+        devices: One per replica; if there are fewer, one device computes all replicas.
+
+    Raises:
+        ValueError: An update of a variable whose aggregation is NONE.
+        NotImplementedError: A scatter update that cannot be aggregated.
+        RuntimeError: An update was made under a jax transformation.
+    """
+    shared = [jnp.asarray(x) for x in shared]
+    split = [jnp.asarray(x) for x in split]
+    variables = _discover(fn, shared, split, count)
+    outside = recorder.get()
+    values = [_read(outside, variable) for variable in variables]
+    keys = [variable.spec.key for variable in variables]
+    seen = _Inside()
+    result: list[Any] = []
+
+    def one(values: Any, shared: Any, own: Any) -> tuple[list[Any], list[Any]]:
+        nonlocal seen
+        seen = _Inside(dict(zip(keys, values, strict=True)), complete=True)
+        with _inside(seen):
+            leaves, treedef = jax.tree.flatten(fn(shared, own))
+        result[:] = [leaves, treedef]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        return arrays, [update.operands for update in seen.updates]
+
+    try:
+        arrays, operands = _mapped(one, count, devices)(values, shared, split)
+    except jax.errors.UnexpectedTracerError as error:
+        raise RuntimeError(_leaked(seen)) from error
+    for update, combined in zip(seen.updates, operands, strict=True):
+        _update(outside, update, tuple(combined))
+    leaves, treedef = result
+    stacked = iter(arrays)
+    return jax.tree.unflatten(
+        treedef,
+        [Stacked(next(stacked)) if isinstance(x, jax.Array) else x for x in leaves],
+    )
+
+
+def replica_id() -> jax.Array:
+    """The number of the replica that is being traced, int32, from 0."""
+    return jax.lax.axis_index(AXIS)
+
+
+def all_reduce(tree: Any, *, mean: bool) -> Any:
+    """Sums (or averages) the pytree over the replicas; every replica gets the result.
+
+    `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
+    their values are divided by the number of replicas.
+    """
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
+    # One collective for all the dense leaves: XLA makes one all-reduce of it.
+    dense = iter(_summed([x for x in leaves if not _is_slices(x)], mean))
+    return jax.tree.unflatten(
+        treedef,
+        [_concatenated(x, mean) if _is_slices(x) else next(dense) for x in leaves],
+    )
+
+
+# ---- what a replica does with variables ------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Update:
+    variable: Variable
+    op: UpdateOp
+    operands: tuple[jax.Array, ...]
+    optimizer: Optimizer | None
+
+
+@dataclass(slots=True)
+class _Inside:
+    """The recorder inside a replica: reads come from ``values``, by key; updates are
+    aggregated over the replicas and noted."""
+
+    values: dict[int, Any] = field(default_factory=dict)
+    complete: bool = False
+    updates: list[_Update] = field(default_factory=list)
+    reads: dict[int, Variable] = field(default_factory=dict)
+    optimized: set[int] = field(default_factory=set)
+
+    def read(self, variable: Variable) -> jax.Array:
+        spec = variable.spec
+        if spec.key in self.optimized:
+            raise RuntimeError(
+                f"{spec} is read after a gradient was applied to it in the same step: "
+                "its new value is computed on the parameter server; read it before, or "
+                "in the next step"
+            )
+        if spec.key not in self.values:
+            if self.complete:
+                raise RuntimeError(
+                    f"{spec} is read by a replica function that did not read it when "
+                    "it was traced before: what it reads must depend on nothing but its "
+                    "arguments"
+                )
+            self.reads[spec.key] = variable
+            self.values[spec.key] = jnp.zeros(spec.shape, spec.numpy_dtype)
+            for update in self.updates:
+                if update.variable.spec.key == spec.key:
+                    self._write(update)
+        value: jax.Array = self.values[spec.key]
+        return value
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        combined = _aggregate(variable, op, operands)
+        update = _Update(variable, op, combined, optimizer)
+        self.updates.append(update)
+        if optimizer is not None:
+            self.optimized.add(variable.spec.key)
+        elif variable.spec.key in self.values:
+            self._write(update)
+
+    def drew(self, leaf: object) -> bool:
+        del leaf  # nothing is drawn inside a replica
+        return False
+
+    def _write(self, update: _Update) -> None:
+        key = update.variable.spec.key
+        self.values[key] = apply_traced(update.op, self.values[key], update.operands)
+
+
+def _aggregate(
+    variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    rows = len(operands) > 1
+    if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
+        return _rows(operands, mean=False) if rows else (_sum(operands[0]),)
+    match variable.aggregation:
+        case VariableAggregation.NONE:
+            raise ValueError(
+                f"You must specify an aggregation method to update {variable.spec} in "
+                "replica context: its replicas would disagree. Create it with, for "
+                "example, zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
+            )
+        case VariableAggregation.ONLY_FIRST_REPLICA:
+            return tuple(_first(operand) for operand in operands)
+        case aggregation:
+            mean = aggregation is VariableAggregation.MEAN
+            if not rows:
+                return (_summed(operands, mean)[0].astype(operands[0].dtype),)
+            if op in _NOT_ADDITIVE:
+                raise NotImplementedError(
+                    f"{op.name.lower()} of {variable.spec} in replica context is only "
+                    "supported with VariableAggregation.ONLY_FIRST_REPLICA, not with "
+                    f"{aggregation.name}"
+                )
+            return _rows(operands, mean)
+
+
+_NOT_ADDITIVE: Final = (
+    UpdateOp.SCATTER_MIN,
+    UpdateOp.SCATTER_MAX,
+    UpdateOp.SCATTER_UPDATE,
+)
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    summed: jax.Array = _psum(x, AXIS)
+    return summed
+
+
+def _first(x: jax.Array) -> jax.Array:
+    """Replica 0's value; a select, because 0 * nan of another replica is nan."""
+    mine = jnp.where(replica_id() == 0, x, jnp.zeros_like(x))
+    return _sum(mine).astype(x.dtype)
+
+
+def _rows(operands: tuple[jax.Array, ...], mean: bool) -> tuple[jax.Array, ...]:
+    indices, values = operands
+    joined = _concatenated(IndexedSlices(values, indices), mean)
+    return joined.indices, joined.values
+
+
+def _summed(leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    reduced: list[jax.Array] = (_pmean if mean else _psum)(arrays, AXIS)
+    return reduced
+
+
+def _concatenated(slices: IndexedSlices, mean: bool) -> IndexedSlices:
+    values = jax.lax.all_gather(jnp.asarray(slices.values), AXIS, tiled=True)
+    indices = jax.lax.all_gather(jnp.asarray(slices.indices), AXIS, tiled=True)
+    if mean:
+        values = values / jax.lax.axis_size(AXIS)
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _is_slices(node: Any) -> bool:
+    return isinstance(node, IndexedSlices)
+
+
+# ---- mapping over the devices ----------------------------------------------------
+
+
+def _discover(
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Any], count: int
+) -> list[Variable]:
+    """The variables that the function reads, in order of their first read.
+
+    The step itself is not asked inside this trace: what it handed out here would belong
+    to a trace that ends before the step does.
+    """
+    probe = _Inside()
+
+    def abstract(shared: Any, own: Any) -> None:
+        with _inside(probe):
+            fn(shared, own)
+
+    mapped = jax.vmap(abstract, in_axes=(None, 0), axis_name=AXIS, axis_size=count)
+    jax.eval_shape(mapped, list(shared), list(split))
+    return list(probe.reads.values())
+
+
+def _mapped(
+    one: Callable[..., Any], count: int, devices: Sequence[jax.Device]
+) -> Callable[..., Any]:
+    """``one`` over all replicas: outputs stacked, update operands as they are (they are
+    equal on every replica)."""
+    if len(devices) < count:
+        return jax.vmap(
+            one,
+            in_axes=(None, None, 0),
+            out_axes=(0, None),
+            axis_name=AXIS,
+            axis_size=count,
+        )
+
+    def body(values: Any, shared: Any, split: Any) -> Any:
+        arrays, operands = one(values, shared, [x[0] for x in split])
+        return [x[None] for x in arrays], operands
+
+    each, whole = _spec(AXIS), _spec()
+    return jax.shard_map(
+        body,
+        mesh=Mesh(np.array(devices[:count]), (AXIS,)),
+        in_specs=(whole, whole, each),
+        out_specs=(each, whole),
+        # Off: replicas compute their own gradients of the shared values, and it is ours
+        # to say when they are summed.
+        check_vma=False,
+    )
+
+
+@contextlib.contextmanager
+def _inside(inside: _Inside) -> Iterator[None]:
+    token = recorder.set(inside)
+    try:
+        yield
+    finally:
+        recorder.reset(token)
+
+
+def _read(outside: Recorder | None, variable: Variable) -> jax.Array:
+    if outside is None:
+        return jnp.asarray(variable.home.read(variable))
+    return outside.read(variable)
+
+
+def _update(
+    outside: Recorder | None, update: _Update, operands: tuple[jax.Array, ...]
+) -> None:
+    variable, op = update.variable, update.op
+    if outside is None:
+        plain = tuple(np.asarray(x) for x in operands)
+        variable.home.update(variable, op, plain, update.optimizer)
+    else:
+        outside.update(variable, op, operands, update.optimizer)
+
+
+def _leaked(seen: _Inside) -> str:
+    names = sorted({update.variable.name for update in seen.updates})
+    return (
+        "a value left a jax transformation (grad, cond, scan, jit) inside a replica "
+        f"function, most likely by an update of one of the variables {names} there: "
+        "return the value from the transformation and update the variable outside it"
+    )
