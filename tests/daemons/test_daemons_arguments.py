@@ -70,7 +70,7 @@ def test_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("{", "TF_CONFIG is no JSON"),
+        ("{", "TF_CONFIG: expected JSON"),
         ([1], "TF_CONFIG: expected an object"),
         ({"cluster": [1]}, "TF_CONFIG: cluster"),
         ({"cluster": {"ps": "h:1"}}, "TF_CONFIG: cluster.ps"),

@@ -98,25 +98,25 @@ def test_ps_does_not_load_jax(start):
 def test_second_signal_ends_at_once():
     """A drain that would last for ever, in a process that does nothing else."""
     program = """
-import asyncio, logging, os, signal, sys
+import asyncio, os, signal
 from zstrat.config import Settings
 from zstrat.daemons import _main
 from zstrat.launch import Place
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
 class Stuck(_main.Task):
+    async def start(self):
+        await super().start()
+        asyncio.get_running_loop().call_soon(terminate)
+
     async def stop(self):
-        os.kill(os.getpid(), signal.SIGTERM)
+        terminate()
         await asyncio.get_running_loop().create_future()
 
 _main.Task = Stuck
-order = _main.Order(Place("ps", 0, "127.0.0.1:0"), Settings(), report=1)
-asyncio.get_event_loop_policy()
-import threading
-threading.Timer(0, lambda: None).start()
-_main.Notifier.send = lambda self, *states: (
-    os.kill(os.getpid(), signal.SIGTERM) if "READY=1" in states else None
-)
-_main.leave(_main.run(order))
+_main.leave(_main.run(_main.Order(Place("ps", 0, "127.0.0.1:0"), Settings())))
 """
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
