@@ -177,7 +177,8 @@ def _runs(indices: np.ndarray) -> _Runs:
 def _sums(runs: _Runs, rows: np.ndarray) -> np.ndarray:
     """The sum of the rows of each index. Below 32 bits they add in float32, rounded once."""
     small = is_floating(rows.dtype) and rows.dtype.itemsize < 4
-    sums = rows[runs.order[runs.starts]].astype(np.float32 if small else rows.dtype)
+    dtype = np.dtype(np.float32) if small else rows.dtype
+    sums: np.ndarray = rows[runs.order[runs.starts]].astype(dtype)
     for turn in range(1, min(int(runs.counts.max()), _ROUNDS)):
         some = np.flatnonzero(runs.counts > turn)
         sums[some] += rows[runs.order[runs.starts[some] + turn]]

@@ -4,7 +4,9 @@ A transformation is registered once per session (shipped code, loaded by the cal
 `load_code`), probed for what it needs to see at a time (`zstrat.ps._probe`), and then
 compiled by XLA per shape and dtype. Value and slots are donated, so that an update
 writes where they are; a reader's lease turns that into an update beside it
-(`zstrat.ps._cell` has the proof).
+(`zstrat.ps._cell` has the proof). Each variable has a program of its own: XLA runs the
+parts of a larger one on several threads, and waking those costs more than starting
+four small programs (110 us against 40 for four arrays of 512 floats).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
 is never asked to optimise never imports them. They live behind `zstrat.ps._xla`.
@@ -13,7 +15,6 @@ is never asked to optimise never imports them. They live behind `zstrat.ps._xla`
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -23,17 +24,12 @@ from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundErro
 from zstrat.wire import UpdateOp, VariableEntry
 
 from ._arithmetic import is_floating
-from ._cell import Cell
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._cell import Cell
     from ._xla import Programs
-
-GROUPED: Final = 64 * 1024
-"""Bytes of a variable below which its update shares a program with others: starting a
-program costs 15 us, which is what Adam takes for so many bytes."""
-
-GROUP: Final = 16
-"""Variables of one program: XLA compiles about 25 ms for each."""
 
 LAYOUTS: Final = 4096
 """Distinct (shape, dtype, slots) that a session may have compiled programs for."""
@@ -77,13 +73,17 @@ class Registered:
         Raises:
             InvalidArgumentError: The transformation cannot be applied to this shape.
         """
-        for group in _groups(steps):
-            self.programs.prepare(group)
+        for step in steps:
+            self.programs.prepare(step)
+
+    def is_prepared(self, slots: dict[int, Slots], gradient: np.ndarray) -> bool:
+        """Whether `prepare` for such a step would have nothing to do."""
+        mine = slots.get(self.optimizer)
+        return mine is not None and self.programs.has(mine.layout, gradient.dtype)
 
     def apply(self, steps: Sequence[Step]) -> None:
         """Applies one gradient to each variable, each of which occurs once, and waits."""
-        for group in _groups(steps):
-            self.programs.apply(group)
+        self.programs.apply(steps)
 
 
 class OptimizerEngine:
@@ -123,7 +123,7 @@ class OptimizerEngine:
             )
         transformation = Transformation.check(name, self._load_code(code))
         rows = probe(name, transformation)
-        digest = hashlib.blake2b(code, digest_size=16).digest()
+        digest = _digest(code)
         programs = Programs(optimizer, name, transformation)
         return Registered(optimizer, name, digest, rows, programs)
 
@@ -141,6 +141,11 @@ class OptimizerEngine:
             )
         if old is None:
             self._registered[new.optimizer] = new
+
+    def is_registered(self, optimizer: int, code: bytes) -> bool:
+        """Whether this very code is known under this id."""
+        known = self._registered.get(optimizer)
+        return known is not None and known.digest == _digest(code)
 
     def clear(self) -> None:
         """Forgets all optimizers and their programs."""
@@ -200,6 +205,10 @@ class OptimizerEngine:
         return known
 
 
+def _digest(code: bytes) -> bytes:
+    return hashlib.blake2b(code, digest_size=16).digest()
+
+
 def fitting(gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """The gradient as jax would take it: of 64 bits only beside a variable of 64 bits."""
     if is_wide(gradient.dtype) and not is_wide(dtype):
@@ -215,16 +224,3 @@ def _is_differentiable(value: np.dtype, gradient: np.dtype) -> bool:
     if value.kind == "c":
         return gradient.kind == "c"
     return is_floating(value) and is_floating(gradient)
-
-
-def _groups(steps: Sequence[Step]) -> list[list[Step]]:
-    """Large variables alone, small ones together.
-
-    Sorted by shape, so that two pushes which name them in another order share programs.
-    """
-    groups = [[step] for step in steps if step.cell.nbytes > GROUPED]
-    small = [step for step in steps if step.cell.nbytes <= GROUPED]
-    if len(small) > 1:
-        small.sort(key=lambda step: (step.cell.shape, step.cell.dtype.name))
-    groups += [small[at : at + GROUP] for at in range(0, len(small), GROUP)]
-    return groups

@@ -11,8 +11,7 @@ shows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.extend.core
@@ -20,7 +19,10 @@ import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 
-from ._xla import Transformation
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ._xla import Transformation
 
 STEPS: Final = 4
 

@@ -3,11 +3,9 @@
 Decides without I/O and without a clock. Anything that changes the store happens in
 three parts, so that the middle one may run on another thread:
 
-1. `plan_push` / `plan_create` (loop): validates everything, touches nothing;
-2. ``plan.compute()`` (any thread): does the arithmetic. It owns the variables that it
-   names until it is committed: no other plan and no read may use them meanwhile
-   (`zstrat.ps._turns` sees to that);
-3. `commit` (loop): versions, ledger, statistics.
+1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
+2. ``plan.compute()`` (any thread): does the arithmetic (`zstrat.ps._plans`);
+3. ``commit`` (loop): versions, ledger, statistics.
 
 A version is a number that grows by one with every applied update, and never returns
 for a key, not even when the variable is deleted and created anew.
@@ -15,11 +13,8 @@ for a key, not even when the variable is deleted and created anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
 
 from zstrat.errors import (
     AlreadyExistsError,
@@ -27,24 +22,28 @@ from zstrat.errors import (
     NotFoundError,
     StaleSessionError,
 )
-from zstrat.wire import Push, Pushed, Read, UpdateOp, VariableEntry
+from zstrat.wire import Done, Push, Pushed, Read, UpdateOp, VariableEntry
 
-from ._arithmetic import OPTIMIZERS, SCATTERS, check, compute
-from ._cell import Cell
-from ._engine import OptimizerEngine, Registered, Slots, Step, fitting
+from ._arithmetic import OPTIMIZERS, check
 from ._ledger import Ledger
+from ._plans import (
+    CreatePlan,
+    Held,
+    OptimizerPlan,
+    Plan,
+    PlannedUpdate,
+    PushPlan,
+    work_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+
+    from ._engine import OptimizerEngine
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
-
-
-@dataclass(slots=True)
-class Held:
-    """One variable: its value, its version and, per optimizer, its slots."""
-
-    entry: VariableEntry
-    cell: Cell
-    version: int
-    slots: dict[int, Slots] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -57,86 +56,6 @@ class Counts:
     pushes: int = 0
     updates: int = 0
     duplicates: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedUpdate:
-    held: Held
-    op: UpdateOp
-    optimizer: Registered | None
-    operands: Sequence[np.ndarray]
-
-    def compute(self) -> None:
-        """A plain update; those of an optimizer go through `Registered.apply`."""
-        cell = self.held.cell
-        source, out = cell.begin()
-        compute(self.op, source, self.operands, out)
-        cell.settle()
-
-
-@dataclass(frozen=True, slots=True)
-class PushPlan:
-    """A validated push. ``work`` estimates the bytes that its arithmetic moves."""
-
-    generation: int
-    push: Push
-    updates: Sequence[PlannedUpdate]
-    work: int
-    optimizes: bool
-
-    def compute(self) -> None:
-        """Applies the updates in order. What can fail, compiling, comes first."""
-        if not self.optimizes:
-            for update in self.updates:
-                update.compute()
-            return
-        runs = list(self._runs())
-        for optimizer, steps, _ in runs:
-            if optimizer is not None:
-                optimizer.prepare(steps)
-        for optimizer, steps, plain in runs:
-            if optimizer is not None:
-                optimizer.apply(steps)
-            for update in plain:
-                update.compute()
-
-    def _runs(self) -> Iterable[_Run]:
-        """Neighbours of one optimizer whose order does not matter, and what is between."""
-        run = _Run(None, [], [])
-        seen = set[int]()
-        for update in self.updates:
-            held, key = update.held, update.held.entry.key
-            if update.optimizer is not run.optimizer or key in seen:
-                yield run
-                run = _Run(update.optimizer, [], [])
-                seen.clear()
-            if update.optimizer is None:
-                run.plain.append(update)
-            else:
-                seen.add(key)
-                gradient = fitting(update.operands[0], held.cell.dtype)
-                run.steps.append(Step(held.cell, held.slots, gradient))
-        yield run
-
-
-class _Run(NamedTuple):
-    optimizer: Registered | None
-    steps: list[Step]
-    plain: list[PlannedUpdate]
-
-
-@dataclass(frozen=True, slots=True)
-class CreatePlan:
-    """Validated new variables. ``work`` is their bytes."""
-
-    generation: int
-    entries: Sequence[VariableEntry]
-    arrays: Sequence[np.ndarray]
-    work: int
-    cells: list[Cell] = field(default_factory=list)
-
-    def compute(self) -> None:
-        self.cells.extend(Cell(array) for array in self.arrays)
 
 
 class Store:
@@ -201,7 +120,7 @@ class Store:
         """
         plan = self.plan_create(entries, arrays)
         plan.compute()
-        self.commit_create(plan)
+        self.commit(plan)
 
     def plan_create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
@@ -218,11 +137,6 @@ class Store:
         values = [array for _, array in new]
         work = sum(array.nbytes for array in values)
         return CreatePlan(self._generation, [entry for entry, _ in new], values, work)
-
-    def commit_create(self, plan: CreatePlan) -> None:
-        self._check_generation(plan.generation)
-        for entry, cell in zip(plan.entries, plan.cells, strict=True):
-            self._held[entry.key] = Held(entry, cell, self._first_version)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -254,7 +168,9 @@ class Store:
         if isinstance(plan, Pushed):
             return plan
         plan.compute()
-        return self.commit_push(plan)
+        answer = self.commit(plan)
+        assert isinstance(answer, Pushed)
+        return answer
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
         """Validates a push; changes nothing but the low-water mark.
@@ -274,13 +190,43 @@ class Store:
         self._ledger.admit(push.step)
         return self._validated(push)
 
-    def commit_push(self, plan: PushPlan) -> Pushed:
-        """Counts the versions up and remembers the step.
+    # ---- optimizers --------------------------------------------------------------
+
+    def plan_optimizer(
+        self, optimizer: int, name: str, code: bytes
+    ) -> OptimizerPlan | Done:
+        """The same code under the same id again has nothing to do."""
+        if self._engine.is_registered(optimizer, code):
+            return Done()
+        return OptimizerPlan(self._generation, self._engine, optimizer, name, code)
+
+    # ---- committing --------------------------------------------------------------
+
+    def commit(self, plan: Plan) -> Done | Pushed:
+        """Makes what a plan has computed true: versions, keys, the memory of steps.
 
         Raises:
             StaleSessionError: The store was cleared while the plan computed.
+            AlreadyExistsError: The id of an optimizer is taken by another one.
         """
-        self._check_generation(plan.generation)
+        if plan.generation != self._generation:
+            raise StaleSessionError(
+                f"{self._task}: the session ended while its request was computed"
+            )
+        match plan:
+            case PushPlan():
+                return self._commit_push(plan)
+            case CreatePlan(entries=entries, cells=cells):
+                for entry, cell in zip(entries, cells, strict=True):
+                    self._held[entry.key] = Held(entry, cell, self._first_version)
+            case OptimizerPlan(loaded=loaded):
+                assert loaded is not None, "commit before compute"
+                self._engine.register(loaded)
+            case _:
+                assert_never(plan)
+        return Done()
+
+    def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
             update.held.version += 1
         self._ledger.record(plan.push.step, plan.push.part)
@@ -303,7 +249,7 @@ class Store:
                 )
             operands = arrays[at : at + count]
             at += count
-            work += _work(op, held, operands)
+            work += work_of(op, held, operands)
             if op in OPTIMIZERS:
                 optimizes = True
                 known = self._engine.check(
@@ -369,22 +315,8 @@ class Store:
         held = self._held
         return [held[u.key].version if u.key in held else -1 for u in push.updates]
 
-    def _check_generation(self, generation: int) -> None:
-        if generation != self._generation:
-            raise StaleSessionError(
-                f"{self._task}: the session ended while its request was computed"
-            )
-
     def _unknown(self, key: int) -> NotFoundError:
         return NotFoundError(
             f"{self._task} holds no variable with key {key} (it holds {len(self._held)}): "
             "it was deleted, or created in another session"
         )
-
-
-def _work(op: UpdateOp, held: Held, operands: Sequence[np.ndarray]) -> int:
-    """Bytes moved, roughly. Rows are scattered; a scatter that must copy moves it all."""
-    if op not in SCATTERS:
-        return held.cell.nbytes
-    rows = 16 * operands[0].size + 8 * operands[-1].nbytes
-    return rows + (held.cell.nbytes if held.cell.is_shared else 0)

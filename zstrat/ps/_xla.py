@@ -1,21 +1,19 @@
 """optax behind XLA: the only module that imports optax, and never at start-up.
 
-`Programs` holds those of one optimizer. A program updates a few variables at once:
-``(values, slots, gradients) -> (values, slots)``, with values and slots donated. It is
-compiled ahead of its first use, so that a transformation which cannot be traced for a
-shape is refused before anything has changed.
+`Programs` holds those of one optimizer. A program updates one variable: ``(value, slots,
+gradient) -> (value, slots)``, with value and slots donated. It is compiled ahead of its
+first use, so that a transformation which cannot be traced for a shape is refused before
+anything has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from zstrat.errors import BusyError, InvalidArgumentError
@@ -23,9 +21,14 @@ from zstrat.errors import BusyError, InvalidArgumentError
 from ._engine import LAYOUTS, Slots, Step, is_wide
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy as np
+
     from ._cell import Cell
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
+Context = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +67,20 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A compiled update of a group of variables. ``layouts``: of their slots afterwards."""
+    """A compiled update. ``after`` is the layout of the slots that it leaves."""
 
     call: Any
-    layouts: tuple[int, ...]
+    after: int
     wide: bool
 
-    def run(self, optimizer: int, group: Sequence[Step]) -> None:
-        """Updates values and slots and waits until they are there."""
-        slots = [step.slots[optimizer] for step in group]
-        values = tuple([step.cell.give() for step in group])
-        try:
-            with _precision(self.wide):
-                new, leaves = self.call(
-                    values,
-                    tuple([each.leaves for each in slots]),
-                    tuple([step.gradient for step in group]),
-                )
-                jax.block_until_ready(new)
-        except Exception as error:  # goes on to the caller; the donated memory is gone
-            for step, value in zip(group, values, strict=True):
-                if isinstance(value, jax.Array) and value.is_deleted():
-                    step.cell.lose(str(error))
-                step.slots.pop(optimizer, None)
-            raise
-        for i, step in enumerate(group):
-            step.cell.take_back(new[i])
-            slots[i].leaves, slots[i].layout = leaves[i], self.layouts[i]
+    def start(self, optimizer: int, step: Step) -> Any:
+        """Hands the work to XLA, which may do it later; returns the new value."""
+        cell, slots = step.cell, step.slots[optimizer]
+        with _precision(self.wide):
+            value, leaves = self.call(cell.give(), slots.leaves, step.gradient)
+        cell.take_back(value)
+        slots.leaves, slots.layout = leaves, self.after
+        return value
 
 
 class Programs:
@@ -112,21 +102,40 @@ class Programs:
         """How many have been compiled."""
         return len(self._programs) + len(self._initials)
 
-    def prepare(self, group: Sequence[Step]) -> None:
+    def has(self, layout: int, gradient: np.dtype) -> bool:
+        """Whether the program for slots of this layout is compiled."""
+        return (layout, gradient) in self._programs
+
+    def prepare(self, step: Step) -> None:
         """Makes missing slots, and the program if it is the first of its kind.
 
         Raises:
-            InvalidArgumentError: The transformation cannot be traced for these shapes.
+            InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
         """
-        for step in group:
-            if self._optimizer not in step.slots:
-                step.slots[self._optimizer] = self._initial(step.cell)
-        self._program(group)
+        if self._optimizer not in step.slots:
+            step.slots[self._optimizer] = self._initial(step.cell)
+        self._program(step)
 
-    def apply(self, group: Sequence[Step]) -> None:
+    def apply(self, steps: Sequence[Step]) -> None:
         """Updates values and slots, and waits until they are there."""
-        self._program(group).run(self._optimizer, group)
+        started: list[tuple[Step, Any]] = []
+        try:
+            for step in steps:
+                started.append((step, None))
+                value = self._program(step).start(self._optimizer, step)
+                started[-1] = (step, value)
+            for _, value in started:
+                value.block_until_ready()
+        except Exception as error:
+            # Goes to the caller. Only XLA itself can fail here (it is out of memory,
+            # say), and it may have been writing in place: what it had is lost.
+            for step, value in started:
+                if value is None and _is_whole(step.cell.give()):
+                    continue
+                step.cell.lose(str(error))
+                step.slots.pop(self._optimizer, None)
+            raise
 
     def _initial(self, cell: Cell) -> Slots:
         key = (cell.shape, cell.dtype)
@@ -135,81 +144,58 @@ class Programs:
             entry = self._initials[key] = self._compile_initial(cell)
         call, layout = entry
         with _precision(is_wide(cell.dtype)):
-            leaves = jax.block_until_ready(call(cell.give()))
+            leaves = call(cell.give())
         return Slots(leaves, layout, sum(leaf.nbytes for leaf in leaves))
 
-    def _program(self, group: Sequence[Step]) -> Program:
-        optimizer = self._optimizer
-        key = tuple([(s.slots[optimizer].layout, s.gradient.dtype) for s in group])
+    def _program(self, step: Step) -> Program:
+        key = (step.slots[self._optimizer].layout, step.gradient.dtype)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(group)
+            program = self._programs[key] = self._compile(step)
         return program
 
     def _compile_initial(self, cell: Cell) -> tuple[Any, int]:
+        init = self._transformation.init
+
         def initial(value: Any) -> tuple[Any, ...]:
             # Copies, because a leaf that *is* the value (an average that starts there)
             # would be donated twice by the first step.
-            return tuple(
-                jnp.copy(x) for x in jax.tree.leaves(self._transformation.init(value))
-            )
+            return tuple(jnp.copy(leaf) for leaf in jax.tree.leaves(init(value)))
 
-        wide = is_wide(cell.dtype)
-        value = jax.ShapeDtypeStruct(cell.shape, cell.dtype)
-        with _precision(wide), self._words(cell.shape), self._here():
-            structure = jax.tree.structure(
-                jax.eval_shape(self._transformation.init, value)
-            )
-            leaves = jax.eval_shape(initial, value)
+        value = _spec(cell)
+        with _precision(is_wide(cell.dtype)), self._words(cell), self._here():
+            structure = jax.tree.structure(jax.eval_shape(init, value))
+            leaves = tuple(map(_spec, jax.eval_shape(initial, value)))
             call = jax.jit(initial).lower(value).compile()
-        return call, self._number(_Layout(value, structure, _plain(leaves)))
+        return call, self._number(_Layout(value, structure, leaves))
 
-    def _compile(self, group: Sequence[Step]) -> Program:
-        layouts = [self._layouts[s.slots[self._optimizer].layout] for s in group]
-        structures = [layout.structure for layout in layouts]
+    def _compile(self, step: Step) -> Program:
+        layout = self._layouts[step.slots[self._optimizer].layout]
 
-        def step(values: Any, slots: Any, gradients: Any) -> tuple[Any, Any]:
-            new = [
-                self._transformation.step(
-                    value, jax.tree.unflatten(structure, leaves), grad
+        def update(value: Any, leaves: Any, gradient: Any) -> tuple[Any, Any]:
+            state = jax.tree.unflatten(layout.structure, leaves)
+            new, state = self._transformation.step(value, state, gradient)
+            leaves, structure = jax.tree.flatten(state)
+            if structure != layout.structure:
+                raise TypeError(
+                    f"its state changes from {layout.structure} to {structure}"
                 )
-                for value, structure, leaves, grad in zip(
-                    values, structures, slots, gradients, strict=True
-                )
-            ]
-            states = [jax.tree.flatten(state) for _, state in new]
-            for was, (_, now) in zip(structures, states, strict=True):
-                if was != now:
-                    raise TypeError(f"its state changes from {was} to {now}")
-            return tuple(v for v, _ in new), tuple(
-                tuple(leaves) for leaves, _ in states
-            )
+            return new, tuple(leaves)
 
-        values = tuple(layout.value for layout in layouts)
-        slots = tuple(layout.leaves for layout in layouts)
-        gradients = tuple(
-            jax.ShapeDtypeStruct(s.gradient.shape, s.gradient.dtype) for s in group
-        )
-        wide = any(is_wide(s.cell.dtype) for s in group)
-        shapes = [s.cell.shape for s in group]
-        with _precision(wide), self._words(shapes), self._here():
-            new, after = jax.eval_shape(step, values, slots, gradients)
-            after = tuple(_plain(leaves) for leaves in after)
-            for value, was in zip(new, values, strict=True):
-                if (value.shape, value.dtype) != (was.shape, was.dtype):
-                    raise TypeError(f"it turns a {was} into a {value}")
+        wide = is_wide(step.cell.dtype)
+        gradient = _spec(step.gradient)
+        with _precision(wide), self._words(step.cell), self._here():
+            new, leaves = jax.eval_shape(update, layout.value, layout.leaves, gradient)
+            if _spec(new) != layout.value:
+                raise TypeError(f"it turns a {layout.value} into a {_spec(new)}")
+            after = tuple(map(_spec, leaves))
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
-            # its first step) have no output to be donated to.
-            donated = (0, 1) if after == slots else (0,)
-            lowered = jax.jit(step, donate_argnums=donated).lower(
-                values, slots, gradients
-            )
-            call = lowered.compile()
-        numbers = tuple(
-            self._number(_Layout(value, structure, leaves))
-            for value, structure, leaves in zip(values, structures, after, strict=True)
-        )
-        return Program(call, numbers, wide)
+            # its first step) have no output that they could be donated to.
+            donated = (0, 1) if after == layout.leaves else (0,)
+            jitted = jax.jit(update, donate_argnums=donated)
+            call = jitted.lower(layout.value, layout.leaves, gradient).compile()
+        number = self._number(_Layout(layout.value, layout.structure, after))
+        return Program(call, number, wide)
 
     def _number(self, layout: _Layout) -> int:
         number = self._numbers.get(layout)
@@ -222,28 +208,30 @@ class Programs:
             self._layouts.append(layout)
         return number
 
-    def _here(self) -> contextlib.AbstractContextManager[object]:
+    def _here(self) -> Context:
         """A parameter server computes on the CPU, whatever else the machine has."""
         return jax.default_device(self._device)
 
     @contextlib.contextmanager
-    def _words(self, shapes: object) -> Any:
+    def _words(self, cell: Cell) -> Iterator[None]:
         try:
             yield
-        except BusyError:
-            raise
         except Exception as error:  # goes to the caller, with the optimizer's name
             raise InvalidArgumentError(
-                f"optimizer {self._name!r} cannot be applied to a variable of shape "
-                f"{shapes}: {type(error).__name__}: {error}"
+                f"optimizer {self._name!r} cannot be applied to {cell.dtype.name}"
+                f"{list(cell.shape)}: {type(error).__name__}: {error}"
             ) from error
 
 
-def _precision(wide: bool) -> contextlib.AbstractContextManager[object]:
+def _precision(wide: bool) -> Context:
     """Without this, jax would take a float64 variable and give back a float32 one."""
-    return jax.enable_x64(True) if wide else contextlib.nullcontext()
+    return cast("Context", jax.enable_x64(True)) if wide else contextlib.nullcontext()
 
 
-def _plain(leaves: Sequence[Any]) -> Shapes:
-    """Without weak types: they would make equal slots look different."""
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
+def _is_whole(value: object) -> bool:
+    return not (isinstance(value, jax.Array) and value.is_deleted())
+
+
+def _spec(array: Any) -> jax.ShapeDtypeStruct:
+    """Without a weak type, which would make equal slots look different."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)  # type: ignore[no-untyped-call]

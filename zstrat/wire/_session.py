@@ -10,9 +10,12 @@ Only this file changes who the owner is; ps and worker ask it before they act.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zstrat.errors import BusyError, StaleSessionError
-from zstrat.wire._messages import Hello
+
+if TYPE_CHECKING:
+    from zstrat.wire._messages import Hello
 
 
 @dataclass(frozen=True, slots=True)
