@@ -168,7 +168,8 @@ class Task:
         return PsService(
             load_code=_load_code,
             settings=self._settings,
-            task=self.place.task,
+            task=f"/job:ps/task:{self.place.index}",
+            incarnation=self.hello.incarnation,
             on_exit=self._told_to_exit,
         )
 
