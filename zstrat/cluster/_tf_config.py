@@ -79,10 +79,6 @@ class TFConfigClusterResolver(ClusterResolver):
         return _text("environment") or ""
 
     @property
-    def source(self) -> str:
-        return VARIABLE
-
-    @property
     def task_type(self) -> str | None:
         if self._task_type is not None:
             return str(self._task_type)

@@ -8,13 +8,9 @@ was expected there and what was found.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ._spec import ClusterSpec, Tasks
-
-if TYPE_CHECKING:
-    from ._resolver import ClusterResolver
 
 TASK_TYPES: Final = ("chief", "worker", "evaluator", "ps")
 _ALLOWED: Final = (*TASK_TYPES, None)
@@ -82,7 +78,7 @@ def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
     indices = spec.task_indices(task_type)
     last = max(indices, default=-1)
     if task_id is None:
-        if len(indices) > 1:
+        if len(indices) != 1:
             raise ValueError(
                 f"The `task_id` is missing, and {task_type} has {len(indices)} tasks."
             )
@@ -154,39 +150,6 @@ def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str
 # ---- what a person wrote ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Who a process is. ``address`` is None for an evaluator that no one calls."""
-
-    job: str
-    index: int
-    address: str | None
-
-
-def own_task(resolver: ClusterResolver) -> Task:
-    """Who this process is in the resolver's cluster; the index may be left out where
-    the job has only one task.
-
-    Raises:
-        ValueError: The resolver does not say it, or its cluster has no such task.
-    """
-    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    source = resolver.source
-    if job is None:
-        raise ValueError(
-            f"{source}: task.type is missing: expected one of {', '.join(TASK_TYPES)}"
-        )
-    try:
-        validate_cluster_spec(spec, job, index)
-    except ValueError as error:
-        raise ValueError(f"{source}: task ({job!r}, {index}): {error}") from error
-    if job not in spec.jobs:
-        return Task(job, index or 0, None)
-    if index is None:
-        (index,) = spec.task_indices(job)
-    return Task(job, index, spec.task_address(job, index))
-
-
 def spec_from(cluster: object, source: str) -> ClusterSpec:
     """The spec of plain data: job -> addresses, as a list or by index.
 
@@ -230,12 +193,14 @@ def _address(address: object, where: str) -> str:
     scheme, separator, rest = address.rpartition("://")
     if separator and scheme == "ipc" and rest:
         return address
-    host, _, port = rest.rpartition(":")
+    host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
     if separator and scheme != "tcp":
         raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
-    if not host:
+    if not colon:
         raise ValueError(f"{words}: the port is missing")
+    if not host:
+        raise ValueError(f"{words}: the host is missing")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):
