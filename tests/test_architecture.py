@@ -1,8 +1,8 @@
 """The law of the floors and doors, read from the imports of the source.
 
 A module imports from its own package, from a strictly lower floor, or from a door that
-it owns. An import inside a function is for doors alone, and for the few packages of
-`LATE`, which bring jax with them.
+it owns. An import inside a function is for doors alone, and for modules that bring jax
+with them: a task learns what it is before it loads what it needs.
 """
 
 from __future__ import annotations
@@ -65,12 +65,9 @@ JAX_AT_IMPORT = {
     "zstrat.strategy",
 }
 JAX_WHEN_NEEDED = {"zstrat.ps"}
+"""Modules of it that import jax are imported late: see `test_import_stays_light`."""
 
-LATE = {
-    # A task learns what it is before it loads what it needs: a ps never loads jax.
-    ("zstrat.launch", "zstrat.worker"),
-    ("zstrat.launch", "zstrat.program"),
-}
+HEAVY = ("jax", "jaxlib", "optax")
 
 FORBIDDEN_NAMES = {
     "utils",
@@ -201,27 +198,41 @@ def test_one_door_per_dependency() -> None:
 
 
 def test_who_may_import_jax() -> None:
-    wrong = []
-    for found in imports():
-        if found.target.split(".")[0] not in ("jax", "jaxlib"):
-            continue
-        floor = floor_of(found.module)
-        late = floor in JAX_WHEN_NEEDED and found.in_function
-        if floor not in JAX_AT_IMPORT and not late:
-            wrong.append(str(found))
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.target.split(".")[0] in ("jax", "jaxlib")
+        and floor_of(found.module) not in JAX_AT_IMPORT | JAX_WHEN_NEEDED
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_imports_in_functions_are_for_doors() -> None:
-    doors = {*DOORS, "jax", "jaxlib"}
+    doors = {*DOORS, *HEAVY}
     wrong = [
         str(found)
         for found in imports()
         if found.in_function
         and found.target.split(".")[0] not in doors
-        and (floor_of(found.module), floor_of(found.target)) not in LATE
+        and found.target not in brings_jax()
     ]
     assert not wrong, "\n".join(wrong)
+
+
+@cache
+def brings_jax() -> set[str]:
+    """Modules that cannot be imported without jax, or without what imports it."""
+    at_once = [found for found in imports() if not found.in_function]
+    heavy: set[str] = set()
+    while True:
+        more = {
+            found.module
+            for found in at_once
+            if found.target.split(".")[0] in HEAVY or found.target in heavy
+        }
+        if more <= heavy:
+            return heavy
+        heavy |= more
 
 
 def test_environment_is_read_in_one_place() -> None:
@@ -241,15 +252,23 @@ def test_environment_is_read_in_one_place() -> None:
 def test_names_say_what_a_thing_is() -> None:
     parts = {part.strip("_") for module, _ in modules() for part in module.split(".")}
     assert not parts & FORBIDDEN_NAMES
-    classes: dict[str, str] = {}
     for module, tree in trees().items():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.ClassDef):
-                continue
-            assert not node.name.endswith("Manager"), f"{module}.{node.name}"
-            public = not node.name.startswith("_")
-            other = classes.setdefault(node.name, module) if public else module
-            assert other == module, f"two classes {node.name}: {other} and {module}"
+            if isinstance(node, ast.ClassDef):
+                assert not node.name.endswith("Manager"), f"{module}.{node.name}"
+
+
+def test_a_public_name_means_one_thing() -> None:
+    """Two packages may not show different things under the same name."""
+    origins: dict[str, set[str]] = {}
+    for package in PACKAGES - {"zstrat"}:
+        for node in trees()[package].body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                for alias in node.names:
+                    name = alias.asname or alias.name
+                    origins.setdefault(name, set()).add(f"{package}.{node.module}")
+    shared = {name: found for name, found in origins.items() if len(found) > 1}
+    assert not shared
 
 
 def test_nothing_sleeps_and_every_task_has_a_name() -> None:
