@@ -210,7 +210,7 @@ class Programs:
 
     def _here(self) -> Context:
         """A parameter server computes on the CPU, whatever else the machine has."""
-        return jax.default_device(self._device)
+        return cast("Context", jax.default_device(self._device))
 
     @contextlib.contextmanager
     def _words(self, cell: Cell) -> Iterator[None]:
