@@ -58,8 +58,11 @@ def prepare(
     Raises:
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
+        ValueError: The function is eager; see `run_eager`.
         Exception: Whatever the body raises while it is traced.
     """
+    if function.eager:
+        raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
     return Prepared(program, call.inputs, draws)
