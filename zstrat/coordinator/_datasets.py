@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 import jax
 import jax.numpy as jnp
 
-from zstrat.data import InputContext
-from zstrat.program import StepIterator, get_worker_context, rebuild
+from zstrat.program import StepIterator, dump_code, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Arguments, Code
-from ._values import PerWorker, PerWorkerValues
+from ._values import Claim, PerWorker, PerWorkerValues
 
 if TYPE_CHECKING:
     from zstrat.wire import Layout
@@ -31,31 +30,6 @@ if TYPE_CHECKING:
 
 FIRST_BUILD: Final = 600.0
 """Seconds for the first worker to tell what the elements look like."""
-
-
-class DatasetMaker:
-    """Makes the dataset of one worker; runs there."""
-
-    def __init__(self, dataset_fn: Callable[..., Any], replicas: int) -> None:
-        self._dataset_fn, self._replicas = dataset_fn, replicas
-        self._takes_context = _takes_context(dataset_fn)
-
-    def __call__(self) -> Any:
-        if not self._takes_context:
-            return self._dataset_fn()
-        worker = get_worker_context()
-        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
-        return self._dataset_fn(context)
-
-
-class Constant:
-    """A dataset that was made on the coordinator and travels as it is."""
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __call__(self) -> Any:
-        return self._dataset
 
 
 @final
@@ -91,6 +65,12 @@ class PerWorkerDataset:
         latest = self._latest and self._latest()
         return (latest or iter(self)).element_spec
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} itself cannot be an argument: pass iter(dataset), or "
+            "dataset.build()"
+        )
+
     def build(self) -> PerWorkerValues:
         """The datasets themselves, as an argument of scheduled functions."""
         record = self._control.create_resource("value", self._name, self._maker)
@@ -105,7 +85,7 @@ class PerWorkerIterator(PerWorker):
         self.resource = record.number
         self._control, self._record = control, record
         self._spec: Any = None
-        _drop_with(self, control, record)
+        self.claim = Claim(control.drop_resource, record.number)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -177,21 +157,20 @@ def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
         TypeError: It is neither a function nor an iterable, or takes other arguments.
         Exception: It cannot be pickled.
     """
-    maker: DatasetMaker | Constant
-    if isinstance(dataset_fn, Iterable):
-        name, maker = f"the dataset {type(dataset_fn).__name__}", Constant(dataset_fn)
-    elif callable(dataset_fn):
+    if callable(dataset_fn):
+        _require_takes_context(dataset_fn)
         own = (
             dataset_fn.__name__ if inspect.isfunction(dataset_fn) else repr(dataset_fn)
         )
         name = f"the dataset of {own}"
-        maker = DatasetMaker(dataset_fn, control.session.devices)
+    elif isinstance(dataset_fn, Iterable):
+        name = f"the dataset {type(dataset_fn).__name__}"
     else:
         raise TypeError(
             "create_per_worker_dataset takes a function that returns an iterable, or an "
             f"iterable; got {type(dataset_fn).__name__}"
         )
-    return PerWorkerDataset(control, Code(maker), name)
+    return PerWorkerDataset(control, Code(dump_code(dataset_fn)), name)
 
 
 def make_resources(
@@ -205,7 +184,7 @@ def make_resources(
     if arguments is not None:
         arguments.retire_to(control.dispatcher.retired)
     record = control.create_resource(
-        "value", f"the result of {fn!r}", Code(fn), arguments
+        "value", f"the result of {fn!r}", Code(dump_code(fn)), arguments
     )
     return _values(control, record)
 
@@ -226,9 +205,8 @@ def _values(control: Control, record: Record) -> PerWorkerValues:
         assert record.layout is not None
         return spec_of(record.layout)
 
-    values = PerWorkerValues(record.values, record.number, stand_in)
-    _drop_with(values, control, record)
-    return values
+    claim = Claim(control.drop_resource, record.number)
+    return PerWorkerValues(record.values, record.number, claim, stand_in)
 
 
 def _wait_known(control: Control, record: Record) -> bool:
@@ -242,29 +220,22 @@ def _wait_known(control: Control, record: Record) -> bool:
     return record.is_known
 
 
-def _drop_with(handle: PerWorker, control: Control, record: Record) -> None:
-    finalizer = weakref.finalize(handle, control.drop_resource, record.number)
-    finalizer.atexit = False
-
-
-def _takes_context(dataset_fn: Callable[..., Any]) -> bool:
-    """Whether the function is called with an `InputContext`.
+def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
+    """Refuses functions that the worker could not call.
 
     Raises:
-        TypeError: It needs more arguments than that.
+        TypeError: It needs more than an `InputContext`.
     """
     try:
         parameters = inspect.signature(dataset_fn).parameters.values()
     except (TypeError, ValueError):  # built in, without a signature: called plainly
-        return False
-    positional = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
+        return
+    open_ = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in open_
+    ]
     if len(needed) > 1:
         raise TypeError(
-            f"a dataset function takes no argument or one InputContext; {dataset_fn!r} "
-            f"needs {[p.name for p in needed]}"
+            "a dataset function takes no argument, or one InputContext; "
+            f"{dataset_fn!r} needs {', '.join(needed)}: bind the others before"
         )
-    return bool(needed)

@@ -297,14 +297,12 @@ class Pushed:
 @dataclass(frozen=True, slots=True)
 class PutCode:
     """Ships a pickled object (a step function, a dataset function) once, named by its
-    digest; large arrays that it captures travel beside it, as in `PutArguments`. Taken
-    from a coordinator alone. Answered by `Done`."""
+    digest. Taken from a coordinator alone. Answered by `Done`."""
 
     kind: ClassVar = 48
     session: int
     digest: bytes
     code: bytes
-    arrays: Arrays = ()
 
 
 @dataclass(frozen=True, slots=True)

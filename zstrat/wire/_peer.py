@@ -26,10 +26,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar, cast
 
-from zstrat.config import Limits, Timeouts
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -40,11 +38,16 @@ from zstrat.errors import (
     to_wire,
 )
 
-from ._arrays import Buffer, array_from
-from ._body import Allocate, Assembly, allocate, cut
+from ._arrays import array_from
+from ._body import Allocate, Assembly, Frame, allocate, cut
 from ._codec import Announced, decode_header, encode
 from ._greeting import Judge, described
 from ._messages import Beat, Chunk, Credit, Failure, Goodbye, Hello, Message, PlainTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.config import Limits, Timeouts
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides
@@ -54,8 +57,10 @@ QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only notices
 to a peer that does not read can fill it."""
 
+_NO_CHUNK: Final = 0, memoryview(b"")
+
 Token = TypeVar("Token")
-Frames = tuple[Buffer, ...]
+Frames = tuple[Frame, ...]
 
 
 class State(enum.Enum):
@@ -114,7 +119,7 @@ Order = (
 class _Outgoing(NamedTuple):
     frames: Frames
     heavy: bool
-    body: Iterator[tuple[int, Buffer]] | None
+    body: Iterator[tuple[int, memoryview]] | None
     number: int
 
 
@@ -146,8 +151,8 @@ class Peer(Generic[Token]):
         self._timeouts, self._limits, self._allocate = timeouts, limits, allocate
         self._urgent: deque[Frames] = deque()
         self._queue: deque[_Outgoing] = deque()
-        self._body: Iterator[tuple[int, Buffer]] | None = None
-        self._number, self._next_chunk = 0, (0, cast("Buffer", b""))
+        self._body: Iterator[tuple[int, memoryview]] | None = None
+        self._number, self._next_chunk = 0, _NO_CHUNK
         self._credit, self._taken = limits.window, 0
         self._sent, self._received = 0, 0
         self._incoming: tuple[Announced, Assembly] | None = None
@@ -162,7 +167,7 @@ class Peer(Generic[Token]):
 
     # ---- what the other side and the network do ---------------------------------
 
-    def received(self, frames: Sequence[Buffer], now: float) -> Sequence[Order[Token]]:
+    def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
         """One message: its header and its raw frames, which it may keep as arrays."""
         if self.state is State.CLOSED:
             return ()
@@ -325,7 +330,7 @@ class Peer(Generic[Token]):
                 f"{self._limits.body} may be sent: split the message"
             )
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
-            frames = (header, *[raw.data for raw in raws])
+            frames: Frames = (header, *[raw.data for raw in raws])
             self._queue.append(_Outgoing(frames, total > HEAVY, None, number))
         else:
             body = cut(raws, self._limits.chunk)
@@ -344,7 +349,7 @@ class Peer(Generic[Token]):
         assert self._body is not None
         following = next(self._body, None)
         if following is None:
-            self._body, self._next_chunk = None, (0, b"")
+            self._body, self._next_chunk = None, _NO_CHUNK
         else:
             self._next_chunk = following
 
@@ -361,7 +366,7 @@ class Peer(Generic[Token]):
     # ---- receiving --------------------------------------------------------------
 
     def _message(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         """A message of the ordered kind."""
         if self.state is not State.OPEN:
@@ -409,15 +414,15 @@ class Peer(Generic[Token]):
         return self._completed()
 
     def _on_chunk(
-        self, chunk: Announced, frames: Sequence[Buffer]
+        self, chunk: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         match chunk.build(()):
             case Chunk(stream, offset) if self._incoming is not None:
                 announced, assembly = self._incoming
                 if stream != announced.request or len(frames) != 2:
                     raise ProtocolError(
-                        f"expected a chunk of body {announced.request} in one frame, got "
-                        f"{len(frames) - 1} frames of {stream}"
+                        f"expected a chunk of body {announced.request} in one frame, "
+                        f"got {len(frames) - 1} frames of {stream}"
                     )
                 assembly.take(offset, frames[1])
                 self._take()
@@ -466,7 +471,7 @@ class Peer(Generic[Token]):
         return (Answered(entry[0], message),)
 
     def _on_hello(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         hello = announced.build(())
         assert isinstance(hello, Hello)
@@ -482,7 +487,7 @@ class Peer(Generic[Token]):
         return (Opened(hello),)
 
     def _on_beat(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         match announced.build(()):
             case Beat(wanted=True) if not self._urgent and self.state is State.OPEN:
@@ -490,7 +495,7 @@ class Peer(Generic[Token]):
         return ()
 
     def _on_credit(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         match announced.build(()):
             case Credit(chunks=chunks) if chunks > 0:
@@ -498,7 +503,7 @@ class Peer(Generic[Token]):
         return ()
 
     def _on_goodbye(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         match announced.build(()):
             case Goodbye(reason):
@@ -506,7 +511,7 @@ class Peer(Generic[Token]):
         return ()
 
     def _on_failure(
-        self, announced: Announced, frames: Sequence[Buffer]
+        self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         match announced.build(()):
             case Failure(error):
@@ -534,7 +539,7 @@ class Peer(Generic[Token]):
         late = [n for n, (_, deadline, _) in self._open.items() if deadline <= now]
         orders: list[Order[Token]] = []
         for number in late:
-            token, deadline, kind = self._open.pop(number)
+            token, _, kind = self._open.pop(number)
             orders.append(Failed(token, self._too_late(kind)))
         rest = (deadline for _, deadline, _ in self._open.values())
         self._next_deadline = max(min(rest, default=float("inf")), now + _SCAN)

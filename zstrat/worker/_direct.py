@@ -102,9 +102,7 @@ class Direct:
         raise _not_here(variable)
 
 
-def _hand_over(
-    answer: concurrent.futures.Future[T], future: asyncio.Future[T]
-) -> None:
+def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:
     if future.cancelled():
         answer.set_exception(concurrent.futures.CancelledError())
     elif (error := future.exception()) is not None:

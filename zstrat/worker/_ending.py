@@ -16,15 +16,17 @@ from zstrat.wire import Completion, Layout, Outcome
 from ._traceback import trim
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     import numpy as np
 
+    from zstrat.program import ResultLayout, StepResult
     from zstrat.wire import PlainTree
 
-    from zstrat.program import ResultLayout, StepResult
-
 _NO_LAYOUT: Final = 0
+_REMEMBERED: Final = 4096
+"""Layouts that are found again; an eager step that returns another Python number each
+time makes one for each, and they must not pile up."""
 _LONGEST: Final = 8000
 """Characters of a text in an error."""
 
@@ -68,7 +70,9 @@ def _bounded(value: Any) -> PlainTree:
         return [_bounded(item) for item in value]
     if isinstance(value, str) and len(value) > _LONGEST:
         half = _LONGEST // 2
-        return f"{value[:half]}\n… {len(value) - 2 * half} characters …\n{value[-half:]}"
+        return (
+            f"{value[:half]}\n… {len(value) - 2 * half} characters …\n{value[-half:]}"
+        )
     if isinstance(value, bytes):
         return value[:_LONGEST]
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
@@ -89,23 +93,27 @@ class _Known:
 class Layouts:
     """Numbers the layouts of one session.
 
+    A program has one layout object for all its results, found by identity; eager steps
+    make a new one each time, found by value.
+
     Args:
         inline: Results of more bytes stay on the worker.
     """
 
     def __init__(self, inline: int) -> None:
         self._inline: Final = inline
+        self._numbered = 0
         self._known: dict[int, _Known] = {}
+        self._by_value: dict[Hashable, _Known] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        """How many layouts there were."""
+        return self._numbered
 
     def ok(self, step: int, result: StepResult) -> Ending:
         """The closure ran to its end."""
         leaves = result.leaves
-        known = self._known.get(id(result.layout))
-        if known is None:
-            known = self._learn(result.layout, leaves)
+        known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
         layout, size = known.layout, known.size
         if size > self._inline:
             completion = Completion(step, int(Outcome.OK), layout.layout, -1, None)
@@ -118,12 +126,17 @@ class Layouts:
         return Ending(completion, layout, data)
 
     def _learn(self, source: ResultLayout, leaves: Sequence[np.ndarray]) -> _Known:
-        layout = Layout(
-            len(self._known) + 1,
-            list(source.dtypes),
-            [list(shape) for shape in source.shapes],
-            source.structure,
-        )
-        known = _Known(source, layout, sum(leaf.nbytes for leaf in leaves))
-        self._known[id(source)] = known
+        value = (source.dtypes, source.shapes, repr(source.structure))
+        known = self._by_value.get(value)
+        if known is None:
+            self._numbered += 1
+            shapes = [list(shape) for shape in source.shapes]
+            layout = Layout(
+                self._numbered, list(source.dtypes), shapes, source.structure
+            )
+            known = _Known(source, layout, sum(leaf.nbytes for leaf in leaves))
+            if len(self._by_value) >= _REMEMBERED:
+                self._known.clear()
+                self._by_value.clear()
+            self._by_value[value] = self._known[id(source)] = known
         return known

@@ -18,8 +18,7 @@ import numpy as np
 
 from zstrat.data import Elements, InputContext
 from zstrat.errors import ClosureInputError, NotFoundError
-from zstrat.program import StepIterator
-from zstrat.program._structure import encode
+from zstrat.program import StepIterator, Structure
 from zstrat.wire import Layout
 
 from ._traceback import trim
@@ -238,7 +237,7 @@ def _wants_context(maker: Callable[..., object]) -> bool:
 
 def _layout_of_element(element: object, name: str) -> Layout:
     leaves, treedef = jax.tree.flatten(element)
-    structure = encode(treedef, range(len(leaves)))
+    structure = _plain(treedef)
     if isinstance(structure, list) and structure[:1] == ["*"]:
         raise TypeError(
             f"an element of {name} must consist of dicts, lists and tuples of arrays, "
@@ -258,9 +257,14 @@ def _layout_of_element(element: object, name: str) -> Layout:
 def _layout_of_value(value: object) -> Layout:
     """Of a pytree of arrays; of any other object an empty one."""
     leaves, treedef = jax.tree.flatten(value)
-    if not all(isinstance(leaf, np.ndarray | np.generic | jax.Array) for leaf in leaves):
+    kinds = np.ndarray | np.generic | jax.Array
+    if not all(isinstance(leaf, kinds) for leaf in leaves):
         return Layout(0, [], [], None)
-    return _layout([np.asarray(x) for x in leaves], encode(treedef, range(len(leaves))))
+    return _layout([np.asarray(leaf) for leaf in leaves], _plain(treedef))
+
+
+def _plain(treedef: Any) -> PlainTree:
+    return Structure(treedef, tuple(range(treedef.num_leaves))).plain
 
 
 def _layout(arrays: Sequence[np.ndarray], structure: PlainTree) -> Layout:

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import numpy as np
 
 KEPT_BYTES: Final = 2 * 2**30
-"""A program that never fetches its large results must not fill the machine's memory; one
-that fetches them within a few steps never comes near this."""
+"""A program that never fetches its large results must not fill the machine's memory;
+one that fetches them within a few steps never comes near this."""
 
 
 @final
 class Results:
-    """Results by step; of more than ``limit`` bytes in all, the oldest are forgotten."""
+    """Results by step; the oldest of more than ``limit`` bytes in all are forgotten."""
 
     def __init__(self, limit: int = KEPT_BYTES) -> None:
         self.nbytes = 0
@@ -53,8 +53,8 @@ class Results:
         why = "it was dropped, or the closure left no large result"
         if step <= self._forgotten:
             why = (
-                f"this worker keeps {self._limit >> 20} MiB of large results and had to "
-                "forget the oldest: fetch them sooner, or return less from the step"
+                f"this worker keeps {self._limit >> 20} MiB of large results and had "
+                "to forget the oldest: fetch them sooner, or return less from the step"
             )
         raise NotFoundError(f"the result of closure {step} is not here: {why}")
 

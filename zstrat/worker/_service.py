@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, assert_never, final
+from typing import TYPE_CHECKING, Final, assert_never, final
 
 import jax
 
@@ -60,8 +60,6 @@ from ._tenancy import Tenancy
 from ._workshop import Prepare, RunEager, Workshop
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from zstrat.config import Settings
     from zstrat.transport import Link, Remote
 
@@ -113,7 +111,6 @@ class WorkerService:
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
         self._tenancy: Tenancy | None = None
-        self._opening: asyncio.Future[SessionOpened] | None = None
         self._endings: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
@@ -194,7 +191,8 @@ class WorkerService:
         self._ownership.check(session)
         if self._tenancy is None:
             raise StaleSessionError(
-                f"{self._task} is still opening session {session:#x}: wait for its answer"
+                f"{self._task} is not ready for session {session:#x}: wait until it "
+                "has answered OpenSession"
             )
         return self._tenancy
 

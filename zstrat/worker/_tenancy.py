@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import BusyError, PeerLostError, ZstratError
 from zstrat.ps import PsClient
@@ -23,6 +21,9 @@ from . import _ending
 from ._results import Results
 
 if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
     import numpy as np
 
     from zstrat.ps import PsUpdate
@@ -127,19 +128,17 @@ class Tenancy:
             self._send_back(batches, refusal)
         elif total:
             self._idle.clear()
-            self._executor.tell(
-                partial(self.shop.dispatch, batches, message.low_water)
-            )
+            self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
             self._low_water = message.low_water
 
     def cancel(self, error: ZstratError | None = None) -> None:
-        """Ends every closure that has not begun; see `zstrat.worker._ending.cancelled`."""
+        """Ends every closure that has not begun, with the error if one is given."""
         self._executor.tell(partial(self.shop.cancel, error))
 
     # From the executor
 
     def carry(self, post: Post) -> None:
-        """Carries out a post: the pushes before the pulls, which read what they wrote."""
+        """Carries out a post: the pushes first, the pulls read what they wrote."""
         if self._closed:
             return
         for push, ending in post.pushes:
@@ -187,9 +186,7 @@ class Tenancy:
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:
-        self._executor.tell(
-            partial(self.shop.pipeline.arrived, pull, values, error)
-        )
+        self._executor.tell(partial(self.shop.pipeline.arrived, pull, values, error))
 
     # To the coordinator
 
@@ -304,7 +301,7 @@ _NAMES: Final = {
 }
 
 
-def _error_of(future: asyncio.Future[object]) -> BaseException | None:
+def _error_of(future: asyncio.Future[Any]) -> BaseException | None:
     if future.cancelled():
         return asyncio.CancelledError("the request was cancelled")
     return future.exception()

@@ -8,11 +8,9 @@ batch whose steps draw nothing is prepared once and run as often as it has steps
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
-from zstrat.errors import ZstratError
 from zstrat.program import Function, WorkerContext, worker_context
 from zstrat.ps import PsUpdate, Ref
 
@@ -21,10 +19,9 @@ from ._ending import Ending, Layouts
 from ._pipeline import Costs, Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
-    import numpy as np
-
+    from zstrat.errors import ZstratError
     from zstrat.program import Plan, Prepared, StepResult
     from zstrat.variables import Home
     from zstrat.wire import Batch, BuildResource, Layout, PlainTree
