@@ -1,7 +1,7 @@
 """The strategies: where variables live, where steps run, how results meet."""
 
-from ._base import Extended as Extended
-from ._base import Strategy as Strategy
+from ._strategy import Extended as Extended
+from ._strategy import Strategy as Strategy
 from ._context import ReplicaContext as ReplicaContext
 from ._default import get_cross_replica_context as get_cross_replica_context
 from ._default import get_replica_context as get_replica_context

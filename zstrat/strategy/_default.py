@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final, final
 
 from . import _context
-from ._base import Extended, Strategy
+from ._strategy import Extended, Strategy
 from ._context import ReplicaContext
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from zstrat.program import worker_context
 from zstrat.variables import recorder
 
 from . import _context
-from ._base import Extended, Strategy
+from ._strategy import Extended, Strategy
 from ._placement import ServerVariables
 
 if TYPE_CHECKING:
