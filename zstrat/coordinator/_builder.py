@@ -40,10 +40,22 @@ class Builder:
         self._engine, self._members, self._seats = engine, members, seats
         self._turn_soon = turn_soon
         self._records: dict[int, Record] = {}
+        self._new: deque[Record] = deque()
         self._gone: deque[int] = deque()
 
+    def add_soon(self, record: Record) -> None:
+        """A new resource; from any thread. No closure that was put later overtakes it."""
+        with self._engine.lock:
+            self._new.append(record)
+
+    def take_new(self) -> list[Record]:
+        """What was added since the last call. Lock held."""
+        new = list(self._new)
+        self._new.clear()
+        return new
+
     def add(self, record: Record) -> None:
-        """A new resource: on every worker that is there, and later on the others."""
+        """Builds it on every worker that is there, and later on the others."""
         self._records[record.number] = record
         for seat in self._seats:
             if seat.member.state in (State.OPEN, State.BUILDING):

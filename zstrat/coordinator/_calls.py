@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import OrderedDict, deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from zstrat.program import Function, Resource, digest, dump
 from zstrat.variables import Variable
 
-from ._values import PerWorker, RemoteValue
+from ._values import Claim, PerWorker, RemoteValue, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -60,20 +61,28 @@ class Arguments:
 
 
 class Call:
-    """What a closure runs."""
+    """What a closure runs.
 
-    __slots__ = ("arguments", "function", "name", "resources", "treedef")
+    The per-worker resources among its arguments are held weakly: a call is remembered,
+    and must not keep alive what the user has dropped. Each closure holds them.
+    """
+
+    __slots__ = ("_claims", "arguments", "function", "resources", "result")
 
     def __init__(
         self,
-        name: str,
+        result: Result,
         function: Code,
         arguments: Arguments | None,
-        resources: tuple[int, ...],
-        treedef: Any,
+        resources: Sequence[PerWorker],
     ) -> None:
-        self.name, self.function, self.arguments = name, function, arguments
-        self.resources, self.treedef = resources, treedef
+        self.result, self.function, self.arguments = result, function, arguments
+        self.resources = tuple(resource.resource for resource in resources)
+        self._claims = tuple(weakref.ref(resource.claim) for resource in resources)
+
+    def claims(self) -> tuple[Claim | None, ...]:
+        """What a closure holds so that its resources stay."""
+        return tuple([claim() for claim in self._claims]) if self._claims else ()
 
 
 class _Known:
@@ -131,15 +140,20 @@ class Calls:
             Exception: What tracing or pickling raised.
         """
         function = _checked(function)
+        if not isinstance(args, tuple | list | None):
+            raise TypeError(
+                f"args of schedule is a tuple of arguments, args=(x,); got a bare "
+                f"{type(args).__name__}"
+            )
         positional, named = tuple(args or ()), dict(kwargs or {})
         resources = _resources((positional, named))
-        treedef = self._trace(function, positional, named)
+        result = Result(function.name, self._trace(function, positional, named))
         known = self._know(function)
         arguments = None
         if positional or named:
             arguments = Arguments(positional, named)
             arguments.retire_to(self._retired)
-        call = Call(function.name, known.code, arguments, resources, treedef)
+        call = Call(result, known.code, arguments, resources)
         self._remember(known, args, kwargs, call)
         return call
 
@@ -175,7 +189,7 @@ class Calls:
         known = self._known.get(number)
         if known is None or known.reference() is not function:
             table = self._known
-            known = _Known(function, lambda _: table.pop(number, None))
+            known = _Known(function, partial(_pop, table, number))
             table[number] = known
         return known
 
@@ -203,6 +217,8 @@ _PLAIN: Final = frozenset({type(None), bool, int, str, bytes})
 
 
 def _key_of(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Hashable:
+    if not isinstance(args, tuple | list | None):
+        raise _NoKeyError
     if not kwargs:
         return tuple([_key(arg) for arg in args]) if args else ()
     return _key(tuple(args or ())), _key(dict(kwargs))
@@ -245,7 +261,7 @@ def _per_worker(tree: Any) -> list[PerWorker]:
     return [leaf for leaf in _leaves(tree) if isinstance(leaf, PerWorker)]
 
 
-def _resources(tree: Any) -> tuple[int, ...]:
+def _resources(tree: Any) -> list[PerWorker]:
     for leaf in _leaves(tree):
         if isinstance(leaf, RemoteValue):
             raise ValueError(
@@ -253,4 +269,9 @@ def _resources(tree: Any) -> tuple[int, ...]:
                 "may never be; pass `value.fetch()`, or return it from one function and "
                 "use it in the same one"
             )
-    return tuple(sorted({leaf.resource for leaf in _per_worker(tree)}))
+    return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
+
+
+def _pop(table: dict[int, _Known], number: int, _: object) -> None:
+    """Forgets a function that is gone; the table may not keep its `Calls` alive."""
+    table.pop(number, None)

@@ -55,7 +55,11 @@ class Control:
         self.strategy = strategy
         self.session: ClusterSession = strategy.session
         portal = self.portal = self.session.portal
-        queue = Queue(max_queued or MAX_QUEUED, max_attempts or MAX_ATTEMPTS)
+        queue = Queue(
+            MAX_QUEUED if max_queued is None else max_queued,
+            MAX_ATTEMPTS if max_attempts is None else max_attempts,
+            self.session.next_step,
+        )
         fetching = _Fetching(portal, self.session.settings.timeouts.request)
         self.engine = Engine(
             queue,
@@ -69,7 +73,9 @@ class Control:
             self.session.session,
             self.session.cluster.workers,
             closures_in_flight=closures_in_flight,
-            worker_wait_timeout=worker_wait_timeout or WORKER_WAIT,
+            worker_wait_timeout=(
+                WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
+            ),
         )
         self.calls = Calls(strategy.scope, self.dispatcher.retired)
         self._on_loop(self.session.cluster.attach, self.dispatcher)
@@ -108,7 +114,8 @@ class Control:
             maker=maker,
             arguments=arguments,
         )
-        self.portal.call_soon(self.dispatcher.builder.add, record)
+        self.dispatcher.builder.add_soon(record)
+        self.portal.call_soon(self.dispatcher.turn_soon)
         return record
 
     @property
@@ -153,6 +160,7 @@ class Control:
                 self.session.faces.clear()
         if self._finalizer.detach() is not None:
             self._on_loop(self.dispatcher.stop, "the coordinator was shut down")
+            self.session.next_step = self.engine.queue.steps.next
             self.calls.forget()
         if cluster:
             self.session.close(exit=True)

@@ -20,7 +20,7 @@ from zstrat.program import StepIterator, dump_code, rebuild
 from zstrat.variables import recorder
 
 from ._calls import Arguments, Code
-from ._values import PerWorker, PerWorkerValues
+from ._values import Claim, PerWorker, PerWorkerValues
 
 if TYPE_CHECKING:
     from zstrat.wire import Layout
@@ -65,6 +65,12 @@ class PerWorkerDataset:
         latest = self._latest and self._latest()
         return (latest or iter(self)).element_spec
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} itself cannot be an argument: pass iter(dataset), or "
+            "dataset.build()"
+        )
+
     def build(self) -> PerWorkerValues:
         """The datasets themselves, as an argument of scheduled functions."""
         record = self._control.create_resource("value", self._name, self._maker)
@@ -79,7 +85,7 @@ class PerWorkerIterator(PerWorker):
         self.resource = record.number
         self._control, self._record = control, record
         self._spec: Any = None
-        _drop_with(self, control, record)
+        self.claim = Claim(control.drop_resource, record.number)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -199,9 +205,8 @@ def _values(control: Control, record: Record) -> PerWorkerValues:
         assert record.layout is not None
         return spec_of(record.layout)
 
-    values = PerWorkerValues(record.values, record.number, stand_in)
-    _drop_with(values, control, record)
-    return values
+    claim = Claim(control.drop_resource, record.number)
+    return PerWorkerValues(record.values, record.number, claim, stand_in)
 
 
 def _wait_known(control: Control, record: Record) -> bool:
@@ -213,11 +218,6 @@ def _wait_known(control: Control, record: Record) -> bool:
             f"building {record.name} on the first worker",
         )
     return record.is_known
-
-
-def _drop_with(handle: PerWorker, control: Control, record: Record) -> None:
-    finalizer = weakref.finalize(handle, control.drop_resource, record.number)
-    finalizer.atexit = False
 
 
 def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:

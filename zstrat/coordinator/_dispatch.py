@@ -12,9 +12,11 @@ import asyncio
 import logging
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
+    BusyError,
+    ClosedError,
     ClosureAbortedError,
     PeerLostError,
     PSUnavailableError,
@@ -45,12 +47,12 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._calls import Call
     from ._engine import Engine
     from ._lane import Lane
 
 log = logging.getLogger("zstrat.coordinator")
 
+T = TypeVar("T")
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
 SETBACK: Final = 0.05
@@ -197,20 +199,23 @@ class Dispatcher:
     def _turn(self) -> None:
         self._turn_due = None
         self.turns += 1
-        now = self._now()
-        work: list[tuple[Grant, list[Closure]]] = []
+        now, queue = self._now(), self.queue
         with self.engine.lock:
-            queue = self.queue
-            if self.engine.broken is None and queue.phase in (Phase.OPEN, Phase.FAILED):
-                for grant in self.members.grants(*queue.ready(now)):
-                    work.append((grant, self._take(grant, now)))
+            records = self.builder.take_new()
+            # With new resources nobody is given anything before all have begun to build
+            # them: the closures that follow may need them.
+            runs = not records and self.engine.broken is None and queue.runs
+            grants = self.members.grants(*queue.ready(now)) if runs else []
+            work = [(grant, self._take(grant, now)) for grant in grants]
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()
+        for record in records:
+            self.builder.add(record)
+            self.turn_soon()
         for grant, closures in work:
-            self._dispatch(
-                self.seats[grant.member.index], closures, low_water, now, grant.alone
-            )
+            seat = self.seats[grant.member.index]
+            self._dispatch(seat, closures, low_water, now, grant.alone)
         self._clean()
         self._set_timer(due, now)
         self._set_alarm(now)
@@ -228,37 +233,51 @@ class Dispatcher:
         now: float,
         alone: bool,
     ) -> None:
-        if seat.failed:
-            closures = self._refuse(seat, closures)
-        if not closures:
-            return
         self.members.dispatched(seat.member, closures, now, alone=alone)
-        self.dispatches += 1
         try:
-            seat.dispatch(closures, low_water)
-        except (
-            PeerLostError
-        ) as error:  # on_lost follows, or came in this very iteration
-            self.lost(seat.lane, error.reason)
-
-    def _refuse(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
-        """Fails the closures that need what could not be built there."""
-        good: list[Closure] = []
-        with self.engine.lock:
-            for closure in closures:
-                call: Call = closure.call  # type: ignore[assignment]
-                error = next(
-                    (seat.failed[r] for r in call.resources if r in seat.failed), None
-                )
-                if error is None:
-                    good.append(closure)
-                    continue
-                self.queue.end(closure, error)
-                self.engine.settle([Ended(closure, error)])
-            self.engine.notify()
-        if len(good) < len(closures):
+            closures = self._ship(seat, closures)
+            if closures:
+                self.dispatches += 1
+                seat.dispatch(closures, low_water)
+        except BusyError:  # it does not read: somebody else may
+            with self.engine.lock:
+                for closure in closures:
+                    if seat.member.in_flight.pop(closure.step, None) is not None:
+                        self.engine.settle(self.queue.retry(closure, now, SETBACK))
+            self.members.ended(seat.member, 0, now)
             self.turn_soon()
+        except (PeerLostError, ClosedError) as error:
+            # Its lane tells the same, now or in this very iteration.
+            self.lost(seat.lane, str(error))
+
+    def _ship(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
+        """Ships what the closures need; ends those that cannot have it."""
+        checked: dict[int, Exception | None] = {}
+        good: list[Closure] = []
+        bad: list[Ended] = []
+        for closure in closures:
+            call = closure.call
+            if id(call) not in checked:
+                checked[id(call)] = seat.ship(call)
+            error = checked[id(call)]
+            if error is None:
+                good.append(closure)
+            else:
+                bad.append(Ended(closure, error))
+        if bad:
+            self._end(seat, bad)
         return good
+
+    def _end(self, seat: Seat, bad: list[Ended]) -> None:
+        """Ends closures that did not get as far as their worker."""
+        with self.engine.lock:
+            for item in bad:
+                del seat.member.in_flight[item.closure.step]
+                self.queue.end(item.closure, item.error)
+            self.engine.settle(bad)
+            self.members.ended(seat.member, 0, self._now())
+            self.engine.notify()
+        self.turn_soon()
 
     # ---- outcomes --------------------------------------------------------------------
 
@@ -284,7 +303,7 @@ class Dispatcher:
                     failures.append((closure, completion))
                     continue
                 queue.end(closure)
-                value: RemoteValue = closure.value  # type: ignore[assignment]
+                value = closure.value
                 if size >= 0:
                     value._settle(layouts.get(layout_id), results[start:offset])
                 else:
@@ -389,8 +408,8 @@ class Dispatcher:
         return asyncio.get_running_loop().time()
 
 
-def _emptied(things: deque[object]) -> list[object]:
-    taken = []
+def _emptied(things: deque[T]) -> list[T]:
+    taken: list[T] = []
     while things:
         taken.append(things.popleft())
     return taken

@@ -67,15 +67,15 @@ class Engine:
 
     def put(self, call: Call) -> RemoteValue:
         """Queues the call; blocks only while the queue is full or an error is drained."""
-        value = RemoteValue(self, call)
-        closure = Closure(call, value, call.name)
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
             self._block(partial(self._try_put, closure), None, "schedule")
         return value
 
     async def put_async(self, call: Call) -> RemoteValue:
-        value = RemoteValue(self, call)
-        closure = Closure(call, value, call.name)
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
             await self._await(partial(self._try_put, closure))
         return value
@@ -151,9 +151,7 @@ class Engine:
     def settle(self, ended: Iterable[Ended]) -> None:
         """Tells the values of closures that the queue ended. Lock held."""
         for item in ended:
-            value = item.closure.value
-            assert isinstance(value, RemoteValue)
-            value._settle_error(item.error)
+            item.closure.value._settle_error(item.error)
 
     def notify(self) -> None:
         """Wakes those whose condition holds now. Lock held."""
@@ -191,6 +189,7 @@ class Engine:
         queue = self.queue
         if queue.phase is Phase.FAILED:
             self.settle(queue.drain())
+            self.hungry = True
             self._cancel()
         if queue.phase is Phase.CLOSED:
             raise ClosedError("the coordinator is shut down; make a new one")

@@ -204,6 +204,8 @@ class Members:
 
     def ended(self, member: Member, count: int, now: float) -> None:
         """So many closures of the member ended since it was last asked."""
+        if not member.in_flight:
+            member.alone = False
         if count == 0:
             return
         member.completed += count
@@ -213,8 +215,6 @@ class Members:
             rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
         )
         member._measured_at = now
-        if not member.in_flight:
-            member.alone = False
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
         """One worker at a time is emptied for suspects, until none waits."""

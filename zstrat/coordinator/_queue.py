@@ -27,11 +27,15 @@ import enum
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import CancelledError, WorkerLostError
 
 from ._steps import Steps
+
+if TYPE_CHECKING:
+    from ._calls import Call
+    from ._values import RemoteValue
 
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
@@ -57,9 +61,11 @@ class Closure:
     """One scheduled call. ``call`` says what to run and ``value`` who wants to know;
     the queue looks into neither."""
 
-    call: object
-    value: object
+    call: Call
+    value: RemoteValue
     name: str = "closure"
+    claims: tuple[object, ...] = ()
+    """What must not go away before the closure has ended."""
     step: int = -1
     attempt: int = 0
     """How often it was handed to a worker."""
@@ -86,7 +92,10 @@ class Queue:
     """Closures from `put` to their end."""
 
     def __init__(
-        self, max_queued: int = MAX_QUEUED, max_attempts: int = MAX_ATTEMPTS
+        self,
+        max_queued: int = MAX_QUEUED,
+        max_attempts: int = MAX_ATTEMPTS,
+        first_step: int = 1,
     ) -> None:
         if max_queued < 1 or max_attempts < 1:
             raise ValueError(
@@ -94,7 +103,7 @@ class Queue:
                 "both must be at least 1"
             )
         self.max_queued, self.max_attempts = max_queued, max_attempts
-        self.steps = Steps()
+        self.steps = Steps(first_step)
         self.phase = Phase.OPEN
         self.running = 0
         self.errors: deque[Exception] = deque(maxlen=KEPT_ERRORS)
@@ -130,6 +139,11 @@ class Queue:
         """Whether `put` may be called now."""
         return self.phase is Phase.OPEN and len(self._fresh) < self.max_queued
 
+    @property
+    def runs(self) -> bool:
+        """Whether closures are handed out."""
+        return self.phase in (Phase.OPEN, Phase.FAILED)
+
     def put(self, closure: Closure) -> None:
         """Takes a new closure at the tail and numbers it."""
         assert self.accepts, f"put into a queue that is {self.phase.value} or full"
@@ -163,7 +177,7 @@ class Queue:
 
     def ready(self, now: float) -> tuple[int, int]:
         """How many ordinary closures and how many suspects may go to a worker now."""
-        if self.phase not in (Phase.OPEN, Phase.FAILED):
+        if not self.runs:
             return 0, 0
         return _due(self._retries, now) + len(self._fresh), _due(self._suspects, now)
 
@@ -174,13 +188,13 @@ class Queue:
 
     def take(self, limit: int, now: float) -> list[Closure]:
         """At most ``limit`` ordinary closures for a worker: those that came back first."""
-        assert self.phase in (Phase.OPEN, Phase.FAILED)
+        assert self.runs, f"nothing is handed out while {self.phase.value}"
         taken: list[Closure] = []
         retries, fresh = self._retries, self._fresh
         while retries and len(taken) < limit and retries[0][0] <= now:
             taken.append(heapq.heappop(retries)[2])
-        for _ in range(min(limit - len(taken), len(fresh))):
-            taken.append(fresh.popleft())  # noqa: PERF401: popleft has an effect
+        count = min(limit - len(taken), len(fresh))
+        taken += [fresh.popleft() for _ in range(count)]
         for closure in taken:
             closure.attempt += 1
         self.running += len(taken)
@@ -189,7 +203,8 @@ class Queue:
     def take_suspect(self, now: float) -> Closure:
         """A closure that is to run alone."""
         due, _, closure = heapq.heappop(self._suspects)
-        assert due <= now and self.phase in (Phase.OPEN, Phase.FAILED)
+        assert due <= now, "it has to wait longer"
+        assert self.runs, f"nothing is handed out while {self.phase.value}"
         closure.attempt += 1
         self.running += 1
         return closure
@@ -223,7 +238,7 @@ class Queue:
         """The worker that had the closure in flight is gone."""
         closure.losses = (*closure.losses, worker)
         lost = len(closure.losses)
-        if lost >= self.max_attempts and self.phase in (Phase.OPEN, Phase.FAILED):
+        if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(
                 ", ".join(closure.losses),
                 f"{closure.name} (step {closure.step}) was given up: in {lost} attempts "

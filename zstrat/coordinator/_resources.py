@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ClosureAbortedError, ClosureInputError
 
-from ._values import RemoteValue, RemoteValueStatus
+from ._values import RemoteValue, RemoteValueStatus, Result
 
 if TYPE_CHECKING:
     from zstrat.wire import Layout
@@ -51,7 +51,9 @@ class Record:
         self.maker, self.arguments = maker, arguments
         self.layout: Layout | None = None
         """Of an element (or of the value), once a worker has told."""
-        self.values = tuple(RemoteValue(engine, None) for _ in range(workers))
+        self.values = tuple(
+            RemoteValue(engine, Result(name, None)) for _ in range(workers)
+        )
 
     @property
     def is_known(self) -> bool:

@@ -11,6 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import (
     Batch,
     Dispatch,
@@ -60,9 +61,9 @@ class Seat:
         """Ships the code, unless it is there."""
         if code.digest in self.codes:
             return
-        self.codes.add(code.digest)
         message = PutCode(self.session, code.digest, code.code)
         self.lane.link.submit(message).add_done_callback(self._told)
+        self.codes.add(code.digest)
 
     def put_arguments(self, arguments: Arguments | None) -> int:
         """Ships the arguments, unless they are there; returns their number."""
@@ -70,21 +71,41 @@ class Seat:
             return 0
         number = arguments.number
         if number not in self.arguments:
-            self.arguments.add(number)
             self.lane.link.notify(
                 PutArguments(self.session, number, arguments.code, arguments.arrays)
             )
+            self.arguments.add(number)
         return number
 
+    def ship(self, call: Call) -> Exception | None:
+        """Ships what the call needs. Returns why its closures cannot run here, if so.
+
+        Raises:
+            PeerLostError, ClosedError, BusyError: The worker does not take anything.
+        """
+        for resource in call.resources:
+            if resource in self.failed:
+                return self.failed[resource]
+        try:
+            self.put_code(call.function)
+            self.put_arguments(call.arguments)
+        except (PeerLostError, ClosedError, BusyError):
+            raise
+        except Exception as error:  # goes to the closures: the message cannot be sent
+            return error
+        return None
+
     def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
-        """Ships what the closures need, and then all of them in one message."""
+        """Sends closures whose calls were shipped, all in one message."""
         batches: list[Batch] = []
-        call: object = None
-        attempt, steps = 0, []
+        call: Call | None = None
+        attempt = 0
+        steps: list[int] = []
         for closure in closures:
             if closure.call is not call or closure.attempt != attempt:
                 call, attempt, steps = closure.call, closure.attempt, []
-                batches.append(self._batch(closure.call, attempt, steps))
+                number = call.arguments.number if call.arguments else 0
+                batches.append(Batch(call.function.digest, number, attempt, steps))
             steps.append(closure.step)
         self.lane.link.notify(Dispatch(self.session, low_water, batches))
 
@@ -101,12 +122,6 @@ class Seat:
             link.notify(DropResources(session, gone))
         if gone := sorted(results):
             link.notify(DropResults(session, gone))
-
-    def _batch(self, call: Call, attempt: int, steps: list[int]) -> Batch:
-        self.put_code(call.function)
-        return Batch(
-            call.function.digest, self.put_arguments(call.arguments), attempt, steps
-        )
 
     def _told(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason

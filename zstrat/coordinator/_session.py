@@ -50,6 +50,8 @@ class ClusterSession:
         self.lock = threading.Lock()
         self.faces: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
+        self.next_step = 1
+        """Steps are unique in the session, whichever coordinator numbers them."""
         portal.at_close(partial(cluster.close, False))
         weakref.finalize(self, portal.retire).atexit = False
 

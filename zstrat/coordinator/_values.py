@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -23,7 +24,6 @@ from zstrat.wire import Layout, dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
-    from ._calls import Call
     from ._engine import Engine
     from ._waiting import Bell
 
@@ -52,6 +52,15 @@ class Kept:
         self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
 
 
+class Result:
+    """What is known of a result before it is there."""
+
+    __slots__ = ("name", "treedef")
+
+    def __init__(self, name: str, treedef: Any) -> None:
+        self.name, self.treedef = name, treedef
+
+
 @final
 class RemoteValue:
     """The result, some time, of a scheduled closure.
@@ -63,15 +72,15 @@ class RemoteValue:
     __slots__ = (
         "__weakref__",
         "_bells",
-        "_call",
         "_engine",
         "_error",
+        "_expected",
         "_result",
         "state",
     )
 
-    def __init__(self, engine: Engine, call: Call | None) -> None:
-        self._engine, self._call = engine, call
+    def __init__(self, engine: Engine, expected: Result) -> None:
+        self._engine, self._expected = engine, expected
         self.state = _NOT_READY
         self._bells: list[Bell] | None = None
         self._error: Exception | None = None
@@ -111,7 +120,7 @@ class RemoteValue:
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
-        return jax.tree.map(jnp.asarray, self.fetch(timeout))
+        return jax.tree.map(_on_device, self.fetch(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
         """As `fetch`. Cancellation: loses nothing; await it again."""
@@ -128,8 +137,7 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         words = f" error={self._error!r}" if self._error else ""
-        name = self._call.name if self._call else "resource"
-        return f"<RemoteValue of {name} {self.state.value}{words}>"
+        return f"<RemoteValue of {self._expected.name} {self.state.value}{words}>"
 
     # ---- the engine settles values, with its lock held -------------------------------
 
@@ -200,9 +208,8 @@ class RemoteValue:
 
     def _numpy(self, opened: _Opened) -> Any:
         leaves = [leaf[()] if leaf.ndim == 0 else leaf for leaf in opened.leaves]
-        treedef = None if self._call is None else self._call.treedef
         plain = None if opened.layout is None else opened.layout.structure
-        return rebuild(plain, leaves, treedef)
+        return rebuild(plain, leaves, self._expected.treedef)
 
 
 class _Inline:
@@ -230,8 +237,25 @@ def cut(layout: Layout | None, data: bytes) -> list[np.ndarray]:
     return leaves
 
 
+def _on_device(leaf: Any) -> Any:
+    array = isinstance(leaf, np.ndarray | np.generic)
+    return jnp.asarray(leaf) if array else leaf
+
+
+class Claim:
+    """Held by the handle of a resource and by closures that take it. When the last of
+    them lets go, ``drop`` gets the number of the resource; it may take no lock."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, drop: Callable[[int], object], number: int) -> None:
+        weakref.finalize(self, drop, number).atexit = False
+
+
 class PerWorker(Resource, abc.ABC):
     """A handle of one thing on every worker, that a scheduled function may take."""
+
+    claim: Claim
 
     @abc.abstractmethod
     def _stand_in(self) -> object | None:
@@ -253,6 +277,7 @@ class PerWorkerValues(PerWorker):
         self,
         values: Iterable[RemoteValue],
         resource: int = 0,
+        claim: Claim | None = None,
         stand_in: Callable[[], object | None] | None = None,
     ) -> None:
         self._values = tuple(values)
@@ -262,6 +287,7 @@ class PerWorkerValues(PerWorker):
                     f"PerWorkerValues is made of RemoteValues; got {type(value).__name__}"
                 )
         self.resource = resource
+        self.claim = claim or Claim(_nothing, resource)
         self._describe = stand_in
 
     @property
@@ -276,3 +302,7 @@ class PerWorkerValues(PerWorker):
                 "made (create_per_worker_dataset) can be arguments of a function"
             )
         return self._describe()
+
+
+def _nothing(_: int) -> None:
+    """What is dropped with values that the coordinator did not make."""

@@ -2,7 +2,6 @@
 
 from . import initializers as initializers
 from ._apply import apply as apply
-from ._apply import apply_traced as apply_traced
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 from . import _convert
 from ._creator import Request, creator
@@ -330,6 +330,16 @@ class Variable(ArrayOperators):
         rows = _convert.plain_rows(self._spec, indices, values, _WORDS[op])
         await self._home.update_async(self, op, rows, optimizer)
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable with the present value, where the current scope puts it."""
+        return Variable(
+            self.numpy(),
+            self.trainable,
+            self.name,
+            aggregation=self.aggregation,
+            synchronization=self.synchronization,
+        )
 
     def __reduce__(self) -> Any:
         return detached, (self._spec,)
