@@ -193,7 +193,9 @@ class ClosureInputError(ZstratError):
     def __init__(self, message: str, original: BaseException | None = None) -> None:
         super().__init__(message)
         root = original
-        while isinstance(root, ClosureInputError) and root.original_exception is not None:
+        while (
+            isinstance(root, ClosureInputError) and root.original_exception is not None
+        ):
             root = root.original_exception
         self.original_exception = root
 

@@ -34,6 +34,7 @@ class Immediate:
     def __init__(self, home: Home | None = None) -> None:
         self._home = home
         self._outermost = current_trace()
+        self._drawn: list[Any] = []
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
@@ -67,7 +68,13 @@ class Immediate:
 
     def draw(self, iterator: StepIterator) -> Any:
         # A copy: the dataset may fill the same buffer again.
-        return jax.tree.map(jnp.array, iterator.draw())
+        element = jax.tree.map(jnp.array, iterator.draw())
+        self._drawn.extend(jax.tree.leaves(element))
+        return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this step."""
+        return any(leaf is drawn for drawn in self._drawn)
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home

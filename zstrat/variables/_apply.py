@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +33,7 @@ def apply(
 
     Raises:
         IndexError: An index is outside the first axis.
+        TypeError: The update needs an optimizer.
     """
     match op:
         case UpdateOp.ASSIGN:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     import jax
 
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
     from ._optimizer import Optimizer
     from ._variable import Variable
@@ -34,6 +34,11 @@ class Recorder(Protocol):
         optimizer: Optimizer | None,
     ) -> None:
         """Notes an update; shapes and dtypes were checked before."""
+        ...
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very object is (a leaf of) an element that the step drew from an
+        iterator. Such arrays are split over the replicas of a worker."""
         ...
 
 

@@ -54,3 +54,5 @@ from ._messages import Statistics as Statistics
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
+from ._session import Owner as Owner
+from ._session import Ownership as Ownership

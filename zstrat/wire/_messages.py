@@ -70,7 +70,9 @@ class Hello:
     """First message of a connection, and its answer: who I am and what I run.
 
     ``incarnation`` is drawn at random when the process starts; a peer that returns with
-    another one has lost everything that it held.
+    another one has lost everything that it held. ``link`` numbers the links of one
+    process, so that a connection which comes back replaces its own predecessor and not
+    that of another link.
     """
 
     kind: ClassVar = 1
@@ -81,6 +83,7 @@ class Hello:
     host: str
     pid: int
     versions: dict[str, str] = field(default_factory=dict)
+    link: int = 0
 
 
 @dataclass(frozen=True, slots=True)

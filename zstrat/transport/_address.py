@@ -1,0 +1,109 @@
+"""Addresses as people write them, checked before ZeroMQ sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+import stat
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_IPC_LONGEST: Final = 107  # sun_path of Linux, less the final zero
+
+
+class Address(NamedTuple):
+    """``scheme`` is "tcp" or "ipc"; ``port`` is 0 for ipc and for "any free port"."""
+
+    scheme: str
+    host: str
+    port: int
+
+    @property
+    def endpoint(self) -> str:
+        """As ZeroMQ wants it."""
+        if self.scheme == "ipc":
+            return f"ipc://{self.host}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port or '*'}"
+
+
+def parse(text: str) -> Address:
+    """``host:port``, ``tcp://host:port``, ``[v6]:port`` or ``ipc:///path``.
+
+    Raises:
+        ValueError: It is none of these; says what was expected.
+    """
+    scheme, found, rest = text.partition("://")
+    if not found:
+        scheme, rest = "tcp", text
+    if scheme == "ipc":
+        return _parse_ipc(text, rest)
+    host, colon, port = rest.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if scheme != "tcp" or not colon or not host:
+        raise _wrong(text)
+    number = (
+        0 if port == "*" else int(port) if port.isascii() and port.isdigit() else -1
+    )
+    if not 0 <= number < 65536:
+        raise _wrong(text)
+    return Address("tcp", host, number)
+
+
+async def is_local(address: Address) -> bool:
+    """Whether nothing outside this machine can reach a socket bound there."""
+    if address.scheme == "ipc":
+        return True
+    if address.host == "*":
+        return False
+    try:
+        return ipaddress.ip_address(address.host).is_loopback
+    except ValueError:  # a name
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(address.host, None, type=socket.SOCK_STREAM)
+        except OSError:
+            return False
+        return all(ipaddress.ip_address(each[4][0]).is_loopback for each in found)
+
+
+def check_directory(address: Address) -> None:
+    """Whoever can reach the file of an ipc socket can talk to the task.
+
+    Raises:
+        PermissionError: Others than its owner may enter the directory.
+        FileNotFoundError: There is no such directory.
+    """
+    directory = Path(address.host).parent
+    try:
+        state = directory.stat()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"ipc://{address.host}: the directory {directory} does not exist: "
+            "create it with mode 0700"
+        ) from None
+    mode = stat.S_IMODE(state.st_mode)
+    if state.st_uid != os.geteuid() or mode & 0o077:
+        raise PermissionError(
+            f"ipc://{address.host}: {directory} belongs to user {state.st_uid} and has "
+            f"mode {mode:04o}: expected user {os.geteuid()} and 0700, because every "
+            "user who can enter it could send commands to this task"
+        )
+
+
+def _parse_ipc(text: str, path: str) -> Address:
+    if not path.startswith("/") or len(os.fsencode(path)) > _IPC_LONGEST:
+        raise ValueError(
+            f"address {text!r}: expected ipc:// and an absolute path of at most "
+            f"{_IPC_LONGEST} bytes"
+        )
+    return Address("ipc", path, 0)
+
+
+def _wrong(text: str) -> ValueError:
+    return ValueError(
+        f"address {text!r}: expected host:port, tcp://host:port or ipc:///path, with a "
+        "port from 0 (any free one) to 65535"
+    )

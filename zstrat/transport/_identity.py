@@ -1,0 +1,32 @@
+"""Who this process is, as it says in its HELLO."""
+
+from __future__ import annotations
+
+import os
+import platform
+import secrets
+import socket
+from importlib import metadata
+from typing import Final
+
+from zstrat.wire import PROTOCOL, Hello
+
+_PACKAGES: Final = ("zstrat", "jax", "numpy")
+
+
+def new_incarnation() -> int:
+    """A number that no other start of any task has: 63 random bits, never 0."""
+    return secrets.randbits(63) | 1
+
+
+def hello(job: str, index: int, incarnation: int) -> Hello:
+    """The HELLO of this process. Imports nothing to learn the versions."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # a ps without jax, say
+            continue
+    return Hello(
+        PROTOCOL, job, index, incarnation, socket.gethostname(), os.getpid(), versions
+    )

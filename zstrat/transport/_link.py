@@ -1,0 +1,405 @@
+"""The way from this process to one task: connects, greets, connects again, for ever.
+
+One socket is one connection: when that ends, the socket goes with all that libzmq still
+held for it, and nothing of the old can mix with the new. `Peer` decides about a
+connection, `Continuity` about the task behind it; this file carries out what they say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from zstrat.errors import (
+    ClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+)
+from zstrat.wire import Hello, Job, Message
+from zstrat.wire._greeting import mismatch
+from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
+from zstrat.wire._peer import Peer
+
+from ._address import parse
+from ._continuity import Continuity
+from ._monitor import Event, Happening, Monitor
+from ._pool import Pool
+from ._pump import Outlet, Pump, parts_of
+from ._socket import LINGER, lease_context, new_socket, return_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Settings
+
+    from ._curve import Security
+
+_LOG: Final = logging.getLogger("zstrat.transport")
+_NUMBERS: Final = itertools.count(1)
+_FIRST_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 2.0
+"""Seconds between two attempts after a connection that ended; doubled each time."""
+
+Reply = asyncio.Future[Message]
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+class Link:
+    """One DEALER to one task. All methods belong to the thread of its loop.
+
+    Args:
+        address: Where the task listens, as `Endpoint.bind` returned it.
+        me: The HELLO of this process.
+        name: What errors call the task: ``/job:ps/task:0``.
+        on_notice: Called with every notice, in order.
+        on_open: Called after every greeting, the first and each later one. What was in
+            flight before it, notices too, may be lost even if the incarnation in the
+            HELLO is the same.
+        on_lost: Called once per loss: silence, a goodbye, a new incarnation, or a
+            broken connection that did not come back in ``timeouts.reconnect``.
+        security: Keys of this process; needs ``expect``, which says whose key the task
+            must have.
+        expect: Job and index that must answer.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        me: Hello,
+        *,
+        name: str,
+        settings: Settings,
+        on_notice: Callable[[Message], None] = _ignore,
+        on_open: Callable[[Hello], None] = _ignore,
+        on_lost: Callable[[PeerLostError], None] = _ignore,
+        security: Security | None = None,
+        expect: tuple[str, int] | None = None,
+    ) -> None:
+        self.name, self.address = name, address
+        self._where = parse(address)
+        self._me = replace(me, link=next(_NUMBERS))
+        self._settings, self._security, self._expect = settings, security, expect
+        self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
+        if security is not None and expect is None:
+            raise ValueError(
+                f"{name}: say whom to expect, to know which key it must have"
+            )
+        self._continuity = Continuity(settings.timeouts.reconnect)
+        self._pool = Pool()
+        self._outlet: Outlet | None = None
+        self._refusal: Exception | None = None
+        self._trouble = "nothing answers there"
+        self._waiters: set[asyncio.Future[Hello]] = set()
+        self._pause = _FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._armed_for = float("inf")
+        self._is_started = self._is_closed = False
+        self._pump: Pump | None = None
+
+    # ---- public -----------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to connect, and connects again after each loss until `close`."""
+        if self._is_started or self._is_closed:
+            raise ClosedError(f"the link to {self.name} can be started once")
+        self._is_started = True
+        self._loop = asyncio.get_running_loop()
+        self._context = lease_context()
+        self._connect()
+
+    @property
+    def is_open(self) -> bool:
+        return self._outlet is not None and self._outlet.peer.state is State.OPEN
+
+    @property
+    def peer(self) -> Hello | None:
+        """HELLO of the task, while the link is open."""
+        return self._outlet.peer.hello if self._outlet and self.is_open else None
+
+    async def wait_open(self, deadline: float) -> Hello:
+        """Waits until the task has greeted.
+
+        Args:
+            deadline: Loop time.
+
+        Raises:
+            DeadlineExceededError: It did not in time; names task and address.
+            VersionMismatchError, ProtocolError: It refused us, or we refused it.
+            PermissionDeniedError: It does not take our key.
+            ClosedError: The link was closed.
+
+        Cancellation: nothing is lost.
+        """
+        if self._is_closed:
+            raise ClosedError(f"the link to {self.name} is closed")
+        if self._outlet is not None and self.is_open:
+            assert self._outlet.peer.hello is not None
+            return self._outlet.peer.hello
+        if self._refusal is not None:
+            raise _again(self._refusal)
+        waiter: asyncio.Future[Hello] = self._loop.create_future()
+        self._waiters.add(waiter)
+        started = self._loop.time()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await waiter
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self.name} at {self.address} did not answer within "
+                f"{self._loop.time() - started:.1f} s: {self._trouble}; check that it "
+                "runs, that the address is right and that no firewall is in between"
+            ) from None
+        finally:
+            self._waiters.discard(waiter)
+
+    def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
+        """Sends a request; the future gets its one outcome.
+
+        That is the answer, the error that the other side raised, `PeerLostError` (the
+        request may or may not have run), or `DeadlineExceededError`. Cancelling the
+        future gives up the answer, not the request.
+
+        Args:
+            deadline: Loop time; None: ``timeouts.request`` from now.
+
+        Raises:
+            TypeError, ValueError: The message cannot be sent.
+            BusyError: Too many requests are open.
+            ClosedError: The link was closed.
+        """
+        future: Reply = self._loop.create_future()
+        outlet = self._outlet
+        if outlet is None or outlet.peer.state is not State.OPEN:
+            if self._is_closed:
+                raise ClosedError(f"the link to {self.name} is closed")
+            future.set_exception(PeerLostError(self.name, "it is not connected"))
+            return future
+        if deadline is None:
+            deadline = self._loop.time() + self._settings.timeouts.request
+        outlet.peer.request(message, future, deadline)
+        outlet.flush()
+        if deadline < self._armed_for:
+            self._arm(outlet.peer.due)
+        return future
+
+    async def request(
+        self, message: Message, *, deadline: float | None = None
+    ) -> Message:
+        """`submit`, awaited.
+
+        Cancellation: gives up the answer; the request may be carried out.
+        """
+        return await self.submit(message, deadline=deadline)
+
+    def notify(self, message: Message) -> None:
+        """Sends a notice. It may be lost with the connection, never by itself.
+
+        Raises:
+            PeerLostError: The task is not connected.
+            BusyError: It does not read, and too many wait for it.
+            ClosedError: The link was closed.
+        """
+        outlet = self._outlet
+        if outlet is None or outlet.peer.state is not State.OPEN:
+            if self._is_closed:
+                raise ClosedError(f"the link to {self.name} is closed")
+            raise PeerLostError(self.name, "it is not connected")
+        outlet.peer.notify(message)
+        outlet.flush()
+
+    async def close(self, reason: str = "it closed the link") -> None:
+        """Says goodbye; open requests and waiters fail with `ClosedError`.
+
+        Cancellation: the link is closed all the same.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        error = ClosedError(f"the link to {self.name} was closed")
+        for timer in (self._timer, self._retry, self._watch):
+            if timer is not None:
+                timer.cancel()
+        if self._outlet is not None:
+            for order in self._outlet.peer.leave(reason):
+                if isinstance(order, Failed) and not order.token.done():
+                    order.token.set_exception(_again(error))
+            self._outlet.flush()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(_again(error))
+        self._drop_socket(LINGER)
+        if self._is_started:
+            await return_context()
+
+    # ---- connecting ---------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self._retry = None
+        socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
+        if self._security is not None:
+            assert self._expect is not None
+            self._security.arm_client(socket, Job(self._expect[0]))
+        self._monitor = Monitor(socket, tuple(Happening), self._happened)
+        self._pump = Pump(socket, self._received)
+        socket.connect(self._where.endpoint)
+
+    def _happened(self, event: Event) -> None:
+        match event.happening:
+            case Happening.READY:
+                self._greet()
+            case Happening.BROKEN:
+                self._broke()
+            case Happening.UNAUTHORISED:
+                assert self._security is not None
+                self._refuse(self._security.denied(self._target))
+            case Happening.MISMATCHED | Happening.FAILED:
+                self._trouble = (
+                    "the handshake failed: one side may use keys and the other none, "
+                    "or they have keys of different clusters"
+                )
+            case Happening.RETRIED:
+                pass
+
+    @property
+    def _target(self) -> str:
+        return f"{self.name} at {self.address}"
+
+    def _greet(self) -> None:
+        assert self._pump is not None
+        peer: Peer[Reply] = Peer(
+            self.name,
+            self._me,
+            initiator=True,
+            judge=partial(mismatch, self._me, expect=self._expect),
+            timeouts=self._settings.timeouts,
+            limits=self._settings.limits,
+            now=self._loop.time(),
+            allocate=self._pool.allocate,
+        )
+        self._trouble = "something listens there, but it does not greet as a task does"
+        self._outlet = Outlet(peer, self._pump)
+        self._outlet.flush()
+        self._arm(peer.due)
+
+    def _broke(self) -> None:
+        if self._pump is not None:
+            self._pump.drain()  # the last words may be there already
+        if self._outlet is None:
+            return
+        reason = "its connection broke"
+        self._obey(self._outlet.peer.disconnected(reason, self._loop.time()))
+
+    def _received(self, frames: list[zmq.Frame]) -> None:
+        outlet = self._outlet
+        if outlet is None:
+            return
+        orders = outlet.peer.received(parts_of(frames), self._loop.time())
+        if orders:
+            self._obey(orders)
+        outlet.flush()
+
+    # ---- time -----------------------------------------------------------------------
+
+    def _arm(self, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._armed_for = due
+        self._timer = self._loop.call_at(due, self._tick)
+
+    def _tick(self) -> None:
+        self._timer, self._armed_for = None, float("inf")
+        outlet = self._outlet
+        if outlet is None:
+            return
+        self._obey(outlet.peer.tick(self._loop.time()))
+        outlet.flush()
+        if self._outlet is outlet:
+            self._arm(outlet.peer.due)
+
+    def _look_after(self) -> None:
+        """Is the task lost, now that its connection has been away for a while?"""
+        self._watch = None
+        reason = self._continuity.tick(self._loop.time())
+        if reason is not None:
+            self._on_lost(PeerLostError(self.name, reason))
+
+    # ---- what Peer decided --------------------------------------------------------
+
+    def _obey(self, orders: Sequence[Order[Reply]]) -> None:
+        for order in orders:
+            match order:
+                case Answered(future, message):
+                    if not future.done():
+                        future.set_result(message)
+                case Noticed(message):
+                    self._on_notice(message)
+                case Failed(future, error):
+                    if not future.done():
+                        future.set_exception(error)
+                case Opened(hello):
+                    self._opened(hello)
+                case Closed():
+                    self._ended(order)
+                case _:  # Greeted, Requested: only an acceptor's peer says these
+                    raise AssertionError(order)
+
+    def _opened(self, hello: Hello) -> None:
+        self._refusal, self._pause = None, _FIRST_PAUSE
+        self._trouble = "it was connected before"
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        reason = self._continuity.opened(hello)
+        if reason is not None:
+            self._on_lost(PeerLostError(self.name, reason))
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(hello)
+        self._on_open(hello)
+
+    def _ended(self, closed: Closed) -> None:
+        """The connection is over: begin the next one."""
+        if self._outlet is not None:
+            self._outlet.flush()  # a goodbye with the reason
+        self._trouble = closed.reason
+        now = self._loop.time()
+        self._outlet = None
+        self._drop_socket(LINGER)
+        if closed.refusal is not None:
+            self._refuse(closed.refusal)
+        reason = self._continuity.closed(closed.reason, closed.broken, now)
+        due = self._continuity.due
+        if due is not None and self._watch is None:
+            self._watch = self._loop.call_at(due, self._look_after)
+        self._retry = self._loop.call_later(self._pause, self._connect)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if reason is not None:
+            self._on_lost(PeerLostError(self.name, reason))
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusal = error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(_again(error))
+
+    def _drop_socket(self, linger: float) -> None:
+        if self._pump is not None:
+            self._monitor.close()
+            self._pump.close(linger)
+            self._pump = None
+
+
+def _again(error: Exception) -> Exception:
+    """Another one like it: an exception that is raised twice collects tracebacks."""
+    return type(error)(*error.args)

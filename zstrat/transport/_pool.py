@@ -1,0 +1,84 @@
+"""Memory for bodies that arrive, used again when the arrays in it are gone.
+
+Touching fresh pages halves the speed of a copy, so what a pull of the last step left
+behind receives the next one. Nobody gives memory back by hand: the arrays of a body
+are views of one lease, and when the last of them dies, the lease does.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Final
+
+import numpy as np
+
+from zstrat.wire._body import ALIGNMENT
+
+KEPT: Final = 256 * 2**20
+"""Bytes that may lie idle: two bodies of 64 MB in turn, with room for a second size."""
+
+_STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
+
+
+class _Memory(np.ndarray):
+    """Memory that is lent again and again."""
+
+
+class _Lease(np.ndarray):
+    """What the arrays of a body are views of; its death returns the memory.
+
+    numpy makes the base of a view the base of its base, so long as these have the type
+    of the view. Lease and memory have types of their own, so an array holds its lease.
+    """
+
+
+class Pool:
+    """Aligned memory by size. Leases may die on any thread."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept, self._idle_bytes, self._leases = kept, 0, 0
+        self._idle: dict[int, list[np.ndarray]] = {}
+        # Re-entrant: a collection that starts inside the lock may end a lease.
+        self._lock = threading.RLock()
+
+    def allocate(self, nbytes: int) -> memoryview:
+        """Writable memory of ``nbytes`` bytes at a multiple of 64.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        size = -(-nbytes // _STEP) * _STEP
+        memory = self._take(size)
+        lease = memory[:nbytes].view(_Lease)
+        weakref.finalize(lease, self._give_back, memory).atexit = False
+        return lease.data
+
+    def trim(self) -> None:
+        """Lets all idle memory go."""
+        with self._lock:
+            self._idle.clear()
+            self._idle_bytes = 0
+
+    def statistics(self) -> dict[str, int]:
+        with self._lock:
+            return {"leases": self._leases, "idle_bytes": self._idle_bytes}
+
+    def _take(self, size: int) -> np.ndarray:
+        with self._lock:
+            self._leases += 1
+            idle = self._idle.get(size)
+            if idle:
+                self._idle_bytes -= size
+                return idle.pop()
+        fresh = np.empty(size + ALIGNMENT, np.uint8)
+        start = -fresh.ctypes.data % ALIGNMENT
+        return fresh[start : start + size].view(_Memory)
+
+    def _give_back(self, memory: np.ndarray) -> None:
+        size = memory.nbytes
+        with self._lock:
+            self._leases -= 1
+            if self._idle_bytes + size <= self._kept:
+                self._idle.setdefault(size, []).append(memory)
+                self._idle_bytes += size

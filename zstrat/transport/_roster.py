@@ -1,0 +1,82 @@
+"""Which tasks are connected, and which of two that claim to be one is the one.
+
+A decision without I/O. A worker, ps or evaluator exists once: the newest HELLO of a
+task wins, and the incarnation that it replaced is refused from then on, so that a
+process which wakes up from the dead does not push the living aside. Coordinators and
+observers may be several; whose word counts among coordinators, the session decides.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from zstrat.errors import ProtocolError, ZstratError
+from zstrat.wire import Hello, Job
+from zstrat.wire._greeting import described
+
+_SINGLE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
+
+FENCED: Final = 1024
+"""Replaced incarnations that are remembered: each is a restart of some task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What stays the same when a connection breaks and comes back."""
+
+    job: str
+    index: int
+    incarnation: int
+    link: int
+
+
+class Verdict(NamedTuple):
+    """``replaced`` are the identities that have to go, whether admitted or not."""
+
+    refusal: ZstratError | None
+    replaced: tuple[Identity, ...] = ()
+
+
+def identity_of(hello: Hello) -> Identity:
+    return Identity(hello.job, hello.index, hello.incarnation, hello.link)
+
+
+class Roster:
+    def __init__(self) -> None:
+        self._present: dict[Identity, Hello] = {}
+        self._fenced: OrderedDict[tuple[str, int, int], Hello] = OrderedDict()
+
+    def admit(self, hello: Hello) -> Verdict:
+        """Decides about a task that says HELLO; if admitted, it is present."""
+        winner = self._fenced.get((hello.job, hello.index, hello.incarnation))
+        if winner is not None:
+            return Verdict(
+                ProtocolError(
+                    f"{described(hello)} was replaced by {described(winner)}, which "
+                    "greeted later: stop one of the two, or give it another index"
+                )
+            )
+        replaced = self._rivals(hello) if hello.job in _SINGLE else ()
+        for rival in replaced:
+            del self._present[rival]
+            self._fence(rival, hello)
+        self._present[identity_of(hello)] = hello
+        return Verdict(None, replaced)
+
+    def leave(self, identity: Identity) -> None:
+        self._present.pop(identity, None)
+
+    def _rivals(self, hello: Hello) -> tuple[Identity, ...]:
+        return tuple(
+            each
+            for each in self._present
+            if (each.job, each.index) == (hello.job, hello.index)
+            and each.incarnation != hello.incarnation
+        )
+
+    def _fence(self, rival: Identity, winner: Hello) -> None:
+        self._fenced[rival.job, rival.index, rival.incarnation] = winner
+        if len(self._fenced) > FENCED:
+            self._fenced.popitem(last=False)

@@ -1,0 +1,121 @@
+"""ZeroMQ contexts and sockets with the options that this project needs.
+
+An endpoint has a context, and so an I/O thread, of its own; all links of the process
+share another one, which lives as long as the last of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import zmq
+
+if TYPE_CHECKING:
+    from zstrat.config import Settings
+
+    from ._address import Address
+
+LINGER: Final = 0.2
+"""Seconds that a goodbye has to leave when its socket is closed."""
+
+_SOCKETS: Final = 8192
+_LOCAL_BUFFER: Final = 4 * 2**20
+"""Of a unix socket: its default of 200 KB halves the throughput. TCP tunes itself."""
+
+_TAUGHT: Final = 30 * 2**20  # glibc learns from blocks below 32 MiB
+
+_lock = threading.Lock()
+_shared: list[zmq.Context[zmq.Socket[bytes]]] = []
+_users = 0
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    # glibc keeps blocks up to the size of the largest that was ever freed, and asks the
+    # kernel for others each time: then every chunk that arrives is zeroed, faulted in
+    # and given back, at half the throughput. No page of this block is touched.
+    np.empty(_TAUGHT, np.uint8)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+    context.max_sockets = _SOCKETS
+    return context
+
+
+def lease_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The context of the links; give it back with `return_context`."""
+    global _users
+    with _lock:
+        if not _shared:
+            _shared.append(new_context())
+        _users += 1
+        return _shared[0]
+
+
+async def return_context() -> None:
+    """Ends the context of the links if nobody else has it.
+
+    Cancellation: the context ends by itself all the same.
+    """
+    global _users
+    with _lock:
+        _users -= 1
+        last = _shared.pop() if _users == 0 else None
+    if last is not None:
+        await end_context(last)
+
+
+async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    """Waits until the closed sockets of ``context`` are gone: at most `LINGER`."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def term() -> None:
+        context.term()
+        with suppress(RuntimeError):  # the loop is gone: nobody waits any more
+            loop.call_soon_threadsafe(ended.set)
+
+    thread = threading.Thread(target=term, name="zstrat-zmq-term", daemon=True)
+    thread.start()
+    await ended.wait()
+    thread.join()
+
+
+def new_socket(
+    context: zmq.Context[zmq.Socket[bytes]],
+    kind: int,
+    address: Address,
+    settings: Settings,
+) -> zmq.Socket[bytes]:
+    """A ROUTER or DEALER, not yet bound or connected."""
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    times, limits = settings.timeouts, settings.limits
+    socket.linger = 0
+    socket.maxmsgsize = max(limits.frame, limits.chunk, limits.header)
+    socket.handshake_ivl = int(times.handshake * 1000)
+    # Beneath our own beats: they end connections whose machine has vanished, where the
+    # beats only tell us. The peer must not be given up before we would give it up.
+    socket.heartbeat_ivl = 2000
+    socket.heartbeat_timeout = min(int(times.patience * 1000) + 2000, 60_000)
+    socket.tcp_keepalive = 1
+    if ":" in address.host:
+        socket.ipv6 = True
+    if address.scheme == "ipc":
+        socket.sndbuf = socket.rcvbuf = _LOCAL_BUFFER
+    if kind == zmq.ROUTER:
+        socket.router_mandatory = 1
+        socket.backlog = 1024
+    else:
+        # Not `immediate`: with it libzmq throws unread messages away when the peer closes,
+        # and with them the last answers. A link sends nothing before the handshake.
+        socket.immediate = 0
+        socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
+    return socket
+
+
+def bound_to(socket: zmq.Socket[bytes]) -> str:
+    """The address that a socket got."""
+    name = socket.get(zmq.LAST_ENDPOINT)
+    assert isinstance(name, bytes)
+    return name.rstrip(b"\0").decode()

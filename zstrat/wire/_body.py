@@ -1,0 +1,119 @@
+"""Bodies larger than one frame: cut into chunks on one side, put together on the other.
+
+The arrays of a message lie one behind the other in a *body*, each at a multiple of 64
+bytes, so that the memory which receives the body can serve as arrays that XLA takes
+without a copy. `cut` makes the chunks in order, `Assembly` takes them in that order and
+no other: a gap is an error, for a lost chunk must never look like data.
+
+Long arrays leave as views. Arrays below `SMALL` are gathered into common chunks, for a
+frame of its own costs more than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from zstrat.errors import ProtocolError
+
+from ._arrays import ArraySpec, array_from
+
+ALIGNMENT: Final = 64
+"""What XLA asks of host memory that it is to use in place."""
+
+SMALL: Final = 64 * 1024
+
+Frame = bytes | memoryview
+
+Allocate = Callable[[int], memoryview]
+"""Writable memory of that many bytes, at a multiple of `ALIGNMENT`."""
+
+
+def aligned(position: int) -> int:
+    """The next multiple of `ALIGNMENT` at or above ``position``."""
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def allocate(nbytes: int) -> memoryview:
+    """Fresh aligned memory; the pool of the transport does better."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].data
+
+
+def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
+    """Offset and bytes of each chunk of the body made of ``raws`` (uint8 [nbytes])."""
+    gathered, start, position, small = bytearray(), 0, 0, min(SMALL, chunk)
+    for raw in raws:
+        position, size = aligned(position), raw.nbytes
+        if gathered and (size >= small or position + size - start > chunk):
+            yield start, memoryview(gathered)
+            gathered = bytearray()
+        if size >= small:
+            view = raw.data
+            for at in range(0, size, chunk):
+                yield position + at, view[at : at + chunk]
+        elif size:
+            if not gathered:
+                start = position
+            gathered.extend(bytes(position - start - len(gathered)))
+            gathered += raw.data
+        position += size
+    if gathered:
+        yield start, memoryview(gathered)
+
+
+class Assembly:
+    """The body of one announced message, on its way in."""
+
+    __slots__ = ("_end", "_jumps", "_memory", "_offsets", "_position", "specs")
+
+    def __init__(self, specs: Sequence[ArraySpec], allocate: Allocate) -> None:
+        """Raises: MemoryError: there is no memory for the body; nothing is kept."""
+        self.specs = specs
+        self._offsets: list[int] = []
+        self._jumps: dict[int, int] = {}
+        position = end = 0
+        for spec in specs:
+            position, size = aligned(position), spec.nbytes
+            self._offsets.append(position)
+            position += size
+            if size:
+                end = position
+                self._jumps[position] = aligned(position)
+        self._end, self._position = end, 0
+        self._memory = allocate(end)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position >= self._end
+
+    def take(self, offset: int, chunk: Frame) -> None:
+        """The next chunk.
+
+        Raises:
+            ProtocolError: It is not the next one, or longer than what was announced.
+        """
+        here = self._position
+        # Only the padding behind an array may be left out: a hole anywhere else would
+        # hand stale memory to the reader.
+        if offset != here and offset != self._jumps.get(here):
+            raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")
+        end = offset + len(chunk)
+        if end > self._end or end == offset:
+            raise ProtocolError(
+                f"body: expected 1 to {self._end - offset} bytes at {offset}, "
+                f"got {len(chunk)}"
+            )
+        self._memory[offset:end] = chunk
+        self._position = end
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays of the complete body: read-only views that keep it alive."""
+        memory = self._memory.toreadonly()
+        return tuple(
+            array_from(spec, memory[at : at + spec.nbytes])
+            for spec, at in zip(self.specs, self._offsets, strict=True)
+        )

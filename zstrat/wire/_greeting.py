@@ -1,0 +1,79 @@
+"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from zstrat.errors import ProtocolError, VersionMismatchError, ZstratError
+
+from ._messages import PROTOCOL, Hello, Job
+
+_SHIPS_CODE: Final = frozenset({Job.CHIEF})
+_TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
+_JOBS: Final = frozenset(Job)
+
+
+def task_name(hello: Hello) -> str:
+    """What messages call a task: ``worker:1``."""
+    return f"{hello.job}:{hello.index}"
+
+
+def described(hello: Hello) -> str:
+    """The task and where it runs, for words to a person."""
+    return f"{task_name(hello)} (host {hello.host}, pid {hello.pid})"
+
+
+def mismatch(
+    me: Hello, other: Hello, expect: tuple[str, int] | None = None
+) -> ZstratError | None:
+    """Why ``me`` cannot work with ``other``, or None.
+
+    Args:
+        expect: Job and index that must answer, where the caller knows.
+    """
+    if other.protocol != PROTOCOL:
+        return VersionMismatchError(
+            f"{described(other)} speaks protocol {other.protocol} "
+            f"(zstrat {other.versions.get('zstrat', 'unknown')}), "
+            f"{described(me)} speaks {PROTOCOL} "
+            f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
+            "install the same zstrat on both"
+        )
+    if other.job not in _JOBS or other.index < 0:
+        return ProtocolError(
+            f"host {other.host}, pid {other.pid} calls itself {task_name(other)}: "
+            f"expected one of {', '.join(Job)} and an index of 0 or more"
+        )
+    if expect is not None and (other.job, other.index) != expect:
+        return ProtocolError(
+            f"expected {expect[0]}:{expect[1]}, but {described(other)} answers there: "
+            "check the addresses of the cluster"
+        )
+    return _python_mismatch(me, other)
+
+
+def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
+    """Shipped functions are byte code, which only the same Python can run."""
+    if not _ships(me, other) and not _ships(other, me):
+        return None
+    mine, theirs = map(_minor, (me.versions, other.versions))
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    return VersionMismatchError(
+        f"{described(other)} runs Python {theirs}, {described(me)} runs {mine}: step "
+        "functions travel between them as byte code, which needs the same minor version"
+    )
+
+
+def _ships(one: Hello, other: Hello) -> bool:
+    return one.job in _SHIPS_CODE and other.job in _TAKES_CODE
+
+
+def _minor(versions: dict[str, str]) -> str | None:
+    python = versions.get("python")
+    return None if python is None else ".".join(python.split(".")[:2])
+
+
+Judge = Callable[[Hello], ZstratError | None]
+"""Says why a HELLO is refused, or None."""
