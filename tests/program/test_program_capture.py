@@ -483,3 +483,16 @@ def test_a_plan_of_local_variables_is_not_shared(home):
         step.plan().require_shared()
     remote = home.variable(np.float32(1))
     zs.function(lambda: remote.value()).plan().require_shared()
+
+
+def test_a_method_under_another_name_is_still_one_function(home):
+    def body(self, x):
+        return x + self.offset
+
+    class Model:
+        offset = 1
+        renamed = zs.function(body)
+
+    model = Model()
+    assert model.renamed(np.float32(1)) == 2.0
+    assert model.renamed is model.renamed

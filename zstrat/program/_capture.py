@@ -21,7 +21,6 @@ on as explicit outputs.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
@@ -33,6 +32,7 @@ from . import _refusals
 from ._context import asked
 from ._fresh import current_trace, fresh
 from ._where import here
+from ._writes import Recorded as Recorded
 from ._writes import written
 
 if TYPE_CHECKING:
@@ -47,17 +47,6 @@ MAX_DRAWS: Final = 1024
 this ends it, with words."""
 
 _OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One update: what the step did, and the user's line that did it."""
-
-    variable: Variable
-    op: UpdateOp
-    operands: tuple[jax.Array, ...]
-    optimizer: Optimizer | None
-    where: str
 
 
 class Feed(Protocol):
