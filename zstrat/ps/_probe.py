@@ -4,8 +4,9 @@ A parameter server applies an optimizer to one variable, or to a part of one, an
 the tree that the user has in mind. That is the same thing for most of optax, and a
 different algorithm for the rest: a global norm, a trust ratio, factored moments. Nobody
 can tell from the code, so it is tried: a few steps on two arrays together, on each
-alone, and on the halves of each. Gradients differ by orders of magnitude, so that any
-shared norm shows, and the last one holds an infinity, so that "skip what is not finite"
+alone, and on the halves of each. The gradients of the two differ by orders of magnitude,
+so that any shared norm shows; they keep a direction, so that an estimate of the
+distance shows; and the last one holds an infinity, so that "skip what is not finite"
 shows.
 """
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from ._xla import Transformation
 
-STEPS: Final = 4
+STEPS: Final = 6
+"""Enough for algorithms that estimate their step size to begin to move."""
 
 SHAPES: Final = {"matrix": (256, 128), "vector": (6,)}
 """Halves of the matrix have 128 rows: adafactor factors its moments from there on."""
@@ -74,6 +76,7 @@ def _run(name: str, transformation: Transformation) -> tuple[Trajectory, ...]:
     """One compiled step of all the variants side by side, called a few times."""
     rng = np.random.default_rng(0)
     values = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+    directions = {k: 3 * rng.normal(size=s) for k, s in SHAPES.items()}
     variants = _variants(values)
 
     def step(params: Any, states: Any, grads: Any) -> Any:
@@ -95,7 +98,7 @@ def _run(name: str, transformation: Transformation) -> tuple[Trajectory, ...]:
         run, all_updates = jax.jit(step), []
         for turn in range(STEPS):
             grads = {
-                k: (SCALES[k] * rng.normal(size=s)).astype(np.float32)
+                k: (SCALES[k] * (directions[k] + rng.normal(size=s))).astype(np.float32)
                 for k, s in SHAPES.items()
             }
             if turn == STEPS - 1:
