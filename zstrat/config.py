@@ -117,7 +117,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no valid TOML: {error}") from error
 
 

@@ -56,11 +56,6 @@ class ClusterResolver(abc.ABC):
         return ""
 
     @property
-    def source(self) -> str:
-        """Where the answers come from, for the beginning of an error message."""
-        return type(self).__name__
-
-    @property
     def task_type(self) -> str | None:
         return self._task_type
 

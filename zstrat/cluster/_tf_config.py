@@ -62,7 +62,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if master is not None:
             return master
         spec = self.cluster_spec()
-        if sum(len(spec.job_tasks(job)) for job in spec.jobs) <= 1 >= len(spec.jobs):
+        if not spec or (len(spec.jobs) == 1 and spec.task_indices(*spec.jobs) == [0]):
             return ""
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
@@ -77,10 +77,6 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._environment is not None:
             return self._environment
         return _text("environment") or ""
-
-    @property
-    def source(self) -> str:
-        return VARIABLE
 
     @property
     def task_type(self) -> str | None:
@@ -120,12 +116,12 @@ def _read() -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ValueError(
-            f"{VARIABLE} is no JSON: {error}: it is {text!r:.80}"
-        ) from None
+        words = f"{VARIABLE}: expected JSON, got {text!r:.80}: {error}"
+        raise ValueError(words) from None
     if not isinstance(value, dict):
         raise ValueError(
-            f'{VARIABLE}: expected an object with "cluster" and "task", got {text!r:.80}'
+            f'{VARIABLE}: expected an object with "cluster" and "task", '
+            f"got {text!r:.80}"
         )
     return value
 

@@ -81,10 +81,6 @@ class TomlClusterResolver(ClusterResolver):
         layer = self.rpc_layer if rpc_layer is None else rpc_layer
         return with_scheme(self._spec.task_address(job, index), layer)
 
-    @property
-    def source(self) -> str:
-        return self._path
-
 
 def _check_keys(
     keys: Collection[str], allowed: Collection[str], where: str, what: str

@@ -82,10 +82,6 @@ class UnionResolver(ClusterResolver):
         return self._resolvers[0].environment
 
     @property
-    def source(self) -> str:
-        return " + ".join(resolver.source for resolver in self._resolvers)
-
-    @property
     def task_type(self) -> str | None:
         own = self._task_type
         return self._resolvers[0].task_type if own is None else own

@@ -8,12 +8,9 @@ was expected there and what was found.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 from ._spec import ClusterSpec, Tasks
-
-if TYPE_CHECKING:
-    from ._resolver import ClusterResolver
 
 TASK_TYPES: Final = ("chief", "worker", "evaluator", "ps")
 _ALLOWED: Final = (*TASK_TYPES, None)
@@ -78,17 +75,20 @@ def validate_cluster_spec(
 
 
 def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
-    count = spec.num_tasks(task_type)
+    indices = spec.task_indices(task_type)
+    last = max(indices, default=-1)
     if task_id is None:
-        if count > 1:
-            raise ValueError(f"`task_id` is None, and {task_type} has {count} tasks.")
-    elif task_id >= count:
+        if len(indices) != 1:
+            raise ValueError(
+                f"The `task_id` is missing, and {task_type} has {len(indices)} tasks."
+            )
+    elif task_id > last:
         raise ValueError(
             f"The `task_id` {task_id} exceeds the maximum id of {task_type}, "
-            f"which is {count - 1}."
+            f"which is {last}."
         )
-    elif task_id < 0:
-        raise ValueError(f"The `task_id` {task_id} of {task_type} is below 0.")
+    elif task_id not in indices:
+        raise ValueError(f"There is no `task_id` {task_id} in {task_type}: {indices}.")
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
@@ -150,36 +150,6 @@ def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str
 # ---- what a person wrote ---------------------------------------------------------
 
 
-class Task(NamedTuple):
-    """Who a process is. ``address`` is None for an evaluator that no one calls."""
-
-    job: str
-    index: int
-    address: str | None
-
-
-def own_task(resolver: ClusterResolver) -> Task:
-    """Who this process is in the resolver's cluster; the index may be left out where
-    the job has only one task.
-
-    Raises:
-        ValueError: The resolver does not say it, or its cluster has no such task.
-    """
-    spec, job, index = resolver.cluster_spec(), resolver.task_type, resolver.task_id
-    source = resolver.source
-    if job is None:
-        raise ValueError(
-            f"{source}: task.type is missing: expected one of {', '.join(TASK_TYPES)}"
-        )
-    try:
-        validate_cluster_spec(spec, job, index)
-        index = index or 0
-        address = spec.task_address(job, index) if job in spec.jobs else None
-    except ValueError as error:
-        raise ValueError(f"{source}: task is {job} {index}: {error}") from error
-    return Task(job, index, address)
-
-
 def spec_from(cluster: object, source: str) -> ClusterSpec:
     """The spec of plain data: job -> addresses, as a list or by index.
 
@@ -210,6 +180,8 @@ def _addresses(tasks: object, where: str) -> Tasks:
     for index in tasks:
         if not (isinstance(index, str) and index.isascii() and index.isdigit()):
             raise ValueError(f"{where}: expected task indices as keys, got {index!r}")
+    if len(set(map(int, tasks))) != len(tasks):
+        raise ValueError(f"{where}: expected each task index once, got {list(tasks)}")
     return {
         int(index): _address(each, f"{where}.{index}") for index, each in tasks.items()
     }
@@ -221,12 +193,14 @@ def _address(address: object, where: str) -> str:
     scheme, separator, rest = address.rpartition("://")
     if separator and scheme == "ipc" and rest:
         return address
-    host, _, port = rest.rpartition(":")
+    host, colon, port = rest.rpartition(":")
     words = f'{where}: expected "host:port", got {address!r}'
     if separator and scheme != "tcp":
         raise ValueError(f"{words}: the schemes are tcp:// and ipc://")
-    if not host:
+    if not colon:
         raise ValueError(f"{words}: the port is missing")
+    if not host:
+        raise ValueError(f"{words}: the host is missing")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise ValueError(f"{words}: expected a port of 1 to 65535")
     if ":" in host and not (host[0] == "[" and host[-1] == "]"):

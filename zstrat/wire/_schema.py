@@ -25,6 +25,9 @@ MAX_DEPTH: Final = 32
 _NAMES: Final = {int: "an int", str: "a string", bytes: "bytes", bool: "a bool"} | {
     float: "a float"
 }
+_FEW: Final = 2
+"""Rows up to which going through them one by one is quicker than by columns."""
+
 _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
 
 
@@ -167,9 +170,7 @@ def _records(cls: type) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
-        if not value:
-            return value
-        if _all_right(columns, value):
+        if len(value) > _FEW and _all_right(columns, value):
             return list(map(make, value))
         return _each(value, each)
 

@@ -1,0 +1,445 @@
+"""Resolvers answer by TensorFlow's rules; a mistake is named by its key."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zstrat.cluster import (
+    ClusterResolver,
+    ClusterSpec,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    TomlClusterResolver,
+    UnionResolver,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+CLUSTER = {
+    "ps": ["ps0:2222", "ps1:2222"],
+    "worker": ["worker0:2222", "worker1:2222", "worker2:2222"],
+}
+SPEC = ClusterSpec(CLUSTER)
+
+
+@pytest.fixture
+def tf_config(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Sets TF_CONFIG; a text goes in as it is, None unsets it."""
+
+    def put(value: Any) -> None:
+        if value is None:
+            monkeypatch.delenv("TF_CONFIG", raising=False)
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            monkeypatch.setenv("TF_CONFIG", text)
+
+    return put
+
+
+# ---- SimpleClusterResolver ---------------------------------------------------------
+
+
+def test_simple_answers_what_it_was_given() -> None:
+    resolver = SimpleClusterResolver(
+        SPEC, "m:1", "ps", 0, "cloud", {"GPU": 2}, rpc_layer="tcp"
+    )
+    assert resolver.cluster_spec() is SPEC
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+    assert resolver.environment == "cloud"
+    assert resolver.num_accelerators() == {"GPU": 2}
+    assert resolver.num_accelerators("worker", 9, config_proto=None) == {"GPU": 2}
+    assert resolver.master() == "tcp://m:1"
+    assert resolver.master("worker", 2) == "tcp://worker2:2222"
+    assert resolver.master("worker", 2, rpc_layer="ipc") == "ipc://worker2:2222"
+    assert resolver.master("worker") == resolver.master(task_id=1) == "tcp://m:1"
+    with pytest.raises(ValueError, match="No task with index 3"):
+        resolver.master("worker", 3)
+
+
+def test_simple_defaults_and_setters() -> None:
+    resolver = SimpleClusterResolver(SPEC)
+    assert resolver.master() == ""
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None,) * 3
+    assert (resolver.environment, resolver.num_accelerators()) == ("", {})
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 1, "tcp"
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.master("ps", 0) == "tcp://ps0:2222"
+
+
+def test_simple_refuses_other_types() -> None:
+    with pytest.raises(TypeError, match=r"must be a `ClusterSpec`, got dict"):
+        SimpleClusterResolver(CLUSTER)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="master must be a string, got int"):
+        SimpleClusterResolver(SPEC, master=1)  # type: ignore[arg-type]
+
+
+def test_a_resolver_of_your_own_needs_two_methods() -> None:
+    class Mine(ClusterResolver):
+        def cluster_spec(self) -> ClusterSpec:
+            return SPEC
+
+        def master(
+            self, task_type: Any = None, task_id: Any = None, rpc_layer: Any = None
+        ) -> str:
+            return "me:1"
+
+    mine = Mine()
+    assert (mine.task_type, mine.task_id, mine.environment) == (None, None, "")
+    assert mine.num_accelerators() == {}
+    mine.task_id = 0
+    assert mine.task_id == 0
+    with pytest.raises(TypeError, match="abstract"):
+        ClusterResolver()  # type: ignore[abstract]
+
+
+# ---- TFConfigClusterResolver -------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [None, "", "  ", "{}", {}])
+def test_tf_config_unset_or_empty(tf_config: Callable[[Any], None], value: Any) -> None:
+    tf_config(value)
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec() == ClusterSpec({})
+    assert resolver.master() == ""
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == (None,) * 3
+    assert resolver.environment == ""
+    assert resolver.num_accelerators() == {}
+
+
+def test_tf_config_full(tf_config: Callable[[Any], None]) -> None:
+    tf_config(
+        {
+            "cluster": CLUSTER,
+            "task": {"type": "ps", "index": 1},
+            "rpc_layer": "grpc",
+            "environment": "cloud",
+        }
+    )
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec() == SPEC
+    assert (resolver.task_type, resolver.task_id) == ("ps", 1)
+    assert (resolver.rpc_layer, resolver.environment) == ("grpc", "cloud")
+    assert resolver.master() == "grpc://ps1:2222"
+    assert resolver.master("worker", 0) == "grpc://worker0:2222"
+    assert resolver.master("ps", 0, "tcp") == "tcp://ps0:2222"
+    assert resolver.master(rpc_layer="") == "ps1:2222"
+
+
+def test_tf_config_is_read_again_at_every_question(
+    tf_config: Callable[[Any], None],
+) -> None:
+    tf_config(None)
+    resolver = TFConfigClusterResolver()
+    tf_config({"cluster": CLUSTER, "task": {"type": "worker", "index": "2"}})
+    assert resolver.cluster_spec() == SPEC
+    assert resolver.task_id == 2
+    assert resolver.master() == "worker2:2222"
+
+
+def test_tf_config_arguments_and_setters_go_first(
+    tf_config: Callable[[Any], None],
+) -> None:
+    tf_config(
+        {
+            "cluster": CLUSTER,
+            "task": {"type": "worker", "index": 1},
+            "rpc_layer": "grpc",
+            "environment": "cloud",
+        }
+    )
+    resolver = TFConfigClusterResolver("ps", 0, "tcp", "mine")
+    assert (resolver.task_type, resolver.task_id) == ("ps", 0)
+    assert (resolver.rpc_layer, resolver.environment) == ("tcp", "mine")
+    assert resolver.master() == "tcp://ps0:2222"
+    resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 0, ""
+    assert resolver.master() == "worker0:2222"
+    resolver.task_id = None
+    assert resolver.task_id == 1
+
+
+def test_tf_config_session_master_goes_before_all(
+    tf_config: Callable[[Any], None],
+) -> None:
+    tf_config({"cluster": CLUSTER, "session_master": "s:1", "rpc_layer": "grpc"})
+    assert TFConfigClusterResolver().master("worker", 0) == "s:1"
+
+
+def test_tf_config_single_task_has_no_master(tf_config: Callable[[Any], None]) -> None:
+    tf_config({"cluster": {"worker": ["w:1"]}, "rpc_layer": "grpc"})
+    assert TFConfigClusterResolver().master() == ""
+    tf_config({"cluster": {"worker": {"1": "w:1"}}})
+    assert TFConfigClusterResolver().master("worker", 1) == "w:1"
+
+
+def test_tf_config_sparse_job_and_text_index(tf_config: Callable[[Any], None]) -> None:
+    tf_config(
+        {
+            "cluster": {"worker": {"1": "w1:1"}, "ps": ["[::1]:22"]},
+            "task": {"type": "worker", "index": "1"},
+        }
+    )
+    resolver = TFConfigClusterResolver()
+    assert resolver.cluster_spec() == ClusterSpec(
+        {"worker": {1: "w1:1"}, "ps": ["[::1]:22"]}
+    )
+    assert resolver.master() == "w1:1"
+
+
+def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
+    addresses = ["tcp://w0:1", "ipc:///run/zstrat/w1"]
+    tf_config({"cluster": {"worker": addresses}})
+    assert TFConfigClusterResolver().cluster_spec().job_tasks("worker") == addresses
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{cluster", r"^TF_CONFIG: expected JSON, got '\{cluster': Expecting"),
+        ("[1]", r"^TF_CONFIG: expected an object .* got '\[1\]'"),
+        (
+            {"cluster": ["a:1"]},
+            r"^TF_CONFIG: cluster: expected an object .* got \['a:1'",
+        ),
+        ({"cluster": None}, r"^TF_CONFIG: cluster: expected an object .* got None"),
+        (
+            {"cluster": {"worker": "a:1"}},
+            r"^TF_CONFIG: cluster\.worker: expected a list of addresses, got 'a:1'",
+        ),
+        (
+            {"cluster": {"worker": ["a:1", 5]}},
+            r'^TF_CONFIG: cluster\.worker\[1\]: expected "host:port", got 5',
+        ),
+        (
+            {"cluster": {"ps": ["localhost"]}},
+            r"^TF_CONFIG: cluster\.ps\[0\]: .* got 'localhost': the port is missing",
+        ),
+        (
+            {"cluster": {"ps": [""]}},
+            r"cluster\.ps\[0\]: .* got '': the port is missing",
+        ),
+        ({"cluster": {"ps": [":80"]}}, r"got ':80': the host is missing"),
+        ({"cluster": {"ps": ["a:b"]}}, r"got 'a:b': expected a port of 1 to 65535"),
+        ({"cluster": {"ps": ["a:70000"]}}, r"expected a port of 1 to 65535"),
+        ({"cluster": {"ps": ["a:0"]}}, r"expected a port of 1 to 65535"),
+        ({"cluster": {"ps": ["a:"]}}, r"expected a port of 1 to 65535"),
+        ({"cluster": {"ps": ["a:\u0662"]}}, r"expected a port of 1 to 65535"),
+        ({"cluster": {"ps": ["::1:22"]}}, r"an IPv6 address goes into brackets"),
+        ({"cluster": {"ps": ["http://a:1"]}}, r"the schemes are tcp:// and ipc://"),
+        (
+            {"cluster": {"ps": {"x": "a:1"}}},
+            r"cluster\.ps: expected task indices as keys, got 'x'",
+        ),
+        ({"cluster": {"ps": {"-1": "a:1"}}}, r"expected task indices as keys"),
+        ({"cluster": {"ps": {"1": "a"}}}, r'cluster\.ps\.1: expected "host:port"'),
+        (
+            {"cluster": {"ps": {"1": "a:1", "01": "b:1"}}},
+            r"cluster\.ps: expected each task index once, got \['1', '01'\]",
+        ),
+    ],
+)
+def test_tf_config_mistakes_in_the_cluster(
+    tf_config: Callable[[Any], None], value: Any, words: str
+) -> None:
+    tf_config(value)
+    with pytest.raises(ValueError, match=words):
+        TFConfigClusterResolver().cluster_spec()
+    with pytest.raises(ValueError, match=words):
+        TFConfigClusterResolver().master()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"task": 3}, r"^TF_CONFIG: task: expected an object .* got 3"),
+        ({"task": {"index": "x"}}, r"^TF_CONFIG: task\.index: .* integer, got 'x'"),
+        ({"task": {"index": None}}, r"^TF_CONFIG: task\.index: .* integer, got None"),
+        ('{"task": {"index": Infinity}}', r"^TF_CONFIG: task\.index: .* got inf"),
+    ],
+)
+def test_tf_config_mistakes_in_the_task(
+    tf_config: Callable[[Any], None], value: Any, words: str
+) -> None:
+    tf_config(value)
+    with pytest.raises(ValueError, match=words):
+        _ = TFConfigClusterResolver().task_id
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ({}, r"^TF_CONFIG: task\.type is missing"),
+        ({"type": "worker"}, r"^TF_CONFIG: task\.index is missing"),
+        ({"type": "worker", "index": 3}, r"No task with index 3 in job 'worker'"),
+        ({"type": "chief", "index": 0}, r"No such job in cluster: 'chief'"),
+    ],
+)
+def test_tf_config_master_of_a_task_that_is_not_there(
+    tf_config: Callable[[Any], None], task: Any, words: str
+) -> None:
+    tf_config({"cluster": CLUSTER, "task": task})
+    with pytest.raises(ValueError, match=words):
+        TFConfigClusterResolver().master()
+
+
+def test_tf_config_other_texts_must_be_texts(tf_config: Callable[[Any], None]) -> None:
+    tf_config({"rpc_layer": 1, "session_master": 2, "environment": 3})
+    resolver = TFConfigClusterResolver()
+    with pytest.raises(ValueError, match=r"^TF_CONFIG: rpc_layer: expected a string"):
+        _ = resolver.rpc_layer
+    with pytest.raises(ValueError, match=r"^TF_CONFIG: session_master: .* got 2"):
+        resolver.master()
+    with pytest.raises(ValueError, match=r"^TF_CONFIG: environment: .* got 3"):
+        _ = resolver.environment
+
+
+# ---- TomlClusterResolver -----------------------------------------------------------
+
+FILE = """
+[cluster]
+worker = ["a:1", "b:1"]
+ps = ["c:1"]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(text: str) -> Path:
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_toml_with_and_without_a_task(file: Callable[[str], Path]) -> None:
+    resolver = TomlClusterResolver(file(FILE))
+    assert resolver.cluster_spec().as_dict() == {
+        "worker": ["a:1", "b:1"],
+        "ps": ["c:1"],
+    }
+    assert (resolver.task_type, resolver.task_id, resolver.master()) == (None, None, "")
+    assert resolver.master("ps", 0, "tcp") == "tcp://c:1"
+    resolver = TomlClusterResolver(file(FILE + '[task]\ntype = "worker"\nindex = 1\n'))
+    assert (resolver.task_type, resolver.task_id) == ("worker", 1)
+    assert resolver.master() == "b:1"
+
+
+def test_toml_arguments_go_before_the_file(file: Callable[[str], Path]) -> None:
+    path = str(file(FILE + '[task]\ntype = "ps"\nindex = 1\n'))
+    resolver = TomlClusterResolver(path, "worker", 0, rpc_layer="tcp")
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+    assert resolver.master() == "tcp://a:1"
+
+
+def test_toml_sparse_job(file: Callable[[str], Path]) -> None:
+    resolver = TomlClusterResolver(file('[cluster.worker]\n3 = "d:1"\n'))
+    assert resolver.cluster_spec() == ClusterSpec({"worker": {3: "d:1"}})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[cluster", r"cluster\.toml is no valid TOML: Expected '\]'"),
+        ("", r"cluster\.toml: expected a table \[cluster\], it has none"),
+        ("[clusters]", r"cluster\.toml: there is no table 'clusters': expected one of"),
+        ("cluster = 3", r"cluster\.toml: cluster: expected an object .* got 3"),
+        (
+            "[cluster]\nworkers = ['a:1']",
+            r"cluster: there is no job 'workers': .* chief",
+        ),
+        ("[cluster]\nps = 'a:1'", r"cluster\.ps: expected a list of addresses"),
+        ("[cluster]\nps = ['a']", r"cluster\.ps\[0\]: .* got 'a': the port is missing"),
+        ("[cluster]\n[task]\nid = 1", r"task: there is no key 'id': .* type, index"),
+        ("task = 3\n[cluster]", r"task: expected a table \[task\], got 3"),
+        (
+            "[cluster]\n[task]\ntype = 'x'",
+            r"task\.type: expected one of chief.* got 'x'",
+        ),
+        (
+            "[cluster]\n[task]\nindex = '1'",
+            r"task\.index: expected an integer .* got '1'",
+        ),
+        ("[cluster]\n[task]\nindex = true", r"task\.index: .* got True"),
+        ("[cluster]\n[task]\nindex = -1", r"task\.index: .* of 0 or more, got -1"),
+    ],
+)
+def test_toml_mistakes(file: Callable[[str], Path], text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TomlClusterResolver(file(text))
+
+
+def test_toml_file_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*nowhere\.toml: No such file"):
+        TomlClusterResolver(tmp_path / "nowhere.toml")
+
+
+# ---- UnionResolver -----------------------------------------------------------------
+
+
+def simple(cluster: Any, **options: Any) -> SimpleClusterResolver:
+    return SimpleClusterResolver(ClusterSpec(cluster), **options)
+
+
+def test_union_of_lists_is_their_concatenation() -> None:
+    union = UnionResolver(
+        simple({"worker": ["a:1", "b:1"], "ps": ["p:1"]}), simple({"worker": ["c:1"]})
+    )
+    assert union.cluster_spec().as_dict() == {
+        "worker": ["a:1", "b:1", "c:1"],
+        "ps": ["p:1"],
+    }
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_union_with_a_sparse_part_is_merged_by_index(turned: bool) -> None:
+    parts = [simple({"worker": ["a:1", "b:1"]}), simple({"worker": {3: "d:1"}})]
+    union = UnionResolver(*(reversed(parts) if turned else parts))
+    assert union.cluster_spec() == ClusterSpec(
+        {"worker": {0: "a:1", 1: "b:1", 3: "d:1"}}
+    )
+
+
+def test_union_with_an_index_twice() -> None:
+    union = UnionResolver(
+        simple({"worker": ["a:1"]}), simple({"worker": {0: "b:1", 2: "c:1"}})
+    )
+    with pytest.raises(KeyError, match=r"Duplicate keys .* \[0\] of job 'worker'"):
+        union.cluster_spec()
+
+
+def test_union_asks_the_first_one() -> None:
+    first = simple(
+        {"worker": ["a:1"]},
+        master="m:1",
+        task_type="worker",
+        task_id=4,
+        environment="cloud",
+        num_accelerators={"GPU": 1},
+        rpc_layer="tcp",
+    )
+    union = UnionResolver(first, simple({"ps": ["p:1"]}, master="n:1", task_type="ps"))
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("worker", 4, "tcp")
+    assert (union.environment, union.num_accelerators()) == ("cloud", {"GPU": 1})
+    assert union.master() == "tcp://m:1"
+    assert union.master("ps", 0) == "p:1"
+    assert union.master("ps", 0, "ipc") == "ipc://p:1"
+    union.task_type, union.task_id, union.rpc_layer = "ps", 0, "ipc"
+    assert (union.task_type, union.task_id) == ("ps", 0)
+    assert union.master("ps", 0) == "ipc://p:1"
+    overridden = UnionResolver(first, task_type="ps", task_id=0, rpc_layer="x")
+    assert (overridden.task_type, overridden.task_id) == ("ps", 0)
+    assert overridden.rpc_layer == "x"
+
+
+def test_union_refuses_what_it_cannot_unite() -> None:
+    with pytest.raises(ValueError, match="At least one ClusterResolver is required"):
+        UnionResolver()
+    with pytest.raises(ValueError, match=r"Unexpected kwargs provided .*'port'"):
+        UnionResolver(simple({}), port=3)
+    with pytest.raises(TypeError, match="sub-class of `ClusterResolver`, got dict"):
+        UnionResolver({})  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""ClusterSpec is a value with TensorFlow's answers."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstrat.cluster import ClusterSpec
+
+DENSE = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
+
+
+def test_answers_about_a_dense_job() -> None:
+    spec = ClusterSpec(DENSE)
+    assert spec.jobs == ["worker", "ps"]
+    assert spec.num_tasks("worker") == 2
+    assert spec.task_indices("worker") == [0, 1]
+    assert spec.task_address("worker", 1) == "w1:1"
+    assert spec.job_tasks("worker") == ["w0:1", "w1:1"]
+    assert spec.as_dict() == DENSE
+
+
+def test_answers_about_a_sparse_job() -> None:
+    spec = ClusterSpec({"worker": {3: "w3:1", 1: "w1:1"}})
+    assert spec.num_tasks("worker") == 2
+    assert spec.task_indices("worker") == [1, 3]
+    assert spec.job_tasks("worker") == [None, "w1:1", None, "w3:1"]
+    assert spec.as_dict() == {"worker": {1: "w1:1", 3: "w3:1"}}
+
+
+def test_indices_without_a_gap_are_a_list() -> None:
+    spec = ClusterSpec({"worker": {1: "b:1", 0: "a:1"}, "ps": ("p:1",), "chief": []})
+    assert spec.as_dict() == {"worker": ["a:1", "b:1"], "ps": ["p:1"], "chief": {}}
+    assert spec.job_tasks("chief") == []
+
+
+def test_equal_by_contents_and_false_when_empty() -> None:
+    assert ClusterSpec(DENSE) == ClusterSpec(
+        {"ps": ["p0:1"], "worker": DENSE["worker"]}
+    )
+    assert ClusterSpec(DENSE) == ClusterSpec(ClusterSpec(DENSE))
+    assert ClusterSpec({"worker": {"1": "b:1"}}) == ClusterSpec({"worker": {1: "b:1"}})
+    assert ClusterSpec(DENSE) != ClusterSpec({})
+    assert ClusterSpec(DENSE) != DENSE
+    assert ClusterSpec(DENSE)
+    assert not ClusterSpec({})
+
+
+def test_what_it_was_made_of_may_change() -> None:
+    given = {"worker": ["w0:1"]}
+    spec = ClusterSpec(given)
+    given["worker"].append("w1:1")
+    assert spec.num_tasks("worker") == 1
+
+
+ADDRESSES = st.lists(st.text(max_size=5), min_size=1, max_size=4)
+SPARSE = st.dictionaries(st.integers(0, 9), st.text(max_size=5), max_size=4)
+
+
+@given(st.dictionaries(st.text(max_size=5), ADDRESSES | SPARSE, max_size=4))
+def test_as_dict_rebuilds_it(cluster: Any) -> None:
+    spec = ClusterSpec(cluster)
+    assert ClusterSpec(spec.as_dict()) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        (None, r"`cluster` must be a dictionary .* got NoneType"),
+        (["a:1"], r"`cluster` must be a dictionary"),
+        ({"worker": "a:1"}, r"tasks for job 'worker' must be a list .* got str"),
+        ({"worker": 3}, r"tasks for job 'worker' must be a list or a dictionary"),
+        ({"worker": [3]}, r"Task address 3 \(job 'worker', task 0\) must be a string"),
+        ({"worker": {"x": "a:1"}}, r"job 'worker' must have indices .* got 'x'"),
+        ({"worker": {-1: "a:1"}}, r"job 'worker' must have indices .* got -1"),
+        ({3: ["a:1"]}, r"Job name 3 must be a string"),
+    ],
+)
+def test_other_types_are_type_errors(cluster: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        ClusterSpec(cluster)
+
+
+def test_unknown_job_and_index() -> None:
+    spec = ClusterSpec(DENSE)
+    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks):
+        with pytest.raises(ValueError, match="No such job in cluster: 'chief'"):
+            ask("chief")
+    with pytest.raises(ValueError, match="No such job in cluster"):
+        spec.task_address("chief", 0)
+    with pytest.raises(ValueError, match="No task with index 2 in job 'worker'"):
+        spec.task_address("worker", 2)

@@ -1,0 +1,138 @@
+"""TensorFlow's rules for a cluster and a task in it, with its words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zstrat.cluster import (
+    ClusterSpec,
+    collective_leader,
+    id_in_cluster,
+    is_chief,
+    normalize_cluster_spec,
+    task_count,
+    validate_cluster_spec,
+    worker_count,
+)
+
+FULL: dict[str, Any] = {
+    "chief": ["c:1"],
+    "worker": ["w0:1", "w1:1"],
+    "ps": ["p0:1", "p1:1"],
+    "evaluator": ["e:1"],
+}
+CHIEFLESS: dict[str, Any] = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
+
+
+@pytest.mark.parametrize("make", [dict, ClusterSpec])
+def test_dictionaries_and_specs_are_normalized(make: Any) -> None:
+    assert normalize_cluster_spec(make(FULL)) == ClusterSpec(FULL)
+
+
+@pytest.mark.parametrize("other", [None, [], "w:1", 3])
+def test_nothing_else_is(other: Any) -> None:
+    with pytest.raises(ValueError, match="`cluster_spec' should be dict or a"):
+        normalize_cluster_spec(other)
+
+
+@pytest.mark.parametrize(
+    ("task_type", "task_id"),
+    [
+        ("chief", 0),
+        ("chief", None),
+        ("worker", 1),
+        ("ps", 0),
+        ("evaluator", 0),
+        (None, None),
+        (None, 7),
+    ],
+)
+def test_tasks_of_the_cluster_are_fine(task_type: Any, task_id: Any) -> None:
+    validate_cluster_spec(FULL, task_type, task_id)
+
+
+def test_evaluator_may_be_missing_in_the_cluster() -> None:
+    validate_cluster_spec(CHIEFLESS, "evaluator", 0)
+    validate_cluster_spec(CHIEFLESS, "evaluator", 5)
+
+
+def test_sparse_job_is_checked_by_its_indices() -> None:
+    sparse = {"worker": {3: "w3:1"}}
+    validate_cluster_spec(sparse, "worker", 3)
+    with pytest.raises(ValueError, match=r"There is no `task_id` 1 in worker: \[3\]"):
+        validate_cluster_spec(sparse, "worker", 1)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task_type", "task_id", "words"),
+    [
+        ({"master": ["m:1"]}, None, None, "Disallowed task type found in cluster spec"),
+        (FULL, "master", 0, "Unrecognized task_type: master, valid task types are"),
+        (CHIEFLESS, "chief", 0, "`task_type` 'chief' not found in cluster_spec"),
+        ({"chief": ["a:1", "b:1"]}, None, None, "at most one 'chief' job"),
+        ({"evaluator": ["a:1", "b:1"]}, None, None, "at most one 'evaluator' job"),
+        (FULL, "worker", 2, "`task_id` 2 exceeds the maximum id of worker"),
+        (FULL, "chief", 1, "`task_id` 1 exceeds the maximum id of chief"),
+        (FULL, "worker", -1, "no `task_id` -1 in worker"),
+        (FULL, "worker", None, "`task_id` is missing, and worker has 2 tasks"),
+        ({"worker": []}, "worker", None, "`task_id` is missing, and worker has 0"),
+        (None, None, None, "should be dict"),
+    ],
+)
+def test_mistakes_in_tensorflows_words(
+    cluster: Any, task_type: Any, task_id: Any, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        validate_cluster_spec(cluster, task_type, task_id)
+
+
+def test_the_first_mistake_in_tensorflows_order_is_reported() -> None:
+    cluster = {"master": ["m:1"], "chief": ["a:1", "b:1"]}
+    with pytest.raises(ValueError, match="Disallowed"):
+        validate_cluster_spec(cluster, "nobody", 9)
+    del cluster["master"]
+    with pytest.raises(ValueError, match="Unrecognized"):
+        validate_cluster_spec(cluster, "nobody", 9)
+    with pytest.raises(ValueError, match="not found"):
+        validate_cluster_spec(cluster, "worker", 9)
+    with pytest.raises(ValueError, match="at most one"):
+        validate_cluster_spec(cluster, "chief", 9)
+
+
+def test_counts() -> None:
+    assert task_count(FULL, "ps") == 2
+    assert task_count(CHIEFLESS, "chief") == 0
+    assert worker_count(FULL, "worker") == worker_count(FULL, "chief") == 3
+    assert worker_count(FULL, "evaluator") == 1
+    assert worker_count(CHIEFLESS, "worker") == 2
+    with pytest.raises(ValueError, match="Unexpected `task_type` 'ps'"):
+        worker_count(FULL, "ps")
+
+
+def test_ids() -> None:
+    assert id_in_cluster(FULL, "chief", 0) == 0
+    assert [id_in_cluster(FULL, "worker", index) for index in (0, 1)] == [1, 2]
+    assert [id_in_cluster(CHIEFLESS, "worker", index) for index in (0, 1)] == [0, 1]
+    assert id_in_cluster(FULL, "evaluator", 0) == 0
+    with pytest.raises(ValueError, match="There is no id for task_type 'ps'"):
+        id_in_cluster(FULL, "ps", 0)
+    with pytest.raises(ValueError, match="exceeds the maximum id"):
+        id_in_cluster(FULL, "worker", 2)
+
+
+def test_chief() -> None:
+    assert is_chief(FULL, "chief", 0)
+    assert is_chief(FULL, "evaluator", 0)
+    assert not is_chief(FULL, "worker", 0)
+    assert is_chief(CHIEFLESS, "worker", 0)
+    assert not is_chief(CHIEFLESS, "worker", 1)
+    assert not is_chief(CHIEFLESS, "ps", 0)
+
+
+def test_leader() -> None:
+    assert collective_leader(FULL, "worker", 1) == "/job:chief/replica:0/task:0"
+    assert collective_leader(CHIEFLESS, "worker", 1) == "/job:worker/replica:0/task:0"
+    assert collective_leader(FULL, "evaluator", 0) == ""
+    assert collective_leader({}, "worker", 0) == ""

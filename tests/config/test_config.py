@@ -1,0 +1,78 @@
+"""Settings come from outside once; what cannot be is named with what can."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zstrat.config import LANES, Settings, Timeouts, read_toml, settings_from
+
+
+def test_nothing_said_is_the_default() -> None:
+    assert settings_from({}) == Settings()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_lanes(lane: str) -> None:
+    assert settings_from({"ZSTRAT_LANE": lane}).lane == lane
+
+
+def test_everything_said() -> None:
+    settings = settings_from(
+        {
+            "ZSTRAT_LANE": "tcp",
+            "ZSTRAT_KEYS": "/etc/zstrat/keys",
+            "ZSTRAT_INSECURE": "1",
+            "ZSTRAT_LOG": "json",
+            "ZSTRAT_PATIENCE": "2.5",
+            "ZSTRAT_CONNECT_TIMEOUT": "9",
+            "ZSTRAT_DRAIN": "1e1",
+            "UNRELATED": "x",
+        }
+    )
+    assert settings == Settings(
+        timeouts=Timeouts(patience=2.5, connect=9.0, drain=10.0),
+        lane="tcp",
+        keys=Path("/etc/zstrat/keys"),
+        insecure=True,
+        log_json=True,
+    )
+
+
+@pytest.mark.parametrize("text", ["", "0"])
+def test_insecure_can_be_said_not_to_be(text: str) -> None:
+    assert not settings_from({"ZSTRAT_INSECURE": text}).insecure
+
+
+def test_no_keys_is_no_folder() -> None:
+    assert settings_from({"ZSTRAT_KEYS": ""}).keys is None
+
+
+def test_unknown_lane() -> None:
+    words = r"ZSTRAT_LANE='udp': expected one of auto, tcp, ipc, shm"
+    with pytest.raises(ValueError, match=words):
+        settings_from({"ZSTRAT_LANE": "udp"})
+
+
+@pytest.mark.parametrize(
+    "name", ["ZSTRAT_PATIENCE", "ZSTRAT_CONNECT_TIMEOUT", "ZSTRAT_DRAIN"]
+)
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "nan", "inf", "86400", "1s"])
+def test_seconds(name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}='{text}': expected seconds, above 0"):
+        settings_from({name: text})
+
+
+def test_toml_files(tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text("[a]\nb = 1\n")
+    assert read_toml(path) == {"a": {"b": 1}}
+    path.write_text("[a")
+    with pytest.raises(ValueError, match=r"file\.toml is no valid TOML"):
+        read_toml(path)
+    path.write_bytes(b"a = '\xff'")
+    with pytest.raises(ValueError, match=r"file\.toml"):
+        read_toml(path)
+    with pytest.raises(ValueError, match=r"cannot read .*: Is a directory"):
+        read_toml(tmp_path)
