@@ -49,7 +49,9 @@ class Servers:
                 task=f"/job:ps/task:{index}",
                 incarnation=me.incarnation,
             )
-            endpoint = Endpoint(me, service.handle, settings=SETTINGS, on_lost=service.lost)
+            endpoint = Endpoint(
+                me, service.handle, settings=SETTINGS, on_lost=service.lost
+            )
             address = await endpoint.bind("127.0.0.1:0")
             chief = hello("chief", 0, self.session)
             link = Link(address, chief, name=f"/job:ps/task:{index}", settings=SETTINGS)
@@ -97,7 +99,9 @@ async def test_values_of_all_kinds_go_to_their_servers_and_come_back():
     ]
     refs = [Ref(key % 2, key) for key in range(4)]
     async with running() as (_, client):
-        await client.create([(ref.ps, entry(ref.key), v) for ref, v in zip(refs, values, strict=True)])
+        await client.create(
+            [(ref.ps, entry(ref.key), v) for ref, v in zip(refs, values, strict=True)]
+        )
         for order in ([0, 1, 2, 3], [3, 0, 2], [1, 1]):
             got = await client.pull([refs[i] for i in order])
             for array, i in zip(got, order, strict=True):
@@ -145,19 +149,28 @@ async def test_optimizers_deletion_and_statistics():
         gradient = (np.ones(3, np.float32),)
         updates = [PsUpdate(ps, ps, UpdateOp.OPTIMIZE, 1, gradient) for ps in (0, 1)]
         assert await client.push(1, 0, 0, updates)
-        assert [v.tolist() for v in await client.pull([Ref(0, 0), Ref(1, 1)])] == [[0.5] * 3] * 2
+        assert [v.tolist() for v in await client.pull([Ref(0, 0), Ref(1, 1)])] == [
+            [0.5] * 3
+        ] * 2
         await client.delete([Ref(0, 0), Ref(1, 1)])
-        with pytest.raises(NotFoundError, match="ps/task:0 holds no variable with key 0"):
+        with pytest.raises(
+            NotFoundError, match="ps/task:0 holds no variable with key 0"
+        ):
             await client.pull([Ref(0, 0)])
         statistics = await client.statistics()
-        assert [each["task"] for each in statistics] == ["/job:ps/task:0", "/job:ps/task:1"]
+        assert [each["task"] for each in statistics] == [
+            "/job:ps/task:0",
+            "/job:ps/task:1",
+        ]
         assert [each["variables"] for each in statistics] == [0, 0]
 
 
 async def test_a_push_that_a_server_refuses_says_why():
     async with running() as (_, client):
         await client.create([(1, entry(1), np.ones(3))])
-        with pytest.raises(InvalidArgumentError, match=r"'v1': ADD expects shape \(3,\), got \(4,\)"):
+        with pytest.raises(
+            InvalidArgumentError, match=r"'v1': ADD expects shape \(3,\), got \(4,\)"
+        ):
             await client.push(1, 0, 0, [add(1, 1, np.ones(4))])
         assert await client.push(1, 0, 0, [add(1, 1, np.ones(3))])
 
@@ -180,7 +193,7 @@ async def test_creation_is_cut_into_messages_that_fit():
         assert [v[0] for v in values] == list(range(count))
 
 
-# ---- scripted links -------------------------------------------------------------------
+# ---- scripted links --------------------------------------------------------------
 
 
 class Script:
@@ -224,12 +237,16 @@ async def test_a_restarted_server_is_not_asked_for_versions_of_its_former_life()
     assert link.asked[1][0].reads[0].known == -1
 
 
-@pytest.mark.parametrize("answer", [Done(), Pulled([], ()), Pulled([3], ()), Pushed(True, [])])
+@pytest.mark.parametrize(
+    "answer", [Done(), Pulled([], ()), Pulled([3], ()), Pushed(True, [])]
+)
 async def test_an_answer_to_another_question_is_a_protocol_error(answer):
     link = Script()
     pulling = PsClient([link], 7).pull([Ref(0, 1)])
     link.asked[0][1].set_result(answer)
-    with pytest.raises(ProtocolError, match="/job:ps/task:0 answered Pull with something else"):
+    with pytest.raises(
+        ProtocolError, match="/job:ps/task:0 answered Pull with something else"
+    ):
         await pulling
 
 
@@ -237,7 +254,9 @@ async def test_the_first_error_is_the_outcome_and_nobody_hears_the_second():
     links = [Script(), Script()]
     pulling = PsClient(links, 7).pull([Ref(0, 1), Ref(1, 1)])
     links[1].asked[0][1].set_exception(PeerLostError("ps 1", "silent for 5 s"))
-    with pytest.raises(PSUnavailableError, match=r"/job:ps/task:1 is unavailable: silent"):
+    with pytest.raises(
+        PSUnavailableError, match=r"/job:ps/task:1 is unavailable: silent"
+    ):
         await pulling
     links[0].asked[0][1].set_exception(NotFoundError("no such key"))
     await asyncio.sleep(0)

@@ -116,7 +116,9 @@ async def rig():
 
 def add(*keys: int, step: int = -1, value: float = 1.0, session: int = SESSION) -> Push:
     updates = [Update(key, int(UpdateOp.ADD), 0, 1) for key in keys]
-    return Push(session, step, 0, 0, updates, tuple(np.full(4, value, "f4") for _ in keys))
+    return Push(
+        session, step, 0, 0, updates, tuple(np.full(4, value, "f4") for _ in keys)
+    )
 
 
 def descend(*keys: int, optimizer: int = 9) -> Push:
@@ -141,7 +143,9 @@ async def test_small_requests_are_answered_on_the_spot(rig):
         rig.ask(pull(1))
 
 
-async def test_nobody_waits_for_what_others_compile_and_all_who_must_keep_their_order(rig):
+async def test_nobody_waits_for_what_others_compile_and_all_who_must_keep_their_order(
+    rig,
+):
     loading = rig.held_up()
     first = rig.ask(descend(0))
     second = rig.ask(add(0, 1, value=10), rig.worker)
@@ -180,7 +184,9 @@ async def test_large_pushes_and_creations_go_to_the_thread(rig, monkeypatch):
         assert ((await pulling).arrays[0] == 2).all()
 
 
-async def test_a_retry_that_pushes_other_variables_waits_for_the_first_try(rig, monkeypatch):
+async def test_a_retry_that_pushes_other_variables_waits_for_the_first_try(
+    rig, monkeypatch
+):
     rig.held_up()
     updates = [Update(0, int(UpdateOp.OPTIMIZE), 9, 1)]
     first = rig.ask(Push(SESSION, 4, 0, 0, updates, (np.ones(4, "f4"),)))
@@ -210,7 +216,14 @@ async def test_what_fails_on_the_thread_frees_its_names(rig):
 async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
     peer = Peer(role)
     may = {
-        Job.CHIEF: {OpenSession, CreateVariables, DeleteVariables, CreateOptimizer, Pull, Push},
+        Job.CHIEF: {
+            OpenSession,
+            CreateVariables,
+            DeleteVariables,
+            CreateOptimizer,
+            Pull,
+            Push,
+        },
         Job.WORKER: {Pull, Push},
         Job.EVALUATOR: {Pull},
     }.get(role, set())
@@ -225,7 +238,9 @@ async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
         if type(message) in may:
             rig.ask(message, peer)
         else:
-            with pytest.raises(PermissionDeniedError, match=f"takes .* from chief.*{role}:0"):
+            with pytest.raises(
+                PermissionDeniedError, match=f"takes .* from chief.*{role}:0"
+            ):
                 rig.ask(message, peer)
     if role is not Job.CHIEF:
         with pytest.raises(PermissionDeniedError):
@@ -237,14 +252,16 @@ async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
 
 @pytest.mark.parametrize("message", [Fetch(SESSION, 1), Beat(True), Done()])
 async def test_what_a_parameter_server_does_not_answer_is_refused(rig, message):
-    with pytest.raises(ProtocolError, match="is a parameter server and does not answer"):
+    with pytest.raises(
+        ProtocolError, match="is a parameter server and does not answer"
+    ):
         rig.ask(message)
 
 
 async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig):
     rig.ask(add(0, step=1))
     stranger = Peer(incarnation=99)
-    with pytest.raises(BusyError, match="chief:0 .pid 11 on here"):
+    with pytest.raises(BusyError, match=r"chief:0 .pid 11 on here"):
         rig.ask(OpenSession(99, 0, 1, []), stranger)
     rig.service.lost(rig.chief, "silent")
     assert rig.ask(pull(0), rig.worker).versions == [1]
@@ -306,7 +323,9 @@ async def test_drain_finishes_what_was_accepted_and_refuses_the_rest():
         await draining
     assert loading.done()
     assert await waiting == Pushed(True, [1])
-    assert "compute /job:ps/task:0" not in {thread.name for thread in threading.enumerate()}
+    assert "compute /job:ps/task:0" not in {
+        thread.name for thread in threading.enumerate()
+    }
 
 
 async def test_drain_does_not_wait_for_ever():

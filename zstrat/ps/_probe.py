@@ -4,10 +4,10 @@ A parameter server applies an optimizer to one variable, or to a part of one, an
 the tree that the user has in mind. That is the same thing for most of optax, and a
 different algorithm for the rest: a global norm, a trust ratio, factored moments. Nobody
 can tell from the code, so it is tried: a few steps on two arrays together, on each
-alone, and on the halves of each. The gradients of the two differ by orders of magnitude,
-so that any shared norm shows; they keep a direction, so that an estimate of the
-distance shows; and the last one holds an infinity, so that "skip what is not finite"
-shows.
+alone, and on the halves of each. The gradients of the two differ by orders of
+magnitude, so that any shared norm shows; they keep a direction, so that an estimate of
+the distance shows; and the last one holds an infinity, so that "skip what is not
+finite" shows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHAPES: Final = {"matrix": (256, 128), "vector": (6,)}
 SCALES: Final = {"matrix": 30.0, "vector": 0.01}
 
 TOLERANCE: Final = 1e-3
-"""Relative to the largest element. What differs, differs by tenths; XLA rounds by 1e-6."""
+"""Relative to the largest element: algorithms differ by tenths, XLA rounds by 1e-6."""
 
 
 def probe(name: str, transformation: Transformation) -> bool:
@@ -44,8 +44,8 @@ def probe(name: str, transformation: Transformation) -> bool:
         Whether it may be applied to parts of a variable along its first axis.
 
     Raises:
-        InvalidArgumentError: It cannot be applied to one variable at a time, or it calls
-            back into Python, which a parameter server does not do.
+        InvalidArgumentError: It cannot be applied to one variable at a time, or it
+            calls back into Python, which a parameter server does not do.
     """
     try:
         together, alone, halves = _run(name, transformation)
@@ -53,14 +53,14 @@ def probe(name: str, transformation: Transformation) -> bool:
         raise
     except Exception as error:  # goes to the caller, with what was tried
         raise InvalidArgumentError(
-            f"optimizer {name!r} cannot be applied to one variable at a time, given its "
-            f"gradient and value: {type(error).__name__}: {error}"
+            f"optimizer {name!r} cannot be applied to one variable at a time, given "
+            f"its gradient and value: {type(error).__name__}: {error}"
         ) from error
     if not _agree(together, alone):
         raise InvalidArgumentError(
-            f"optimizer {name!r} mixes variables (a norm over all of them, a common step "
-            "size, a common test), and a parameter server sees one variable at a time: "
-            "apply that part to the gradients in the step function, before "
+            f"optimizer {name!r} mixes variables (a norm over all of them, a common "
+            "step size, a common test), and a parameter server sees one variable at a "
+            "time: apply that part to the gradients in the step function, before "
             "apply_gradients, and register the rest. For clip_by_global_norm: "
             "clip = optax.clip_by_global_norm(c); "
             "grads, _ = clip.update(grads, clip.init(grads))"

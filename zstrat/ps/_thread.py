@@ -17,7 +17,7 @@ Job = tuple[Callable[[], None], asyncio.Future[None]]
 
 
 class ComputeThread:
-    """Runs jobs one after the other, off the loop, which owns it. Starts when needed."""
+    """Runs jobs one after the other, off the loop that owns it. Starts when needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
