@@ -13,7 +13,7 @@ import pytest
 
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
+from zstrat.wire import Done, Push, Read, Update, UpdateOp, VariableEntry
 
 ROWWISE = {
     "sgd": lambda: optax.sgd(0.1),
@@ -327,8 +327,7 @@ def test_what_is_no_transformation_of_this_kind_is_refused_with_words():
 
 def test_ids_name_one_optimizer_and_gradients_must_fit():
     store = store_with("sgd")
-    register_again = store.plan_optimizer(1, "sgd", b"sgd")
-    assert not hasattr(register_again, "compute")
+    assert store.plan_optimizer(1, "sgd", b"sgd") == Done()
     with pytest.raises(AlreadyExistsError, match="optimizer 1 is 'sgd' already"):
         register(store, 1, "adam")
     with pytest.raises(InvalidArgumentError, match="id 0 is not above 0"):
@@ -357,7 +356,7 @@ def test_a_server_that_is_never_asked_to_optimise_does_not_import_jax():
 import sys
 import numpy as np
 from zstrat.ps import OptimizerEngine, PsClient, PsService, Store
-from zstrat.wire import Push, Read, Update, VariableEntry
+from zstrat.wire import Done, Push, Read, Update, VariableEntry
 store = Store(OptimizerEngine(lambda code: None))
 store.create([VariableEntry(1, "v", True, False)], [np.zeros(3)])
 store.push(Push(1, 0, 0, 0, [Update(1, 1, 0, 1)], (np.ones(3),)))

@@ -268,3 +268,16 @@ def test_statistics_count_what_happened(store):
         "remembered_steps": 1,
         "low_water": 2,
     }
+
+
+def test_nan_is_a_value(store):
+    nan = np.full(SHAPES[3], np.nan, "f4")
+    assert store.push(push((3, UpdateOp.ADD, (nan,)))).applied
+    assert np.isnan(store.read([Read(3, -1)])[1][0]).all()
+
+
+def test_a_step_below_the_low_water_mark_is_a_duplicate_even_of_its_own(store):
+    late = push((2, UpdateOp.ADD, (filled(2, 1),)), step=4, low_water=5)
+    assert not store.push(late).applied
+    assert not store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=3)).applied
+    assert store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=5)).applied

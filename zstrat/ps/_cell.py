@@ -80,7 +80,7 @@ class _Buffer:
 class Cell:
     """The value of one variable, with copy-on-write. One user at a time: no locks.
 
-    An update by numpy is ``source, out = begin()``, compute, ``settle()``; one by XLA is
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; by XLA it is
     ``give()``, compute, ``take_back()``.
     """
 
@@ -176,7 +176,7 @@ class Cell:
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """XLA failed while it wrote in place: there is no value until it is assigned."""
+        """XLA failed while it wrote in place: nothing is there until it is assigned."""
         self._device, self._lost = None, why
 
     def _view(self) -> np.ndarray:

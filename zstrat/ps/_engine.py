@@ -191,10 +191,10 @@ class OptimizerEngine:
         if entry.sharded and not known.rows:
             raise InvalidArgumentError(
                 f"{who}: it looks at more than one row at a time (a norm, a trust "
-                "ratio, factored moments), so on the parts of a sharded variable it would "
-                "compute something else; keep this variable in one piece, or use an "
-                "optimizer that works element by element (sgd, adam, adagrad, rmsprop, "
-                "lion, ...)"
+                "ratio, factored moments), so on the parts of a sharded variable it "
+                "would compute something else; keep this variable in one piece, or use "
+                "an optimizer that works element by element (sgd, adam, adagrad, "
+                "rmsprop, lion, ...)"
             )
         (gradient,) = operands
         if gradient.shape != cell.shape:

@@ -80,6 +80,9 @@ class ComputeThread:
                 loop.call_soon_threadsafe(_finish, done, error)
             except RuntimeError:  # the loop was closed: nobody awaits the job any more
                 return
+            # While this thread waits for the next job it must not keep the last one's
+            # arrays alive, by the traceback of its error.
+            del done, error
 
 
 def _finish(done: asyncio.Future[None], error: BaseException | None) -> None:
