@@ -99,7 +99,7 @@ def test_readers_that_overlap_updates_cost_one_second_buffer_that_is_given_up_la
     assert cell.held_bytes == cell.nbytes
 
 
-# ---- the proof that XLA keeps the law for values that it owns -------------------------
+# ---- the proof that XLA keeps the law for values that it owns --------------------
 
 step = jax.jit(lambda value, delta: value - delta, donate_argnums=0)
 
@@ -107,7 +107,11 @@ step = jax.jit(lambda value, delta: value - delta, donate_argnums=0)
 def subtract(cell: Cell, delta: np.ndarray) -> bool:
     """One update by XLA; True if it wrote where the value was."""
     given = cell.give()
-    before = given.unsafe_buffer_pointer() if isinstance(given, jax.Array) else address(given)
+    before = (
+        given.unsafe_buffer_pointer()
+        if isinstance(given, jax.Array)
+        else address(given)
+    )
     value = step(given, delta).block_until_ready()
     cell.take_back(value)
     return value.unsafe_buffer_pointer() == before
@@ -161,7 +165,9 @@ def test_a_lost_value_says_so_until_it_is_assigned():
     cell.take_back(jnp.zeros(3))
     cell.lose("out of memory")
     for look in (cell.lease, cell.give):
-        with pytest.raises(UnavailableError, match=r"lost.*out of memory.*assign it anew"):
+        with pytest.raises(
+            UnavailableError, match=r"lost.*out of memory.*assign it anew"
+        ):
             look()
     cell.overwrite()[...] = 4
     cell.settle()

@@ -24,7 +24,9 @@ def test_a_second_coordinator_waits_until_the_first_is_gone():
     assert tasks.lost(first)
     tasks.check(1)  # what was sent before still counts, and workers go on
     assert tasks.open(2, second, hello(2))
-    with pytest.raises(StaleSessionError, match="session 0x2 of .*host2.*not session 0x1"):
+    with pytest.raises(
+        StaleSessionError, match=r"session 0x2 of .*host2.*not session 0x1"
+    ):
         tasks.check(1)
     with pytest.raises(StaleSessionError):
         tasks.close(1)
@@ -92,4 +94,6 @@ class OwnershipMachine(RuleBasedStateMachine):
 
 
 TestOwnership = OwnershipMachine.TestCase
-TestOwnership.settings = settings(max_examples=50, stateful_step_count=20, deadline=None)
+TestOwnership.settings = settings(
+    max_examples=50, stateful_step_count=20, deadline=None
+)

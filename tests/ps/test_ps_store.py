@@ -56,7 +56,9 @@ def updates(draw, bad: bool = False):
         return key, op, (filled(key, number),)
     rows = SHAPES[key][0]
     count = draw(st.integers(0, 8)) if rows else 0
-    indices = draw(st.lists(st.integers(0, max(rows - 1, 0)), min_size=count, max_size=count))
+    indices = draw(
+        st.lists(st.integers(0, max(rows - 1, 0)), min_size=count, max_size=count)
+    )
     values = np.full((count, *SHAPES[key][1:]), number, DTYPES[key])
     return key, op, (np.array(indices, np.int64), values)
 
@@ -110,15 +112,24 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def push(self, some, step, part, behind):
         self.low_water = max(self.low_water, step - behind)
-        duplicate = step != -1 and (step < self.low_water or (step, part) in self.applied)
-        answer = self.store.push(push(*some, step=step, part=part, low_water=step - behind))
+        duplicate = step != -1 and (
+            step < self.low_water or (step, part) in self.applied
+        )
+        answer = self.store.push(
+            push(*some, step=step, part=part, low_water=step - behind)
+        )
         assert answer.applied == (not duplicate)
         if not duplicate:
             self._apply(some)
             self.applied.add((step, part))
         assert answer.versions == [self.versions[key] for key, _, _ in some]
 
-    @rule(some=st.lists(updates(), max_size=3), bad=BAD, at=st.integers(0, 3), step=st.integers(30, 31))
+    @rule(
+        some=st.lists(updates(), max_size=3),
+        bad=BAD,
+        at=st.integers(0, 3),
+        step=st.integers(30, 31),
+    )
     def a_push_that_is_refused_changes_nothing(self, some, bad, at, step):
         some.insert(min(at, len(some)), bad)
         with pytest.raises((InvalidArgumentError, NotFoundError)):
@@ -168,8 +179,12 @@ def store() -> Store:
 
 
 def test_creation_is_all_or_none(store):
-    with pytest.raises(AlreadyExistsError, match=r"key 2 as 'kernel', int32\[6\].*float64\[\]"):
-        store.create([entry(8), entry(2, "other")], [np.zeros(1), np.float64(0).reshape(())])
+    with pytest.raises(
+        AlreadyExistsError, match=r"key 2 as 'kernel', int32\[6\].*float64\[\]"
+    ):
+        store.create(
+            [entry(8), entry(2, "other")], [np.zeros(1), np.float64(0).reshape(())]
+        )
     assert 8 not in store
     with pytest.raises(InvalidArgumentError, match="2 variables came with 1"):
         store.create([entry(8), entry(9)], [np.zeros(1)])
@@ -198,7 +213,9 @@ def test_arrays_must_be_those_that_the_updates_name(store):
     with pytest.raises(InvalidArgumentError, match="has 2 arrays, its updates take 1"):
         store.push(spare)
     short = Push(7, -1, 0, 0, [Update(2, int(UpdateOp.ADD), 0, 2)], good.arrays)
-    with pytest.raises(InvalidArgumentError, match="'kernel' has the operation 1 with 2 of 1"):
+    with pytest.raises(
+        InvalidArgumentError, match="'kernel' has the operation 1 with 2 of 1"
+    ):
         store.push(short)
     named = Push(7, -1, 0, 0, [Update(2, int(UpdateOp.ADD), 5, 1)], good.arrays)
     with pytest.raises(InvalidArgumentError, match="takes no optimizer, got 5"):
@@ -229,7 +246,14 @@ def test_a_plan_of_an_earlier_session_cannot_be_committed(store):
 
 def test_statistics_count_what_happened(store):
     store.read([Read(2, -1), Read(3, 0)])
-    store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), (3, UpdateOp.SUB, (filled(3, 1),)), step=3, low_water=2))
+    store.push(
+        push(
+            (2, UpdateOp.ADD, (filled(2, 1),)),
+            (3, UpdateOp.SUB, (filled(3, 1),)),
+            step=3,
+            low_water=2,
+        )
+    )
     assert store.statistics() == {
         "variables": 2,
         "bytes": 6 * 4 + 12 * 4,
@@ -244,3 +268,16 @@ def test_statistics_count_what_happened(store):
         "remembered_steps": 1,
         "low_water": 2,
     }
+
+
+def test_nan_is_a_value(store):
+    nan = np.full(SHAPES[3], np.nan, "f4")
+    assert store.push(push((3, UpdateOp.ADD, (nan,)))).applied
+    assert np.isnan(store.read([Read(3, -1)])[1][0]).all()
+
+
+def test_a_step_below_the_low_water_mark_is_a_duplicate_even_of_its_own(store):
+    late = push((2, UpdateOp.ADD, (filled(2, 1),)), step=4, low_water=5)
+    assert not store.push(late).applied
+    assert not store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=3)).applied
+    assert store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=5)).applied

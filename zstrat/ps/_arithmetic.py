@@ -111,7 +111,7 @@ def _check_scatter(
 def compute(
     op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
 ) -> None:
-    """Computes the new value into ``out`` (maybe ``source`` itself) from checked operands."""
+    """The new value, into ``out`` (maybe ``source`` itself), from checked operands."""
     with np.errstate(all="ignore"):
         if op is UpdateOp.ASSIGN:
             np.copyto(out, operands[0])
@@ -175,7 +175,7 @@ def _runs(indices: np.ndarray) -> _Runs:
 
 
 def _sums(runs: _Runs, rows: np.ndarray) -> np.ndarray:
-    """The sum of the rows of each index. Below 32 bits they add in float32, rounded once."""
+    """The sum of the rows of each index; below 32 bits in float32, rounded once."""
     small = is_floating(rows.dtype) and rows.dtype.itemsize < 4
     dtype = np.dtype(np.float32) if small else rows.dtype
     sums: np.ndarray = rows[runs.order[runs.starts]].astype(dtype)
@@ -189,8 +189,10 @@ def _sums(runs: _Runs, rows: np.ndarray) -> np.ndarray:
 
 
 def _divide_integers(out: np.ndarray, runs: _Runs, rows: np.ndarray) -> None:
-    """Division that truncates towards zero, as XLA and TensorFlow divide integers; round
-    k divides by the k-th row of every index."""
+    """Division that truncates towards zero, as XLA and TensorFlow divide integers.
+
+    Round k divides by the k-th row of every index.
+    """
     for turn in range(int(runs.counts.max())):
         some = np.flatnonzero(runs.counts > turn)
         at, divisor = runs.unique[some], rows[runs.order[runs.starts[some] + turn]]

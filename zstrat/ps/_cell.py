@@ -35,7 +35,7 @@ import numpy as np
 from zstrat.errors import UnavailableError
 
 ALIGNMENT: Final = 64
-"""XLA shares host memory of this alignment in place of copying it; also a cache line."""
+"""XLA shares host memory so aligned, in place of copying it; also a cache line."""
 
 PATIENCE: Final = 16
 """Updates in place after which the second buffer is given up: readers that overlap
@@ -78,10 +78,10 @@ class _Buffer:
 
 
 class Cell:
-    """The value of one variable, with copy-on-write. Not thread-safe: one user at a time.
+    """The value of one variable, with copy-on-write. One user at a time: no locks.
 
-    Updates come in two kinds: ``source, out = begin()``, compute, ``settle()`` for numpy;
-    ``give()``, compute, ``take_back()`` for XLA.
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; by XLA it is
+    ``give()``, compute, ``take_back()``.
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Cell:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the cell owns: the value and, if readers overlap updates, a second."""
+        """Memory that it owns: the value and, if readers overlap updates, a second."""
         return self.nbytes * (1 if self._spare is None else 2)
 
     @property
@@ -131,9 +131,9 @@ class Cell:
         """Starts an update by numpy.
 
         Returns:
-            ``(source, out)``: the value and where the new one is to be written. They are
-            the same array when nobody looks at it. The value is not changed before
-            `settle`, unless they are the same.
+            ``(source, out)``: the value and where to write the new one: the same array
+            if nobody looks at it, and otherwise memory that becomes the value by
+            `settle`.
         """
         source = self._view() if self._buffer is None else self._buffer.array
         return source, self.overwrite()
@@ -162,7 +162,7 @@ class Cell:
         self._lost = ""
 
     def give(self) -> object:
-        """The value for XLA: a device array that it may donate, or memory that it reads.
+        """The value for XLA: an array that it may donate, or memory that it reads.
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -176,13 +176,14 @@ class Cell:
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """XLA failed while it wrote the value in place: there is none until it is assigned."""
+        """XLA failed while it wrote in place: nothing is there until it is assigned."""
         self._device, self._lost = None, why
 
     def _view(self) -> np.ndarray:
         if self._lost:
             raise UnavailableError(
-                f"the value was lost when its optimizer failed ({self._lost}): assign it anew"
+                f"the value was lost when its optimizer failed ({self._lost}): "
+                "assign it anew"
             )
         return np.asarray(self._device)
 

@@ -139,8 +139,8 @@ class PsClient:
     ) -> None:
         arrays = iter(answer.arrays)
         for place, old, version in zip(places, known, answer.versions, strict=True):
-            # The value that was known when the request was sent: by now it may have been
-            # dropped, or replaced by a later one.
+            # What was known when the request was sent: by now it may have been dropped,
+            # or replaced by a later one.
             if old is not None and old.version == version:
                 values[place] = old.array
                 continue
@@ -195,7 +195,7 @@ class PsClient:
     ) -> None:
         """Creates variables, ``(ps, entry, initial value)`` each.
 
-        A variable of the same key, shape and dtype that is there already stays as it is.
+        One of the same key, shape and dtype that is there already stays as it is.
 
         Raises:
             PSUnavailableError: A parameter server is gone.
@@ -277,7 +277,7 @@ class PsClient:
         result: Callable[[], T],
         deadline: float | None = None,
     ) -> asyncio.Future[T]:
-        """Sends all parts; the future is done with the last answer or the first error."""
+        """Sends all parts; done with the last answer or the first error."""
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         left = len(parts)
 

@@ -58,8 +58,11 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """An optimizer with its compiled programs. ``rows``: it may be applied to parts of a
-    variable. Its methods run on one thread at a time, which owns the variables."""
+    """An optimizer with its compiled programs.
+
+    ``rows``: it may be applied to parts of a variable. Its methods run on one thread at
+    a time, which owns the variables.
+    """
 
     optimizer: int
     name: str
@@ -82,7 +85,7 @@ class Registered:
         return mine is not None and self.programs.has(mine.layout, gradient.dtype)
 
     def apply(self, steps: Sequence[Step]) -> None:
-        """Applies one gradient to each variable, each of which occurs once, and waits."""
+        """Applies one gradient to each variable (which occurs once), and waits."""
         self.programs.apply(steps)
 
 
@@ -91,7 +94,7 @@ class OptimizerEngine:
     the owner of the store."""
 
     def __init__(self, load_code: Callable[[bytes], object]) -> None:
-        """``load_code`` turns the shipped bytes into an optax GradientTransformation."""
+        """``load_code`` turns shipped bytes into an optax GradientTransformation."""
         self._load_code = load_code
         self._registered: dict[int, Registered] = {}
 
@@ -136,8 +139,8 @@ class OptimizerEngine:
         old = self._registered.get(new.optimizer)
         if old is not None and old.digest != new.digest:
             raise AlreadyExistsError(
-                f"optimizer {new.optimizer} is {old.name!r} already, and {new.name!r} is "
-                "not the same"
+                f"optimizer {new.optimizer} is {old.name!r} already, and {new.name!r} "
+                "is not the same"
             )
         if old is None:
             self._registered[new.optimizer] = new
@@ -161,9 +164,9 @@ class OptimizerEngine:
     ) -> Registered:
         """The optimizer, if it takes such a gradient for a variable.
 
-        A gradient of another floating dtype than the variable's is handed to optax as it
-        is (but for 64 bits, see `fitting`): slots and update get the dtypes that optax
-        gives them, and the new value is cast to the variable's dtype, as by
+        A gradient of another floating dtype than the variable's is handed to optax as
+        it is (but for 64 bits, see `fitting`): slots and update get the dtypes that
+        optax gives them, and the new value is cast to the variable's dtype, as by
         `optax.apply_updates`.
 
         Raises:
@@ -174,7 +177,7 @@ class OptimizerEngine:
         known = self._registered.get(optimizer)
         if known is None:
             raise NotFoundError(
-                f"variable {entry.name!r}: no optimizer with id {optimizer} is registered"
+                f"variable {entry.name!r}: no optimizer with id {optimizer} is there"
             )
         who = f"variable {entry.name!r}, optimizer {known.name!r}"
         if op is not UpdateOp.OPTIMIZE:
@@ -187,15 +190,17 @@ class OptimizerEngine:
             )
         if entry.sharded and not known.rows:
             raise InvalidArgumentError(
-                f"{who}: it looks at more than one row at a time (a norm, a trust ratio, "
-                "factored moments), so on the parts of a sharded variable it would compute "
-                "something else; keep this variable in one piece, or use an optimizer "
-                "that works element by element (sgd, adam, adagrad, rmsprop, lion, ...)"
+                f"{who}: it looks at more than one row at a time (a norm, a trust "
+                "ratio, factored moments), so on the parts of a sharded variable it "
+                "would compute something else; keep this variable in one piece, or use "
+                "an optimizer that works element by element (sgd, adam, adagrad, "
+                "rmsprop, lion, ...)"
             )
         (gradient,) = operands
         if gradient.shape != cell.shape:
             raise InvalidArgumentError(
-                f"{who}: expected a gradient of shape {cell.shape}, got {gradient.shape}"
+                f"{who}: expected a gradient of shape {cell.shape}, got "
+                f"{gradient.shape}"
             )
         if not _is_differentiable(cell.dtype, gradient.dtype):
             raise InvalidArgumentError(
@@ -210,7 +215,7 @@ def _digest(code: bytes) -> bytes:
 
 
 def fitting(gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The gradient as jax would take it: of 64 bits only beside a variable of 64 bits."""
+    """The gradient as jax would take it: 64 bits only for a variable of 64 bits."""
     if is_wide(gradient.dtype) and not is_wide(dtype):
         return gradient.astype(np.complex64 if dtype.kind == "c" else np.float32)
     return gradient

@@ -1,4 +1,4 @@
-"""What a reader remembers of the variables that it has read, so as not to read again."""
+"""What a reader remembers of the variables that it has read already."""
 
 from __future__ import annotations
 

@@ -45,8 +45,9 @@ class Ledger:
         full = len(self._applied) >= self._capacity
         if full and step != UNNAMED and step not in self._applied:
             raise BusyError(
-                f"{self._capacity} steps above the low-water mark {self.low_water} have "
-                f"pushed, so step {step} cannot be remembered: wait until older steps end"
+                f"{self._capacity} steps above the low-water mark {self.low_water} "
+                f"have pushed, so step {step} cannot be remembered: wait until older "
+                "steps end"
             )
 
     def record(self, step: int, part: int) -> None:
@@ -54,7 +55,7 @@ class Ledger:
             self._applied.setdefault(step, set()).add(part)
 
     def raise_to(self, low_water: int) -> None:
-        """All steps below are over. A lower mark than before (a late message) is ignored."""
+        """All steps below are over. A lower mark than before, come late, is ignored."""
         old, new = self.low_water, low_water
         if new <= old:
             return

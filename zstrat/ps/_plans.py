@@ -88,7 +88,7 @@ class PushPlan:
         )
 
     def _runs(self) -> Iterable[_Run]:
-        """Neighbours of one optimizer whose order does not matter, and what is between."""
+        """Neighbours of one optimizer, in any order, and what is between them."""
         run = _Run(None, [], [])
         seen = set[int]()
         for update in self.updates:
@@ -140,7 +140,7 @@ class OptimizerPlan:
     loaded: Registered | None = None
 
     def compute(self) -> None:
-        """Imports jax and optax if need be. Raises what `OptimizerEngine.load` raises."""
+        """Imports jax and optax if need be; raises what `OptimizerEngine.load` does."""
         self.loaded = self.engine.load(self.optimizer, self.name, self.code)
 
 
@@ -148,7 +148,7 @@ Plan = PushPlan | CreatePlan | OptimizerPlan
 
 
 def work_of(op: UpdateOp, held: Held, operands: Sequence[np.ndarray]) -> int:
-    """Bytes moved, roughly. Rows are scattered; a scatter that must copy moves it all."""
+    """Bytes moved, roughly: a scatter costs its rows, and all if it must copy."""
     if op not in SCATTERS:
         return held.cell.nbytes
     rows = 16 * operands[0].size + 8 * operands[-1].nbytes

@@ -4,9 +4,10 @@ A parameter server applies an optimizer to one variable, or to a part of one, an
 the tree that the user has in mind. That is the same thing for most of optax, and a
 different algorithm for the rest: a global norm, a trust ratio, factored moments. Nobody
 can tell from the code, so it is tried: a few steps on two arrays together, on each
-alone, and on the halves of each. Gradients differ by orders of magnitude, so that any
-shared norm shows, and the last one holds an infinity, so that "skip what is not finite"
-shows.
+alone, and on the halves of each. The gradients of the two differ by orders of
+magnitude, so that any shared norm shows; they keep a direction, so that an estimate of
+the distance shows; and the last one holds an infinity, so that "skip what is not
+finite" shows.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     from ._xla import Transformation
 
-STEPS: Final = 4
+STEPS: Final = 6
+"""Enough for algorithms that estimate their step size to begin to move."""
 
 SHAPES: Final = {"matrix": (256, 128), "vector": (6,)}
 """Halves of the matrix have 128 rows: adafactor factors its moments from there on."""
@@ -32,7 +34,7 @@ SHAPES: Final = {"matrix": (256, 128), "vector": (6,)}
 SCALES: Final = {"matrix": 30.0, "vector": 0.01}
 
 TOLERANCE: Final = 1e-3
-"""Relative to the largest element. What differs, differs by tenths; XLA rounds by 1e-6."""
+"""Relative to the largest element: algorithms differ by tenths, XLA rounds by 1e-6."""
 
 
 def probe(name: str, transformation: Transformation) -> bool:
@@ -42,8 +44,8 @@ def probe(name: str, transformation: Transformation) -> bool:
         Whether it may be applied to parts of a variable along its first axis.
 
     Raises:
-        InvalidArgumentError: It cannot be applied to one variable at a time, or it calls
-            back into Python, which a parameter server does not do.
+        InvalidArgumentError: It cannot be applied to one variable at a time, or it
+            calls back into Python, which a parameter server does not do.
     """
     try:
         together, alone, halves = _run(name, transformation)
@@ -51,14 +53,14 @@ def probe(name: str, transformation: Transformation) -> bool:
         raise
     except Exception as error:  # goes to the caller, with what was tried
         raise InvalidArgumentError(
-            f"optimizer {name!r} cannot be applied to one variable at a time, given its "
-            f"gradient and value: {type(error).__name__}: {error}"
+            f"optimizer {name!r} cannot be applied to one variable at a time, given "
+            f"its gradient and value: {type(error).__name__}: {error}"
         ) from error
     if not _agree(together, alone):
         raise InvalidArgumentError(
-            f"optimizer {name!r} mixes variables (a norm over all of them, a common step "
-            "size, a common test), and a parameter server sees one variable at a time: "
-            "apply that part to the gradients in the step function, before "
+            f"optimizer {name!r} mixes variables (a norm over all of them, a common "
+            "step size, a common test), and a parameter server sees one variable at a "
+            "time: apply that part to the gradients in the step function, before "
             "apply_gradients, and register the rest. For clip_by_global_norm: "
             "clip = optax.clip_by_global_norm(c); "
             "grads, _ = clip.update(grads, clip.init(grads))"
@@ -74,6 +76,7 @@ def _run(name: str, transformation: Transformation) -> tuple[Trajectory, ...]:
     """One compiled step of all the variants side by side, called a few times."""
     rng = np.random.default_rng(0)
     values = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+    directions = {k: 3 * rng.normal(size=s) for k, s in SHAPES.items()}
     variants = _variants(values)
 
     def step(params: Any, states: Any, grads: Any) -> Any:
@@ -95,7 +98,7 @@ def _run(name: str, transformation: Transformation) -> tuple[Trajectory, ...]:
         run, all_updates = jax.jit(step), []
         for turn in range(STEPS):
             grads = {
-                k: (SCALES[k] * rng.normal(size=s)).astype(np.float32)
+                k: (SCALES[k] * (directions[k] + rng.normal(size=s))).astype(np.float32)
                 for k, s in SHAPES.items()
             }
             if turn == STEPS - 1:

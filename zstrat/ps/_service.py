@@ -157,7 +157,7 @@ class PsService:
             raise
 
     def lost(self, remote: Caller, reason: str) -> None:
-        """A connection ended. What its owner has here stays, until another one comes."""
+        """A connection ended. What its session has here stays until another opens."""
         self._ownership.lost(remote)
 
     async def drain(self) -> None:

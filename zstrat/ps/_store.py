@@ -112,7 +112,7 @@ class Store:
     def create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> None:
-        """Creates all or none; a variable of the same key, shape and dtype stays as it is.
+        """Creates all or none; one of the same key, shape and dtype stays as it is.
 
         Raises:
             AlreadyExistsError: A key is taken by a variable of another shape or dtype.
@@ -152,8 +152,10 @@ class Store:
             self._first_version = max(self._first_version, version + 1)
 
     def clear(self) -> None:
-        """Drops the session's variables, optimizers and memory of pushes. A plan that is
-        still computing cannot be committed any more."""
+        """Drops the session's variables, optimizers and memory of pushes.
+
+        A plan that is still computing cannot be committed any more.
+        """
         self._held.clear()
         self._engine.clear()
         self._ledger = Ledger()
@@ -305,9 +307,9 @@ class Store:
         if (cell.shape, cell.dtype) == (array.shape, array.dtype):
             return False
         raise AlreadyExistsError(
-            f"{self._task} holds key {entry.key} as {held.entry.name!r}, {cell.dtype.name}"
-            f"{list(cell.shape)}; {entry.name!r}, {array.dtype.name}{list(array.shape)}, "
-            "cannot be created under it"
+            f"{self._task} holds key {entry.key} as {held.entry.name!r}, "
+            f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
+            f"{array.dtype.name}{list(array.shape)}, cannot be created under it"
         )
 
     def _versions(self, push: Push) -> list[int]:
@@ -317,6 +319,6 @@ class Store:
 
     def _unknown(self, key: int) -> NotFoundError:
         return NotFoundError(
-            f"{self._task} holds no variable with key {key} (it holds {len(self._held)}): "
-            "it was deleted, or created in another session"
+            f"{self._task} holds no variable with key {key} (but {len(self._held)} "
+            "others): it was deleted, or created in another session"
         )

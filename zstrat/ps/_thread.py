@@ -17,7 +17,7 @@ Job = tuple[Callable[[], None], asyncio.Future[None]]
 
 
 class ComputeThread:
-    """Runs jobs one after the other, off the loop, which owns it. Starts when needed."""
+    """Runs jobs one after the other, off the loop that owns it. Starts when needed."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -80,6 +80,9 @@ class ComputeThread:
                 loop.call_soon_threadsafe(_finish, done, error)
             except RuntimeError:  # the loop was closed: nobody awaits the job any more
                 return
+            # While this thread waits for the next job it must not keep the last one's
+            # arrays alive, by the traceback of its error.
+            del done, error
 
 
 def _finish(done: asyncio.Future[None], error: BaseException | None) -> None:

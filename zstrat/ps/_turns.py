@@ -72,8 +72,7 @@ class Turns(Generic[T]):
         return ticket.behind == 0
 
     def leave(self, ticket: Ticket[T]) -> list[Ticket[T]]:
-        """Frees the names of a ticket whose turn it was; returns those whose turn comes,
-        in their order of arrival as far as they share a name."""
+        """Frees the names of a ticket that had its turn; returns whose turn comes."""
         self._tickets -= 1
         ready: list[Ticket[T]] = []
         for name in ticket.names:

@@ -1,9 +1,9 @@
 """optax behind XLA: the only module that imports optax, and never at start-up.
 
-`Programs` holds those of one optimizer. A program updates one variable: ``(value, slots,
-gradient) -> (value, slots)``, with value and slots donated. It is compiled ahead of its
-first use, so that a transformation which cannot be traced for a shape is refused before
-anything has changed.
+`Programs` holds those of one optimizer. A program updates one variable: ``(value,
+slots, gradient) -> (value, slots)``, with value and slots donated. It is compiled ahead
+of its first use, so that a transformation which cannot be traced for a shape is refused
+before anything has changed.
 """
 
 from __future__ import annotations

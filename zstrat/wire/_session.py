@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The coordinator that holds a task; ``peer`` is its connection, told by identity."""
+    """The coordinator that holds a task; ``peer`` is its connection, by identity."""
 
     session: int
     peer: object
