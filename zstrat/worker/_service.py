@@ -111,7 +111,7 @@ class WorkerService:
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
         self._tenancy: Tenancy | None = None
-        self._endings: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
         self._refusal: WorkerLostError | None = None
@@ -254,11 +254,12 @@ class WorkerService:
         tenancy, self._tenancy = self._tenancy, None
         if tenancy is None:
             return
+        tenancy.leave()
         task = asyncio.get_running_loop().create_task(
-            tenancy.close(reason), name=f"close session {tenancy.session:#x}"
+            tenancy.close_links(reason), name=f"close session {tenancy.session:#x}"
         )
-        self._endings.add(task)  # awaited by close()
-        task.add_done_callback(self._endings.discard)
+        self._leaving.add(task)  # awaited by close()
+        task.add_done_callback(self._leaving.discard)
 
     # The end
 
@@ -287,7 +288,7 @@ class WorkerService:
         Cancellation: the thread ends with the process.
         """
         self._drop("the worker was shut down")
-        await asyncio.gather(*self._endings)
+        await asyncio.gather(*self._leaving)
         await self._executor.close(self._settings.timeouts.drain)
 
     def _crashed(self, error: BaseException) -> None:

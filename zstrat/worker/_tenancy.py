@@ -276,21 +276,23 @@ class Tenancy:
             return False
         return True
 
-    async def close(self, reason: str) -> None:
-        """Forgets the session: what runs goes on to its end and nobody hears of it.
-
-        Cancellation: the links that are not closed yet are left to the collector.
-        """
+    def leave(self) -> None:
+        """Forgets the session at once; what runs goes on to its end, unheard of."""
         if self._closed:
             return
         self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
-        executor = self._executor
-        executor.tell(partial(executor.present, None))
-        executor.tell(self.shop.close)
+        self._executor.tell(partial(self._executor.present, None))
+        self._executor.tell(self.shop.close)
         self._open.clear()
         self._idle.set()
+
+    async def close_links(self, reason: str) -> None:
+        """Closes the links to the parameter servers; the last thing.
+
+        Cancellation: links that are not closed yet are left open.
+        """
         await asyncio.gather(*[link.close(reason) for link in self._links])
 
 
