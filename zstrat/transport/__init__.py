@@ -1,11 +1,12 @@
 """Sockets, connections and keys: how tasks reach each other. The door to ZeroMQ."""
 
 from ._curve import Security as Security
+from ._curve import generate_keys as generate_keys
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import Handler as Handler
-from ._endpoint import Remote as Remote
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
 from ._link import Link as Link
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run
+from ._remote import Remote as Remote

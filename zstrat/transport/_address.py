@@ -88,8 +88,8 @@ def check_directory(address: Address) -> None:
     if state.st_uid != os.geteuid() or mode & 0o077:
         raise PermissionError(
             f"ipc://{address.host}: {directory} belongs to user {state.st_uid} and has "
-            f"mode {mode:04o}: expected user {os.geteuid()} and 0700, for every user who "
-            "can enter it could send commands to this task"
+            f"mode {mode:04o}: expected user {os.geteuid()} and 0700, because every "
+            "user who can enter it could send commands to this task"
         )
 
 

@@ -6,8 +6,12 @@ seconds, if it is the same incarnation. Everything else is a loss at once.
 
 from __future__ import annotations
 
-from zstrat.wire import Hello
+from typing import TYPE_CHECKING
+
 from zstrat.wire._greeting import described
+
+if TYPE_CHECKING:
+    from zstrat.wire import Hello
 
 
 class Continuity:

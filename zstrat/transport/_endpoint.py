@@ -14,38 +14,34 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, cast, get_args
 
 import zmq
 
-from zstrat.config import Settings
 from zstrat.errors import (
     CancelledError,
     ClosedError,
-    PeerLostError,
     PermissionDeniedError,
     ZstratError,
 )
 from zstrat.wire import Done, Hello, Job, Message
 from zstrat.wire._greeting import described, mismatch, task_name
-from zstrat.wire._peer import (
-    Closed,
-    Greeted,
-    Noticed,
-    Order,
-    Peer,
-    Requested,
-    State,
-    failure,
-)
+from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
+from zstrat.wire._peer import Peer, failure
 
 from ._address import Address, check_directory, is_local, parse
-from ._curve import Security
 from ._monitor import Event, Happening, Monitor
 from ._pool import Pool
-from ._pump import Outlet, Pump
+from ._pump import Outlet, Pump, parts_of
+from ._remote import Connection, Remote
 from ._roster import Identity, Roster, identity_of
-from ._socket import LINGER, end_context, new_context, new_socket
+from ._socket import LINGER, bound_to, end_context, new_context, new_socket
+from ._zap import Authenticator
+
+if TYPE_CHECKING:
+    from zstrat.config import Settings
+
+    from ._curve import Security
 
 Handler = Callable[["Remote", Message], Message | Awaitable[Message] | None]
 """Called on the loop for every request and notice. What it returns or raises is the
@@ -55,47 +51,6 @@ _MESSAGES: Final = frozenset(get_args(Message))
 _LOG: Final = logging.getLogger("zstrat.transport")
 _COMPLAINTS: Final = 10.0
 """Seconds between two log lines about strangers, however many they are."""
-
-
-class Remote:
-    """A task connected to an `Endpoint`. Lives until it is lost, once.
-
-    ``role`` is what its key says where keys are used, else what it claims.
-    """
-
-    __slots__ = ("_connection", "alive", "hello", "name", "role")
-
-    def __init__(self, hello: Hello, role: Job, connection: _Connection) -> None:
-        self.name, self.hello, self.role = task_name(hello), hello, role
-        self.alive = True
-        self._connection = connection
-
-    def notify(self, message: Message) -> None:
-        """Queues a notice. Notices may be lost with the connection, none by itself.
-
-        Raises:
-            PeerLostError: It is gone.
-            BusyError: It does not read, and too many wait for it.
-        """
-        peer = self._connection.outlet.peer
-        if not self.alive or peer.state is not State.OPEN:
-            raise PeerLostError(described(self.hello), "it is not connected")
-        peer.notify(message)
-        self._connection.outlet.flush()
-
-    def __repr__(self) -> str:
-        return f"<Remote {described(self.hello)}{'' if self.alive else ' lost'}>"
-
-
-class _Connection:
-    __slots__ = ("descriptor", "outlet", "remote", "routing", "user")
-
-    def __init__(
-        self, routing: bytes, outlet: Outlet, descriptor: int, user: str | None
-    ) -> None:
-        self.routing, self.outlet = routing, outlet
-        self.descriptor, self.user = descriptor, user
-        self.remote: Remote | None = None
 
 
 def _ignore(remote: Remote, reason: str) -> None:
@@ -124,13 +79,14 @@ class Endpoint:
     ) -> None:
         self._me, self._handler, self._settings = me, handler, settings
         self._on_lost, self._security = on_lost, security
-        self._connections: dict[bytes, _Connection] = {}
+        self._connections: dict[bytes, Connection] = {}
         self._remotes: dict[Identity, Remote] = {}
         self._roster, self._pool = Roster(), Pool()
         self._tasks: set[asyncio.Task[Message]] = set()
         self._counts: Counter[str] = Counter()
         self._complained_at = -_COMPLAINTS
         self._pump: Pump | None = None
+        self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -156,10 +112,13 @@ class Endpoint:
         socket = new_socket(self._context, zmq.ROUTER, where, self._settings)
         try:
             if self._security is not None:
+                self._authenticator = Authenticator(self._context, self._admits)
                 self._security.arm_server(socket)
             socket.bind(where.endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
+            if self._authenticator is not None:
+                self._authenticator.close()
             await end_context(self._context)
             raise OSError(
                 error.errno,
@@ -169,8 +128,7 @@ class Endpoint:
         self._monitor = Monitor(socket, _WATCHED, self._happened)
         self._pump = Pump(socket, self._received)
         self._timer = self._loop.call_later(self._interval, self._tick)
-        bound = socket.last_endpoint.decode()
-        return bound.removeprefix("tcp://")
+        return bound_to(socket).removeprefix("tcp://")
 
     async def close(self, reason: str = "it was shut down") -> None:
         """Says goodbye to all, cancels handlers that still run, frees the address.
@@ -195,8 +153,8 @@ class Endpoint:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._security is not None:
-            self._security.close()
+        if self._authenticator is not None:
+            self._authenticator.close()
         await end_context(self._context)
 
     def statistics(self) -> dict[str, object]:
@@ -218,11 +176,14 @@ class Endpoint:
         ):
             raise PermissionDeniedError(
                 f"{task_name(self._me)} will not bind {address.host}:{address.port}: "
-                "other machines can reach it, it has no keys, and whoever reaches it may "
-                "run code here. Make keys with `zstrat keygen DIR` and pass --keys DIR "
-                "(ZSTRAT_KEYS), bind 127.0.0.1, or say --insecure on a network that only "
-                "you use"
+                "other machines can reach it, it has no keys, and whoever can may "
+                "run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
+                "(ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure if only you use "
+                "the network"
             )
+
+    def _admits(self, key: str) -> bool:
+        return self._security is not None and self._security.role_of(key) is not None
 
     @property
     def _interval(self) -> float:
@@ -243,16 +204,15 @@ class Endpoint:
             self._counts["impostors"] += 1
             return
         peer = connection.outlet.peer
-        parts = [frames[1].bytes, *[frame.buffer for frame in frames[2:]]]
-        for order in peer.received(parts, self._loop.time()):
+        for order in peer.received(parts_of(frames[1:]), self._loop.time()):
             self._obey(connection, order)
         connection.outlet.flush()
 
-    def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> _Connection | None:
-        """A connection for whoever wrote for the first time; what it says, `Peer` judges."""
+    def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
+        """A connection for whoever wrote for the first time; `Peer` judges what."""
         # A client that chose its own id could come back as somebody else's.
         if len(frames) < 2 or len(routing) != 5 or routing[0] != 0:
-            self._complain("it chose its own routing id, or sent an empty message")
+            self._complain("it sent an empty message, or chose its own routing id")
             return None
         assert self._pump is not None
         # What broke before this HELLO was sent must be known before it is judged.
@@ -267,11 +227,14 @@ class Endpoint:
             now=self._loop.time(),
             allocate=self._pool.allocate,
         )
-        head = frames[1]
-        user = None if self._security is None else str(head.get("User-Id"))
-        descriptor = int(head.get("__fd"))
+        try:
+            descriptor = int(frames[1].get("__fd"))
+            user = str(frames[1].get("User-Id")) if self._security is not None else None
+        except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
+            self._complain("it is no ZeroMQ of this age")
+            return None
         outlet = Outlet(peer, self._pump, (routing,))
-        connection = _Connection(routing, outlet, descriptor, user)
+        connection = Connection(routing, outlet, descriptor, user)
         self._connections[routing] = connection
         return connection
 
@@ -287,6 +250,8 @@ class Endpoint:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(self._interval, self._tick)
+        if self._authenticator is not None:
+            self._authenticator.revive()
         now = self._loop.time()
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
@@ -310,7 +275,7 @@ class Endpoint:
 
     # ---- what Peer and Roster decided ---------------------------------------------
 
-    def _obey(self, connection: _Connection, order: Order[None]) -> None:
+    def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:
             case Requested(number, message):
                 self._serve(connection, number, message)
@@ -323,7 +288,7 @@ class Endpoint:
             case _:  # Opened, Answered, Failed: only an initiator's peer says these
                 raise AssertionError(order)
 
-    def _greet(self, connection: _Connection, hello: Hello) -> None:
+    def _greet(self, connection: Connection, hello: Hello) -> None:
         peer = connection.outlet.peer
         role, error = self._role(connection, hello)
         verdict = self._roster.admit(hello) if error is None else None
@@ -340,37 +305,39 @@ class Endpoint:
         if remote is None:
             remote = self._remotes[identity] = Remote(hello, role, connection)
         else:  # it came back before it was lost
-            old = remote._connection
+            old = remote.connection
             self._connections.pop(old.routing, None)
             old.outlet.peer.leave("it has a newer connection")
             old.outlet.flush()
-            remote._connection = connection
+            remote.connection = connection
         connection.remote = remote
         self._counts["greetings"] += 1
         peer.accept(hello, self._loop.time())
 
     def _role(
-        self, connection: _Connection, hello: Hello
+        self, connection: Connection, hello: Hello
     ) -> tuple[Job, ZstratError | None]:
         job = Job(hello.job)
         if self._security is None or connection.user is None:
             return job, None
         role = self._security.role_of(connection.user)
+        if role is None:
+            return job, PermissionDeniedError(f"{described(hello)} has no key of ours")
         if job is role or job is Job.OBSERVER:  # any key may ask to only look
             return job, None
         return role, PermissionDeniedError(
-            f"{described(hello)} has the key of the role {role}: it cannot join as {job}"
+            f"{described(hello)} has the key of the role {role}: it cannot be a {job}"
         )
 
     def _replace(self, identity: Identity, winner: Hello) -> None:
         remote = self._remotes.get(identity)
         if remote is not None:
             reason = f"it was replaced by a newer process: {described(winner)}"
-            connection = remote._connection
+            connection = remote.connection
             for order in connection.outlet.peer.leave(reason):
                 self._obey(connection, order)
 
-    def _forget(self, connection: _Connection, reason: str) -> None:
+    def _forget(self, connection: Connection, reason: str) -> None:
         connection.outlet.flush()
         self._connections.pop(connection.routing, None)
         remote = connection.remote
@@ -388,7 +355,7 @@ class Endpoint:
     # ---- requests -----------------------------------------------------------------
 
     def _serve(
-        self, connection: _Connection, number: int | None, message: Message
+        self, connection: Connection, number: int | None, message: Message
     ) -> None:
         remote = connection.remote
         assert remote is not None
@@ -398,9 +365,10 @@ class Endpoint:
         except Exception as error:  # goes to the caller, who is to blame more often
             self._fail(connection, number, error)
             return
-        if type(result) in _MESSAGES or result is None:
+        if result is None or type(result) in _MESSAGES:
             if number is not None:
-                connection.outlet.peer.reply(number, result or Done())  # type: ignore[arg-type]
+                answer = Done() if result is None else cast("Message", result)
+                connection.outlet.peer.reply(number, answer)
         elif isinstance(result, asyncio.Future):
             result.add_done_callback(partial(self._finished, connection, number))
         elif inspect.isawaitable(result):
@@ -418,7 +386,7 @@ class Endpoint:
 
     def _finished(
         self,
-        connection: _Connection,
+        connection: Connection,
         number: int | None,
         future: asyncio.Future[Message],
     ) -> None:
@@ -431,12 +399,12 @@ class Endpoint:
         if error is not None:
             self._fail(connection, number, error)
         elif number is not None:
-            connection.outlet.peer.reply(number, future.result() or Done())
+            connection.outlet.peer.reply(number, future.result())
         if not self._closed:
             connection.outlet.flush()
 
     def _fail(
-        self, connection: _Connection, number: int | None, error: BaseException
+        self, connection: Connection, number: int | None, error: BaseException
     ) -> None:
         if number is not None:
             connection.outlet.peer.reply(number, failure(error))

@@ -10,41 +10,35 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from zstrat.config import Settings
 from zstrat.errors import (
     ClosedError,
     DeadlineExceededError,
     PeerLostError,
-    PermissionDeniedError,
-    ProtocolError,
 )
 from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch
-from zstrat.wire._peer import (
-    Answered,
-    Closed,
-    Failed,
-    Noticed,
-    Opened,
-    Order,
-    Peer,
-    State,
-)
+from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
+from zstrat.wire._peer import Peer
 
 from ._address import parse
 from ._continuity import Continuity
-from ._curve import Security
 from ._monitor import Event, Happening, Monitor
 from ._pool import Pool
-from ._pump import Outlet, Pump
+from ._pump import Outlet, Pump, parts_of
 from ._socket import LINGER, lease_context, new_socket, return_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Settings
+
+    from ._curve import Security
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
@@ -70,8 +64,8 @@ class Link:
         on_open: Called after every greeting, the first and each later one. What was in
             flight before it, notices too, may be lost even if the incarnation in the
             HELLO is the same.
-        on_lost: Called once per loss: silence, a goodbye, a new incarnation, or a broken
-            connection that did not come back in ``timeouts.reconnect``.
+        on_lost: Called once per loss: silence, a goodbye, a new incarnation, or a
+            broken connection that did not come back in ``timeouts.reconnect``.
         security: Keys of this process; needs ``expect``, which says whose key the task
             must have.
         expect: Job and index that must answer.
@@ -172,9 +166,9 @@ class Link:
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
         """Sends a request; the future gets its one outcome.
 
-        That is the answer, the error that the other side raised, `PeerLostError` (it may
-        or may not have run), or `DeadlineExceededError`. Cancelling the future gives up
-        the answer, not the request.
+        That is the answer, the error that the other side raised, `PeerLostError` (the
+        request may or may not have run), or `DeadlineExceededError`. Cancelling the
+        future gives up the answer, not the request.
 
         Args:
             deadline: Loop time; None: ``timeouts.request`` from now.
@@ -268,11 +262,11 @@ class Link:
                 self._broke()
             case Happening.UNAUTHORISED:
                 assert self._security is not None
-                self._refuse(self._security.denied(self._me.job, self._target))
+                self._refuse(self._security.denied(self._target))
             case Happening.MISMATCHED | Happening.FAILED:
                 self._trouble = (
-                    "the handshake failed: one side may use keys and the other none, or "
-                    "they have keys of different clusters"
+                    "the handshake failed: one side may use keys and the other none, "
+                    "or they have keys of different clusters"
                 )
             case Happening.RETRIED:
                 pass
@@ -310,8 +304,7 @@ class Link:
         outlet = self._outlet
         if outlet is None:
             return
-        parts = [frames[0].bytes, *[frame.buffer for frame in frames[1:]]]
-        orders = outlet.peer.received(parts, self._loop.time())
+        orders = outlet.peer.received(parts_of(frames), self._loop.time())
         if orders:
             self._obey(orders)
         outlet.flush()
@@ -341,7 +334,7 @@ class Link:
         if reason is not None:
             self._on_lost(PeerLostError(self.name, reason))
 
-    # ---- what Peer decided ------------------------------------------------------------
+    # ---- what Peer decided --------------------------------------------------------
 
     def _obey(self, orders: Sequence[Order[Reply]]) -> None:
         for order in orders:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import itertools
 import struct
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import zmq
 
 from ._pump import Pump
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _NUMBERS: Final = itertools.count()
 _HEAD: Final = struct.Struct("=HI")

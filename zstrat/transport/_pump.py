@@ -15,21 +15,34 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import zmq
 
-from zstrat.wire import Buffer
-from zstrat.wire._peer import Frames, Peer
+if TYPE_CHECKING:
+    from zstrat.wire._outbox import Frames
+    from zstrat.wire._peer import Peer
 
 BUDGET: Final = 512
 """Work of one turn of the loop, in messages; 16 KiB count as one. About 2 ms, after
 which timers and other sockets have their turn."""
 
+# As plain ints: combining and passing zmq's enums costs as much as sending.
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+_EVENTS: Final = int(zmq.EVENTS)
+_POLLIN: Final = int(zmq.POLLIN)
+
 _UNIT: Final = 14  # 2**14 bytes
 _COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
 
 Receive = Callable[[list[zmq.Frame]], None]
+
+
+def parts_of(frames: list[zmq.Frame]) -> list[bytes | memoryview]:
+    """Header and raw frames of a message, as `Peer` takes them."""
+    head, *raws = frames
+    return [head.bytes, *[raw.buffer for raw in raws]]
 
 
 class Sending(enum.Enum):
@@ -57,11 +70,11 @@ class Pump:
             self._look_again()
         try:
             for frame in to:
-                send(frame, zmq.NOBLOCK | zmq.SNDMORE)
+                send(frame, _MORE)
             for frame in frames[:-1]:
-                send(frame, zmq.NOBLOCK | zmq.SNDMORE, len(frame) < _COPIED)
+                send(frame, _MORE, len(frame) < _COPIED)
             last = frames[-1]
-            send(last, zmq.NOBLOCK, len(last) < _COPIED)
+            send(last, _NOBLOCK, len(last) < _COPIED)
         except zmq.Again:
             return Sending.BLOCKED
         except zmq.ZMQError as error:
@@ -77,6 +90,10 @@ class Pump:
     def drain(self) -> None:
         """Takes what has arrived, now."""
         self._drain()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
 
     def close(self, linger: float) -> None:
         """Closes the socket; what was sent has ``linger`` seconds to leave."""
@@ -94,17 +111,17 @@ class Pump:
         if self._closed:
             return
         self._scheduled = False
-        if self._blocked or self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if self._blocked or int(self._socket.get(_EVENTS)) & _POLLIN:
             self._drain()
 
     def _drain(self) -> None:
         recv, receive, left = self._socket.recv, self._receive, BUDGET
         try:
             while left > 0 and not self._closed:
-                frame = recv(zmq.NOBLOCK, False)
+                frame = recv(_NOBLOCK, False)
                 message = [frame]
                 while frame.more:
-                    frame = recv(zmq.NOBLOCK, False)
+                    frame = recv(_NOBLOCK, False)
                     message.append(frame)
                 left -= 1 + (len(frame) >> _UNIT)
                 receive(message)
@@ -124,7 +141,7 @@ class Outlet:
 
     __slots__ = ("_loop", "_pump", "_stuck", "_to", "is_gone", "peer")
 
-    def __init__(self, peer: Peer, pump: Pump, to: Frames = ()) -> None:
+    def __init__(self, peer: Peer[Any], pump: Pump, to: Frames = ()) -> None:
         self.peer, self._pump, self._to = peer, pump, to
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None

@@ -1,14 +1,15 @@
-"""Which tasks are connected to an endpoint, and which of two that claim to be one is it.
+"""Which tasks are connected, and which of two that claim to be one is the one.
 
-A decision without I/O. A worker, ps or evaluator exists once: the newest HELLO of a task
-wins, and the incarnation that it replaced is refused from then on, so that a process
-which wakes up from the dead does not push the living aside. Coordinators and observers
-may be several; whose word counts among coordinators is decided by the session.
+A decision without I/O. A worker, ps or evaluator exists once: the newest HELLO of a
+task wins, and the incarnation that it replaced is refused from then on, so that a
+process which wakes up from the dead does not push the living aside. Coordinators and
+observers may be several; whose word counts among coordinators, the session decides.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from zstrat.errors import ProtocolError, ZstratError
@@ -21,7 +22,8 @@ FENCED: Final = 1024
 """Replaced incarnations that are remembered: each is a restart of some task."""
 
 
-class Identity(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Identity:
     """What stays the same when a connection breaks and comes back."""
 
     job: str

@@ -18,12 +18,14 @@ import numpy as np
 
 from zstrat.errors import ProtocolError
 
-from ._arrays import ArraySpec, Buffer, array_from
+from ._arrays import ArraySpec, array_from
 
 ALIGNMENT: Final = 64
 """What XLA asks of host memory that it is to use in place."""
 
 SMALL: Final = 64 * 1024
+
+Frame = bytes | memoryview
 
 Allocate = Callable[[int], memoryview]
 """Writable memory of that many bytes, at a multiple of `ALIGNMENT`."""
@@ -41,13 +43,13 @@ def allocate(nbytes: int) -> memoryview:
     return memory[start : start + nbytes].data
 
 
-def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, Buffer]]:
+def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
     """Offset and bytes of each chunk of the body made of ``raws`` (uint8 [nbytes])."""
     gathered, start, position, small = bytearray(), 0, 0, min(SMALL, chunk)
     for raw in raws:
         position, size = aligned(position), raw.nbytes
         if gathered and (size >= small or position + size - start > chunk):
-            yield start, gathered
+            yield start, memoryview(gathered)
             gathered = bytearray()
         if size >= small:
             view = raw.data
@@ -60,7 +62,7 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, Buffer]]:
             gathered += raw.data
         position += size
     if gathered:
-        yield start, gathered
+        yield start, memoryview(gathered)
 
 
 class Assembly:
@@ -88,7 +90,7 @@ class Assembly:
     def is_complete(self) -> bool:
         return self._position >= self._end
 
-    def take(self, offset: int, chunk: Buffer) -> None:
+    def take(self, offset: int, chunk: Frame) -> None:
         """The next chunk.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Who may talk to whom: the rules that a HELLO has to meet, and the words of a refusal."""
+"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+"""A task that is connected to an endpoint, and the connection that it has just now."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zstrat.errors import PeerLostError
+from zstrat.wire._greeting import described, task_name
+from zstrat.wire._orders import State
+
+if TYPE_CHECKING:
+    from zstrat.wire import Hello, Job, Message
+
+    from ._pump import Outlet
+
+
+class Remote:
+    """A task connected to an `Endpoint`. Lives until it is lost, once.
+
+    ``role`` is what its key says where keys are used, else what it claims.
+    """
+
+    __slots__ = ("alive", "connection", "hello", "name", "role")
+
+    def __init__(self, hello: Hello, role: Job, connection: Connection) -> None:
+        self.name, self.hello, self.role = task_name(hello), hello, role
+        self.alive = True
+        self.connection = connection
+
+    def notify(self, message: Message) -> None:
+        """Queues a notice. Notices may be lost with the connection, none by itself.
+
+        Raises:
+            PeerLostError: It is gone.
+            BusyError: It does not read, and too many wait for it.
+        """
+        peer = self.connection.outlet.peer
+        if not self.alive or peer.state is not State.OPEN:
+            raise PeerLostError(described(self.hello), "it is not connected")
+        peer.notify(message)
+        self.connection.outlet.flush()
+
+    def __repr__(self) -> str:
+        return f"<Remote {described(self.hello)}{'' if self.alive else ' lost'}>"
+
+
+class Connection:
+    __slots__ = ("descriptor", "outlet", "remote", "routing", "user")
+
+    def __init__(
+        self, routing: bytes, outlet: Outlet, descriptor: int, user: str | None
+    ) -> None:
+        self.routing, self.outlet = routing, outlet
+        self.descriptor, self.user = descriptor, user
+        self.remote: Remote | None = None
