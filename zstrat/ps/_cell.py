@@ -6,11 +6,12 @@ no lease is alive and into other memory if one is.
 
 A cell is in one of two states:
 
-*host*: a 64-byte-aligned numpy buffer of our own. A lease is an array over a read-only
-    memoryview of it. numpy makes a view of a view point at the *owner* of the memory,
-    which would hide it from a weak reference, but it stops at an owner that is no
-    ndarray (``PyArray_SetBaseObject``): so every view derived from a lease, by anybody,
-    keeps that very lease alive, and one weak reference tells whether anyone looks.
+*host*: a 64-byte-aligned numpy buffer of our own. A lease is a view of a *window*, an
+    array over a read-only memoryview of the buffer. numpy makes a view of a view point
+    at the array that owns the memory, which would hide views from a weak reference;
+    but it stops at an array whose own base is no ndarray (``PyArray_SetBaseObject``).
+    So every view derived from a lease, by anybody, keeps the window alive, and one weak
+    reference tells whether anyone looks.
 
 *device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
@@ -52,24 +53,28 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 class _Buffer:
     """A host buffer and the lease on it, if one is alive."""
 
-    __slots__ = ("_lease", "_window", "array")
+    __slots__ = ("_bytes", "_window", "array")
 
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.array = aligned(shape, dtype)
-        # Through bytes, because bfloat16 and the fp8 types have no buffer protocol.
-        self._window = self.array.reshape(-1).view(np.uint8).data.toreadonly()
-        self._lease: weakref.ref[np.ndarray] | None = None
+        # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
+        self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
+        self._window: weakref.ref[np.ndarray] | None = None
 
     @property
     def is_leased(self) -> bool:
-        return self._lease is not None and self._lease() is not None
+        return self._window is not None and self._window() is not None
 
     def lease(self) -> np.ndarray:
-        lease = self._lease() if self._lease is not None else None
-        if lease is None:
-            lease = np.ndarray(self.array.shape, self.array.dtype, self._window)
-            self._lease = weakref.ref(lease)
-        return lease
+        array = self.array
+        if not array.size:
+            return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
+        window = self._window() if self._window is not None else None
+        if window is None:
+            # Not np.ndarray(buffer=...), which looks through the memoryview for a base.
+            window = np.frombuffer(self._bytes, array.dtype)
+            self._window = weakref.ref(window)
+        return window.reshape(array.shape)
 
 
 class Cell:
@@ -130,19 +135,23 @@ class Cell:
             the same array when nobody looks at it. The value is not changed before
             `settle`, unless they are the same.
         """
+        source = self._view() if self._buffer is None else self._buffer.array
+        return source, self.overwrite()
+
+    def overwrite(self) -> np.ndarray:
+        """Starts an update that does not need the old value; `settle` ends it too."""
         buffer = self._buffer
         if buffer is None:
             self._writing = _Buffer(self.shape, self.dtype)
-            return self._view(), self._writing.array
-        if not buffer.is_leased:
+        elif not buffer.is_leased:
             self._rest()
             self._writing = buffer
-            return buffer.array, buffer.array
-        spare, self._spare, self._idle = self._spare, None, 0
-        if spare is None or spare.is_leased:
-            spare = _Buffer(self.shape, self.dtype)
-        self._writing = spare
-        return buffer.array, spare.array
+        else:
+            spare, self._spare, self._idle = self._spare, None, 0
+            if spare is None or spare.is_leased:
+                spare = _Buffer(self.shape, self.dtype)
+            self._writing = spare
+        return self._writing.array
 
     def settle(self) -> None:
         """Makes the array that `begin` handed out the value."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from zstrat.wire import UpdateOp
+
 from ._arithmetic import SCATTERS, compute
 from ._cell import Cell
 from ._engine import OptimizerEngine, Registered, Slots, Step, fitting
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from zstrat.wire import Push, UpdateOp, VariableEntry
+    from zstrat.wire import Push, VariableEntry
 
 
 @dataclass(slots=True)
@@ -42,7 +44,10 @@ class PlannedUpdate:
     def compute(self) -> None:
         """A plain update; those of an optimizer go through `Registered.apply`."""
         cell = self.held.cell
-        source, out = cell.begin()
+        if self.op is UpdateOp.ASSIGN:
+            source = out = cell.overwrite()
+        else:
+            source, out = cell.begin()
         compute(self.op, source, self.operands, out)
         cell.settle()
 
