@@ -1,4 +1,4 @@
-"""The recorder: what a step function does with variables and iterators while jax traces it.
+"""The recorder: what a body does with variables and iterators while jax traces it.
 
 A body is traced twice. In *discovery* it is not known which variables it reads, so a
 read makes up an abstract value (see `Discovery`); that trace yields the plan. In
@@ -8,14 +8,14 @@ the same both times.
 Theory of operation. Reads of one variable are one input of the program, whatever their
 number. Updates are written down with their operands, which become outputs. What was
 written is also known here: a later read in the same step computes the new value from
-the old one and the operands, except after an optimizer, whose result only the parameter
-server knows. Reads are allowed everywhere, as jax functions may close over outer values.
-Updates and draws are allowed only where the capture began: under `jax.grad`, `lax.cond`
-and the like the operand would be a value of that inner trace.
+the old one and the operands, except after an optimizer, whose result only the
+parameter server knows. Reads are allowed everywhere, as jax functions may close over
+outer values. Updates and draws are allowed only where the capture began: under
+`jax.grad`, `lax.cond` and the like the operand would be a value of that inner trace.
 
-A region that is traced by itself (the replicas of `strategy.run`) makes a capture of its
-own with a `Feed` that reads from the outer one, and hands the inner one's updates on as
-explicit outputs.
+A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
+its own with a `Feed` that reads from the outer one, and hands the inner one's updates
+on as explicit outputs.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Capture:
     @contextmanager
     def recording(self) -> Iterator[Capture]:
         """Runs what is inside as the body; entered once, in the trace it belongs to."""
-        self._home = get_opaque_trace_state()
+        self._home = _trace()
         with self._scope:
             self._scope.enter_context(fresh())
             here_before = recorder.set(self)
@@ -232,7 +232,7 @@ class Capture:
         return element
 
     def _is_home(self) -> bool:
-        return bool(get_opaque_trace_state() == self._home)
+        return bool(_trace() == self._home)
 
     def _computed(self, variable: Variable) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
@@ -253,6 +253,12 @@ class Capture:
 
     def _ask_context(self) -> None:
         self.asked_context = True
+
+
+def _trace() -> object:
+    """The transformation of jax that is under way, comparable and otherwise opaque."""
+    state: object = get_opaque_trace_state()  # type: ignore[no-untyped-call]
+    return state
 
 
 def _named(op: UpdateOp) -> str:

@@ -10,10 +10,10 @@ What travels how:
 - large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
   (`dump_code`, and any callable) travels in one piece.
 
-Threats. Whoever can make a task load such bytes can run code there, so a task takes them
-from its coordinator alone; that is decided before anything here is called. Function
-bytecode means nothing to another minor version of Python, so the bytes say which one
-made them.
+Threats. Whoever can make a task load such bytes can run code there, so a task takes
+them from its coordinator alone; that is decided before anything here is called. The
+bytecode of functions means nothing to another minor version of Python, so the bytes say
+which one made them.
 """
 
 from __future__ import annotations
@@ -254,7 +254,8 @@ def _is_users(module: types.ModuleType) -> bool:
 
 
 def _key(data: np.ndarray, impl: str) -> jax.Array:
-    return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    key: jax.Array = jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    return key
 
 
 def _picklable(obj: object) -> bool:

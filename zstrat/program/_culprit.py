@@ -18,9 +18,7 @@ MAX_PARTS: Final = 10_000
 """Of a larger structure only the first parts are looked at."""
 
 
-def unpicklable(
-    obj: object, picklable: Callable[[object], bool]
-) -> tuple[str, object]:
+def unpicklable(obj: object, picklable: Callable[[object], bool]) -> tuple[str, object]:
     """The path to the innermost part that cannot be pickled by itself, and that part.
 
     The path is empty if it is the object itself.

@@ -1,4 +1,4 @@
-"""The recorder of eager steps: every read and update happens when Python comes to it."""
+"""The recorder of eager steps: a read or update happens when Python comes to it."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class StepUpdate(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """``leaves`` are the arrays of the result as ``layout`` says, ready and read-only."""
+    """``leaves`` are the arrays of the result, as ``layout`` says: ready, read-only."""
 
     leaves: list[np.ndarray]
     layout: ResultLayout
@@ -96,8 +96,8 @@ class Prepared:
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step.
 
-        ``values`` are those of ``reads``. They may be used without a copy, so nobody may
-        write to them while this runs; the result shares no memory with them.
+        ``values`` are those of ``reads``. They may be used without a copy, so nobody
+        may write to them while this runs; the result shares no memory with them.
 
         Raises:
             TypeError, RuntimeError: The body cannot be captured, found by its second

@@ -11,13 +11,15 @@ write within one, runs under a number of its own.
 from __future__ import annotations
 
 import itertools
-from contextlib import AbstractContextManager
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import jax
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
 # Made when the module is imported: jax forbids to do it while other threads use jax.
-_epoch: Final[Any] = jax.make_user_context(0)
+_epoch: Final[Any] = jax.make_user_context(0)  # type: ignore[no-untyped-call]
 _numbers: Final = itertools.count(1)
 
 

@@ -99,7 +99,7 @@ class Function:
         return bound
 
     def __reduce__(self) -> Any:
-        # The state comes after the object, so that a body may refer to its own function.
+        # The state comes after the object: a body may refer to its own function.
         state = {"body": self.body, "eager": self.eager, "name": self.name}
         return _blank, (), state
 

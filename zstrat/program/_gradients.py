@@ -1,10 +1,10 @@
 """Gradients with respect to variables: ``zs.value_and_grad`` and ``zs.grad``.
 
-A differentiated argument may contain variables in place of arrays. `Differentiated` cuts
-it into what jax differentiates and what the function is given in place of each leaf:
-the array itself for arrays, the value for dense variables. Variables that the function
-reads by itself are differentiated by `Substitution`, a recorder that hands out the
-arrays of jax's trace in place of values read from outside.
+A differentiated argument may contain variables in place of arrays. `Differentiated`
+cuts it into what jax differentiates and what the function is given in place of each
+leaf: the array itself for arrays, the value for dense variables. Variables that the
+function reads by itself are differentiated by `Substitution`, a recorder that hands out
+the arrays of jax's trace in place of values read from outside.
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the home).
@@ -24,7 +24,6 @@ from zstrat.variables import Variable, recorder
 
 from . import _refusals
 from ._fresh import fresh
-from ._iterator import Drawing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -50,10 +49,10 @@ def value_and_grad(
         fn: Returns a scalar, or ``(scalar, aux)`` with ``has_aux``. It must not update
             variables or draw elements; return what is needed for that as ``aux``.
         argnums: Positions of the arguments to differentiate: one number, whose gradient
-            is returned by itself, or several, whose gradients are a tuple. Each argument
-            is an array, a `Variable` or a pytree of both; ``fn`` is given arrays in
-            place of the variables, and the gradient has the argument's structure. Left
-            out: 0, or no argument if ``variables`` is given.
+            is returned by itself, or several, whose gradients are a tuple. Each of
+            these arguments is an array, a `Variable` or a pytree of both; ``fn`` is
+            given arrays in place of the variables, and the gradient has the argument's
+            structure. Left out: 0, or no argument if ``variables`` is given.
         variables: A variable or a pytree of variables that ``fn`` reads by itself, with
             ``v.value()`` or in arithmetic (TF's GradientTape way); gradients have the
             same structure. With ``argnums`` too, the gradients are the pair
@@ -228,6 +227,3 @@ def _require_variables(variables: Any) -> None:
         raise ValueError(
             f"variables= takes a zs.Variable or a pytree of them, got {found}"
         )
-
-
-_: type[Drawing] = Substitution  # it must keep answering draws, with a refusal

@@ -21,6 +21,8 @@ from zstrat.variables import recorder
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from ._structure import TreeDef
+
 
 @runtime_checkable
 class Drawing(Protocol):
@@ -36,8 +38,8 @@ class StepIterator:
 
     Args:
         source: The elements; None while a step is traced for its shapes alone.
-        element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes an
-            element; needed if there is no source.
+        element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes
+            an element; needed if there is no source.
         name: Stands in the errors.
     """
 
@@ -104,13 +106,15 @@ class Element:
     __slots__ = ("key", "leaves", "treedef")
 
     def __init__(self, element: Any) -> None:
-        leaves, self.treedef = jax.tree.flatten(element)
+        leaves: list[Any]
+        leaves, treedef = jax.tree.flatten(element)
         for number, leaf in enumerate(leaves):
             if type(leaf) is not np.ndarray and not isinstance(leaf, jax.Array):
                 leaves[number] = _array(leaf)
-        self.leaves: list[Any] = leaves
+        self.leaves = leaves
+        self.treedef: TreeDef = treedef
         self.key: Hashable = (
-            self.treedef,
+            treedef,
             tuple([(leaf.shape, leaf.dtype) for leaf in leaves]),
         )
 

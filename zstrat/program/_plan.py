@@ -1,9 +1,9 @@
 """What one step function does for one signature: its communication, known beforehand.
 
-A plan is found by tracing the body once under abstract values (discovery). It says which
-variables are read and updated, how many elements are drawn from which iterator and what
-comes back. The coordinator needs no more than this; a worker compiles it into a
-`Program`.
+A plan is found by tracing the body once under abstract values (discovery). It says
+which variables are read and updated, how many elements are drawn from which iterator
+and what comes back. The coordinator needs no more than this; a worker compiles it into
+a `Program`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """One update of a plan. ``optimizer`` is 0 for none; ``where`` is the user's line."""
+    """One update. ``optimizer`` is 0 for none; ``where`` is the user's line."""
 
     spec: VariableSpec
     op: UpdateOp

@@ -1,9 +1,9 @@
 """Ships the registration of the user's pytree classes along with the classes.
 
 jax keeps pytree classes in a registry of the process. A class that is pickled by value
-arrives on a worker as a new class, unknown to jax there, and would count as a leaf. What
-jax knows of a class is found from outside: an instance without a life is flattened, and
-its children tell which fields are data.
+arrives on a worker as a new class, unknown to jax there, and would count as a leaf.
+What jax knows of a class is found from outside: an instance without a life is
+flattened, and its children tell which fields are data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def register(registration: Registration) -> None:
 
 def _blank(cls: type) -> Any:
     """An instance whose fields are strings that name them."""
-    blank = object.__new__(cls)
+    blank: Any = object.__new__(cls)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             object.__setattr__(blank, field.name, field.name)

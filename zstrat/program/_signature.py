@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ._structure import TreeDef
 
-_NUMBERS = frozenset((int, float, complex))
+_NUMBERS: Final = frozenset((int, float, complex))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Call:
     """The arguments of one call, cut.
 
     ``marks`` has one entry per leaf of ``treedef``; with it, it is the ``key``.
-    ``inputs`` are the leaves that a program takes, ``iterators`` the distinct iterators,
-    both in order; ``leaves`` are all leaves.
+    ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
+    iterators, both in order; ``leaves`` are all leaves.
     """
 
     key: Hashable
@@ -49,12 +49,18 @@ class Call:
     iterators: list[StepIterator]
 
 
+_NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
+_BARE_CALL: Final = Call((_NO_ARGUMENTS, ()), _NO_ARGUMENTS, [], [], [])
+
+
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Cuts the arguments.
 
     Raises:
         TypeError: An argument is neither a pytree of arrays nor hashable.
     """
+    if not args and not kwargs:
+        return _BARE_CALL
     leaves, treedef = jax.tree.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
@@ -109,9 +115,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
                 "draw from: use the iterator of create_per_worker_dataset(...), or in "
                 "this process zs.StepIterator(iterator)"
             )
-        if (
-            isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM"
-        ):
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM":
             raise TypeError(
                 f"{place} is an array of dtype {leaf.dtype}, which jax cannot compute "
                 "with: a step takes arrays of numbers or booleans"
@@ -155,9 +159,7 @@ def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
             ) from None
 
 
-def _places(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> list[tuple[str, Any]]:
+def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     found = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

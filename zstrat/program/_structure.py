@@ -1,16 +1,16 @@
 """The structure of a step's result as plain data, so that it crosses the wire.
 
-A result is any pytree. Its arrays are *leaves*, numbered in jax's order; Python numbers,
-strings, bytes and booleans are *static*: part of the structure. The plain form is nested
-lists that msgpack can carry:
+A result is any pytree. Its arrays are *leaves*, numbered in jax's order; Python
+numbers, strings, bytes and booleans are *static*: part of the structure. The plain form
+is nested lists that msgpack can carry:
 
     n                    leaf number n
     None                 None
     ["=", value]         a static value
     ["[", x, ...]        a list;    ["(", x, ...]  a tuple
     ["{", [k, x], ...]   a dict
-    ["*", slot, ...]     any other pytree, flat: a slot is a leaf number or ["=", value];
-                         whoever traced the function too knows its treedef
+    ["*", slot, ...]     any other pytree, flat: a slot is a leaf number or a static
+                         value; whoever traced the function too knows its treedef
 
 Law of the file: what `encode` writes, `rebuild` reads.
 """
@@ -76,7 +76,7 @@ class Structure:
 def split(
     result: object, read: Callable[[Variable], Any]
 ) -> tuple[Structure, list[Any]]:
-    """Cuts a result into its structure and its arrays; a `Variable` counts as its value.
+    """Cuts a result into structure and arrays; a `Variable` counts as its value.
 
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
@@ -99,7 +99,7 @@ def split(
 def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
     """The plain form of a structure."""
     plain = _encode(treedef, iter(slots))
-    return ["*", *map(_slot, slots)] if plain is _FOREIGN else plain
+    return ["*", *map(_slot, slots)] if isinstance(plain, _Foreign) else plain
 
 
 def rebuild(
@@ -144,9 +144,6 @@ class _Foreign:
     """Marks a structure with a node that has no plain form."""
 
 
-_FOREIGN: Final = _Foreign()
-
-
 def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
     data = node.node_data()
     if data is None:
@@ -156,15 +153,15 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
     if kind is type(None):
         return None
     parts: list[Any] = [_encode(child, slots) for child in node.children()]
-    if any(part is _FOREIGN for part in parts):
-        return _FOREIGN
+    if any(isinstance(part, _Foreign) for part in parts):
+        return _Foreign()
     if kind is list:
         return ["[", *parts]
     if kind is tuple:
         return ["(", *parts]
     if kind is dict and all(isinstance(key, _KEYS) for key in keys):
         return ["{", *([k, part] for k, part in zip(keys, parts, strict=True))]
-    return _FOREIGN
+    return _Foreign()
 
 
 def _slot(slot: int | Static) -> PlainTree:
@@ -181,10 +178,9 @@ def _pairs(pairs: list[PlainTree]) -> Iterator[tuple[Any, PlainTree]]:
 
 
 def _static(leaf: Any, path: Any) -> bool | int | float | str | bytes:
-    for kind in _STATIC:
-        if isinstance(leaf, kind):
-            leaf = leaf if isinstance(leaf, bool) else kind(leaf)
-            break
+    if not isinstance(leaf, bool):
+        # A subclass (a StrEnum, say) loses its class: it could not cross the wire.
+        leaf = next(kind for kind in _STATIC if isinstance(leaf, kind))(leaf)
     if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
         raise TypeError(
             f"the step returns {leaf} at {_place(path)}, which is no 64-bit integer"

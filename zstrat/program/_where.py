@@ -47,7 +47,7 @@ def raised_at(error: BaseException) -> str:
 
 def is_machinery(filename: str) -> bool:
     """Whether the file belongs to zstrat or jax."""
-    return filename.startswith(_MACHINERY) or filename.startswith("<frozen")
+    return filename.startswith((*_MACHINERY, "<frozen"))
 
 
 def is_installed(filename: str) -> bool:
