@@ -136,6 +136,7 @@ class Capture:
         self.updates: list[Recorded] = []
         self.draws: list[int] = []
         self.asked_context = False
+        self._drawn: list[Any] = []
         self._feed = feed
         self._iterators = list(iterators)
         self._values: dict[int, jax.Array] = {}
@@ -229,7 +230,12 @@ class Capture:
             )
         element = self._feed.element(ordinal, iterator)
         self.draws.append(ordinal)
+        self._drawn.extend(jax.tree.leaves(element))
         return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this trace."""
+        return any(leaf is drawn for drawn in self._drawn)
 
     def _is_home(self) -> bool:
         return bool(_trace() == self._home)

@@ -31,6 +31,7 @@ class Immediate:
 
     def __init__(self, home: Home | None) -> None:
         self._home = home
+        self._drawn: list[Any] = []
         self._scope = ExitStack()
 
     @contextmanager
@@ -63,7 +64,13 @@ class Immediate:
 
     def draw(self, iterator: StepIterator) -> Any:
         # A copy: the dataset may fill the same buffer again.
-        return jax.tree.map(jnp.array, iterator.draw())
+        element = jax.tree.map(jnp.array, iterator.draw())
+        self._drawn.extend(jax.tree.leaves(element))
+        return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this step."""
+        return any(leaf is drawn for drawn in self._drawn)
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home

@@ -126,6 +126,9 @@ class Substitution:
     def draw(self, iterator: StepIterator) -> Any:
         raise _refusals.draw_inside()
 
+    def drew(self, leaf: object) -> bool:
+        return self._outer is not None and self._outer.drew(leaf)
+
 
 @dataclass(frozen=True, slots=True)
 class Differentiated:

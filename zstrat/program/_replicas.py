@@ -9,38 +9,35 @@ the same values.
 
 Law of the file: an update made inside a replica is brought together with those of the
 other replicas here, at the moment it is made, and reaches the step once. Gradients are
-summed over the replicas; everything else follows the variable's aggregation.
+summed over the replicas; everything else follows the variable's aggregation. The rules
+of captures hold inside too: a region is a capture of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zstrat.variables import (
-    IndexedSlices,
-    Optimizer,
-    Recorder,
-    Variable,
-    VariableAggregation,
-    apply_traced,
-    recorder,
-)
-from zstrat.wire._messages import UpdateOp
+from zstrat.variables import Optimizer, Recorder, Variable, recorder
 
-AXIS: Final = "replica"
-"""Name of the mapped axis, for collectives inside a replica function."""
+from ._capture import Capture, Discovery, Replay
+from ._collective import AXIS, aggregate
+from ._context import asked
 
-# jax's stubs leave these untyped.
-_psum: Final[Any] = jax.lax.psum
-_pmean: Final[Any] = jax.lax.pmean
+if TYPE_CHECKING:
+    from zstrat.wire import UpdateOp
+
+    from ._capture import Feed, Recorded
+    from ._iterator import Element, StepIterator
+
+# jax's stubs leave it untyped.
 _spec: Final[Any] = PartitionSpec
 
 ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -77,7 +74,8 @@ def replicate(
     Raises:
         ValueError: An update of a variable whose aggregation is NONE.
         NotImplementedError: A scatter update that cannot be aggregated.
-        RuntimeError: An update was made under a jax transformation.
+        RuntimeError: An update under a jax transformation, a read after an optimizer's
+            update, or a draw, inside a replica.
     """
     shared = [jnp.asarray(x) for x in shared]
     split = [jnp.asarray(x) for x in split]
@@ -85,96 +83,63 @@ def replicate(
     outside = recorder.get()
     values = [_read(outside, variable) for variable in variables]
     keys = [variable.spec.key for variable in variables]
-    seen = _Inside()
-    result: list[Any] = []
+    traced: list[_Traced] = []
 
     def one(values: Any, shared: Any, own: Any) -> tuple[list[Any], list[Any]]:
-        nonlocal seen
-        seen = _Inside(dict(zip(keys, values, strict=True)), complete=True)
-        with _inside(seen):
+        known = dict(zip(keys, values, strict=True))
+        replica = _Replica(Replay("strategy.run", known, ()))
+        with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, own))
-        result[:] = [leaves, treedef]
+        traced[:] = [_Traced(leaves, treedef, replica.capture)]
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        return arrays, [update.operands for update in seen.updates]
+        return arrays, [update.operands for update in replica.capture.updates]
 
-    try:
-        arrays, operands = _mapped(one, count, devices)(values, shared, split)
-    except jax.errors.UnexpectedTracerError as error:
-        raise RuntimeError(_leaked(seen)) from error
-    for update, combined in zip(seen.updates, operands, strict=True):
+    arrays, operands = _mapped(one, count, devices)(values, shared, split)
+    (region,) = traced
+    if region.capture.asked_context and (tell := asked.get()) is not None:
+        tell()
+    for update, combined in zip(region.capture.updates, operands, strict=True):
         _update(outside, update, tuple(combined))
-    leaves, treedef = result
-    stacked = iter(arrays)
-    return jax.tree.unflatten(
-        treedef,
-        [Stacked(next(stacked)) if isinstance(x, jax.Array) else x for x in leaves],
-    )
+    return region.result([Stacked(array) for array in arrays])
 
 
-def replica_id() -> jax.Array:
-    """The number of the replica that is being traced, int32, from 0."""
-    return jax.lax.axis_index(AXIS)
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What the trace of a region left: leaves of its result, and its effects."""
 
+    leaves: list[Any]
+    treedef: Any
+    capture: Capture
 
-def all_reduce(tree: Any, *, mean: bool) -> Any:
-    """Sums (or averages) the pytree over the replicas; every replica gets the result.
-
-    `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
-    their values are divided by the number of replicas.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
-    # One collective for all the dense leaves: XLA makes one all-reduce of it.
-    dense = iter(_summed([x for x in leaves if not _is_slices(x)], mean))
-    return jax.tree.unflatten(
-        treedef,
-        [_concatenated(x, mean) if _is_slices(x) else next(dense) for x in leaves],
-    )
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """The result, with these in place of its jax arrays."""
+        stacked = iter(arrays)
+        return self.treedef.unflatten(
+            [next(stacked) if isinstance(x, jax.Array) else x for x in self.leaves]
+        )
 
 
 # ---- what a replica does with variables ------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Update:
-    variable: Variable
-    op: UpdateOp
-    operands: tuple[jax.Array, ...]
-    optimizer: Optimizer | None
+class _Replica:
+    """The recorder inside a replica function: updates are brought together with those
+    of the other replicas, and noted by a capture of this region."""
 
+    def __init__(self, feed: Feed) -> None:
+        self.capture = Capture(feed)
 
-@dataclass(slots=True)
-class _Inside:
-    """The recorder inside a replica: reads come from ``values``, by key; updates are
-    aggregated over the replicas and noted."""
-
-    values: dict[int, Any] = field(default_factory=dict)
-    complete: bool = False
-    updates: list[_Update] = field(default_factory=list)
-    reads: dict[int, Variable] = field(default_factory=dict)
-    optimized: set[int] = field(default_factory=set)
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording():
+            before = recorder.set(self)
+            try:
+                yield
+            finally:
+                recorder.reset(before)
 
     def read(self, variable: Variable) -> jax.Array:
-        spec = variable.spec
-        if spec.key in self.optimized:
-            raise RuntimeError(
-                f"{spec} is read after a gradient was applied to it in the same step: "
-                "its new value is computed on the parameter server; read it before, or "
-                "in the next step"
-            )
-        if spec.key not in self.values:
-            if self.complete:
-                raise RuntimeError(
-                    f"{spec} is read by a replica function that did not read it when "
-                    "it was traced before: what it reads must depend on nothing but its "
-                    "arguments"
-                )
-            self.reads[spec.key] = variable
-            self.values[spec.key] = jnp.zeros(spec.shape, spec.numpy_dtype)
-            for update in self.updates:
-                if update.variable.spec.key == spec.key:
-                    self._write(update)
-        value: jax.Array = self.values[spec.key]
-        return value
+        return self.capture.read(variable)
 
     def update(
         self,
@@ -183,91 +148,19 @@ class _Inside:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
-        combined = _aggregate(variable, op, operands)
-        update = _Update(variable, op, combined, optimizer)
-        self.updates.append(update)
-        if optimizer is not None:
-            self.optimized.add(variable.spec.key)
-        elif variable.spec.key in self.values:
-            self._write(update)
+        combined = aggregate(variable, op, operands)
+        self.capture.update(variable, op, combined, optimizer)
 
     def drew(self, leaf: object) -> bool:
-        del leaf  # nothing is drawn inside a replica
+        del leaf  # nothing is drawn in here
         return False
 
-    def _write(self, update: _Update) -> None:
-        key = update.variable.spec.key
-        self.values[key] = apply_traced(update.op, self.values[key], update.operands)
-
-
-def _aggregate(
-    variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    rows = len(operands) > 1
-    if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return _rows(operands, mean=False) if rows else (_sum(operands[0]),)
-    match variable.aggregation:
-        case VariableAggregation.NONE:
-            raise ValueError(
-                f"You must specify an aggregation method to update {variable.spec} in "
-                "replica context: its replicas would disagree. Create it with, for "
-                "example, zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
-            )
-        case VariableAggregation.ONLY_FIRST_REPLICA:
-            return tuple(_first(operand) for operand in operands)
-        case aggregation:
-            mean = aggregation is VariableAggregation.MEAN
-            if not rows:
-                return (_summed(operands, mean)[0].astype(operands[0].dtype),)
-            if op in _NOT_ADDITIVE:
-                raise NotImplementedError(
-                    f"{op.name.lower()} of {variable.spec} in replica context is only "
-                    "supported with VariableAggregation.ONLY_FIRST_REPLICA, not with "
-                    f"{aggregation.name}"
-                )
-            return _rows(operands, mean)
-
-
-_NOT_ADDITIVE: Final = (
-    UpdateOp.SCATTER_MIN,
-    UpdateOp.SCATTER_MAX,
-    UpdateOp.SCATTER_UPDATE,
-)
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    summed: jax.Array = _psum(x, AXIS)
-    return summed
-
-
-def _first(x: jax.Array) -> jax.Array:
-    """Replica 0's value; a select, because 0 * nan of another replica is nan."""
-    mine = jnp.where(replica_id() == 0, x, jnp.zeros_like(x))
-    return _sum(mine).astype(x.dtype)
-
-
-def _rows(operands: tuple[jax.Array, ...], mean: bool) -> tuple[jax.Array, ...]:
-    indices, values = operands
-    joined = _concatenated(IndexedSlices(values, indices), mean)
-    return joined.indices, joined.values
-
-
-def _summed(leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    reduced: list[jax.Array] = (_pmean if mean else _psum)(arrays, AXIS)
-    return reduced
-
-
-def _concatenated(slices: IndexedSlices, mean: bool) -> IndexedSlices:
-    values = jax.lax.all_gather(jnp.asarray(slices.values), AXIS, tiled=True)
-    indices = jax.lax.all_gather(jnp.asarray(slices.indices), AXIS, tiled=True)
-    if mean:
-        values = values / jax.lax.axis_size(AXIS)
-    return IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _is_slices(node: Any) -> bool:
-    return isinstance(node, IndexedSlices)
+    def draw(self, iterator: StepIterator) -> Any:
+        raise RuntimeError(
+            f"next() of {iterator.name} inside a replica function, which is one "
+            "program for several replicas: draw before it, and give each replica its "
+            "rows with strategy.run(fn, args=(next(iterator),))"
+        )
 
 
 # ---- mapping over the devices ----------------------------------------------------
@@ -281,15 +174,23 @@ def _discover(
     The step itself is not asked inside this trace: what it handed out here would belong
     to a trace that ends before the step does.
     """
-    probe = _Inside()
+    probes: list[_Replica] = []
 
-    def abstract(shared: Any, own: Any) -> None:
-        with _inside(probe):
+    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
+        probe = _Replica(Discovery(seed, _no_elements))
+        probes[:] = [probe]
+        with probe.recording():
             fn(shared, own)
 
-    mapped = jax.vmap(abstract, in_axes=(None, 0), axis_name=AXIS, axis_size=count)
-    jax.eval_shape(mapped, list(shared), list(split))
-    return list(probe.reads.values())
+    mapped = jax.vmap(
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=count
+    )
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), list(split))
+    return list(probes[0].capture.reads.values())
+
+
+def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
+    raise AssertionError(f"{iterator.name} was drawn from inside a replica")
 
 
 def _mapped(
@@ -322,15 +223,6 @@ def _mapped(
     )
 
 
-@contextlib.contextmanager
-def _inside(inside: _Inside) -> Iterator[None]:
-    token = recorder.set(inside)
-    try:
-        yield
-    finally:
-        recorder.reset(token)
-
-
 def _read(outside: Recorder | None, variable: Variable) -> jax.Array:
     if outside is None:
         return jnp.asarray(variable.home.read(variable))
@@ -338,7 +230,7 @@ def _read(outside: Recorder | None, variable: Variable) -> jax.Array:
 
 
 def _update(
-    outside: Recorder | None, update: _Update, operands: tuple[jax.Array, ...]
+    outside: Recorder | None, update: Recorded, operands: tuple[jax.Array, ...]
 ) -> None:
     variable, op = update.variable, update.op
     if outside is None:
@@ -346,12 +238,3 @@ def _update(
         variable.home.update(variable, op, plain, update.optimizer)
     else:
         outside.update(variable, op, operands, update.optimizer)
-
-
-def _leaked(seen: _Inside) -> str:
-    names = sorted({update.variable.name for update in seen.updates})
-    return (
-        "a value left a jax transformation (grad, cond, scan, jit) inside a replica "
-        f"function, most likely by an update of one of the variables {names} there: "
-        "return the value from the transformation and update the variable outside it"
-    )

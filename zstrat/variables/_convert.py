@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.wire import DTYPES
+
 from ._operators import ArrayOperators
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
     array: np.ndarray = np.array(value, dtype=wanted, order="C")
     if wanted is None and not isinstance(value, np.ndarray | np.generic | jax.Array):
         array = array.astype(_plain_dtype(array.dtype), copy=False)
-    as_dtype(array.dtype, name)
+    array = array.astype(as_dtype(array.dtype, name), copy=False)
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -60,12 +62,12 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
         TypeError: It is unknown, or its values are no numbers or booleans.
     """
     found: np.dtype = np.dtype(jnp.dtype(dtype))
-    if found != np.bool_ and not jnp.issubdtype(found, jnp.number):
+    if found.name not in DTYPES:
         raise TypeError(
-            f"variable {name!r} cannot have dtype {found}: expected a float, integer, "
-            "complex or boolean dtype"
+            f"variable {name!r} cannot have dtype {found}: expected one of "
+            f"{', '.join(DTYPES)}"
         )
-    return found
+    return DTYPES[found.name]  # the little-endian one
 
 
 def traced_operand(spec: VariableSpec, value: Any, what: str) -> jax.Array:

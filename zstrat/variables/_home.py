@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 from ._apply import apply
 

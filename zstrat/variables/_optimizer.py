@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 from ._creator import creator
 from ._slices import IndexedSlices

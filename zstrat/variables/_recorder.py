@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     import jax
 
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
     from ._optimizer import Optimizer
     from ._variable import Variable

@@ -9,10 +9,12 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import jax.numpy as jnp
-import numpy as np
+from zstrat.wire import DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
 
 LOCAL: Final = -1
 """`VariableSpec.ps` of a variable that lives in the process that created it."""
@@ -63,7 +65,7 @@ class VariableSpec:
     @property
     def numpy_dtype(self) -> np.dtype:
         """The dtype as numpy knows it (bfloat16 and the float8 types included)."""
-        return np.dtype(jnp.dtype(self.dtype))
+        return DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
