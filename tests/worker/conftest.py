@@ -81,6 +81,7 @@ class FakeLink:
         self.held = None
 
     def start(self):
+        assert not self.started, "a link is started once"
         self.started = True
 
     async def wait_open(self, deadline):

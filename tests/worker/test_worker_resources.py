@@ -200,3 +200,20 @@ async def test_pickled_dataset_function(shipping):
     resource, _ = await shipping.build(dataset_fn)
     first, second = await drawn(shipping, resource, 2)
     assert (first.tolist(), second.tolist()) == ([6, 9], [12])
+
+
+async def test_code_that_captures_a_resource_follows_it(world):
+    resource, _ = await world.build(lambda: np.float32(1), purpose="value")
+
+    def load(code, arrays, resolve):
+        found = world.load(code, arrays, resolve)
+        if found != "captures":
+            return found
+        value = resolve(resource)
+        return function(lambda: value)
+
+    world.worker._tenancy.shop.resources._load = load
+    digest = await world.ship("captures")
+    assert await world.run(digest, [1]) == [1]
+    await world.build(lambda: np.float32(2), resource=resource, purpose="value")
+    assert await world.run(digest, [2]) == [2]

@@ -238,6 +238,30 @@ async def test_large_results_and_arguments_in_chunks(cluster):
         np.testing.assert_array_equal(fetched.arrays[0], big * 2)
 
 
+async def test_errors_of_code_and_datasets_arrive_as_themselves(cluster):
+    async with cluster.chief() as chief:
+
+        def dataset_fn():
+            raise FileNotFoundError("no shards here")
+
+        maker = await chief.ship(dataset_fn)
+        order = BuildResource(chief.session, 9, "iterator", maker, 0)
+        with pytest.raises(FileNotFoundError, match="no shards") as caught:
+            await chief.worker.request(order)
+        assert "dataset_fn" in "".join(caught.value.__notes__)
+        with pytest.raises(errors.ProtocolError):
+            await chief.worker.request(PutCode(chief.session, b"d", b"rubbish"))
+
+        @function
+        def step(iterator):
+            return next(iterator)
+
+        code = await chief.ship(step)
+        (error,) = await chief.run(code, [1], chief.arguments(It(9)))
+        assert isinstance(error, errors.ClosureInputError)
+        assert isinstance(error.original_exception, FileNotFoundError)
+
+
 async def test_a_server_that_ends_fails_the_steps_in_time(cluster):
     async with cluster.chief() as chief:
         v = await chief.variable(np.zeros(3, np.float32))
