@@ -73,18 +73,19 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
     if parsed.job != job:
         raise ValueError(f"--job {parsed.job}: zstrat-{job} runs tasks of job {job!r}")
     if parsed.cluster is not None:
+        source = str(parsed.cluster)
         resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
     elif parsed.bind is not None and parsed.index is not None:
         return Place(job, _index(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
-        resolver = TFConfigClusterResolver()
+        source, resolver = "TF_CONFIG", TFConfigClusterResolver()
         _check_job(resolver, job)
     else:
         raise ValueError(
             "which task is this? Set TF_CONFIG, or give --cluster FILE.toml --index N, "
             "or --bind HOST:PORT --index N"
         )
-    spec, source = resolver.cluster_spec(), resolver.source
+    spec = resolver.cluster_spec()
     if job not in spec.jobs:
         raise ValueError(f"{source} has no job {job!r}, only {sorted(spec.jobs)}")
     index = parsed.index if parsed.index is not None else resolver.task_id

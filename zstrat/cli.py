@@ -25,7 +25,7 @@ from zstrat.cluster import ClusterSpec, TFConfigClusterResolver, TomlClusterReso
 from zstrat.config import environment, settings_from
 from zstrat.errors import ZstratError
 from zstrat.launch import LocalCluster, Observer, examine, observe, write_units
-from zstrat.transport import keygen as make_keys
+from zstrat.transport import generate_keys
 from zstrat.transport import run as run_loop
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _worded(finding: Finding) -> str:
 def keygen(directory: Path) -> None:
     """Make the keys of a cluster: one pair per role, in DIRECTORY (mode 0700)."""
     try:
-        made = make_keys(directory)
+        made = generate_keys(directory)
     except (ZstratError, OSError, ValueError) as error:
         _fail(error)
     for path in made:

@@ -19,6 +19,7 @@ from zstrat.errors import DeadlineExceededError
 
 from ._child import Child, wait_ready
 from ._keeper import Keeper
+from ._task import GRACE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -221,7 +222,7 @@ def _end(
         for child in group:
             child.signal(signal.SIGTERM)
             child.signal(signal.SIGCONT)  # a frozen one would sleep through it
-        deadline = time.monotonic() + drain + 1.0
+        deadline = time.monotonic() + drain + 2 * GRACE
         for child in group:
             child.wait(deadline)
             child.close()

@@ -61,7 +61,7 @@ class Observer:
         me = hello(Job.OBSERVER, 0, new_incarnation())
         keys = settings.keys
         security = None if keys is None else Security.load(keys, Job.OBSERVER)
-        self._links = {
+        self._links: dict[tuple[str, int], Link] = {
             (job, index): Link(
                 spec.task_address(job, index),
                 me,

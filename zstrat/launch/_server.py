@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
@@ -56,7 +56,7 @@ class Server:
 
     def __init__(
         self,
-        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, object],
+        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Any],
         job_name: str | None = None,
         task_index: int | None = None,
         protocol: str | None = None,
@@ -113,7 +113,7 @@ class Server:
         self._thread.join()
 
     def stop(self) -> None:
-        """Finishes what was accepted, closes, and lets `join` return. May be repeated."""
+        """Finishes what was accepted, closes, lets `join` return. May be repeated."""
         if self._thread is None or not self._thread.is_alive():
             return
         task = self._ready.result()
@@ -156,7 +156,7 @@ class Server:
 
 
 def _define(
-    given: ServerDef | ClusterSpec | Mapping[str, object],
+    given: ServerDef | ClusterSpec | Mapping[str, Any],
     job: str | None,
     index: int | None,
     protocol: str | None,

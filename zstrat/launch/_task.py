@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
@@ -21,7 +22,7 @@ from zstrat.wire import Inspect, Job, Statistics
 from ._process import cpu_seconds, resident_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import AsyncIterator
 
     from zstrat.config import Settings
     from zstrat.transport import Remote
@@ -32,6 +33,9 @@ log = logging.getLogger("zstrat.task")
 SERVED = (Job.PS, Job.WORKER)
 """The jobs that are served by a daemon; the others are programs of the user."""
 
+GRACE: Final = 1.0
+"""Seconds that closing may take beyond the drain."""
+
 
 class Service(Protocol):
     """What stands behind an endpoint."""
@@ -40,8 +44,12 @@ class Service(Protocol):
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None: ...
     def lost(self, remote: Remote, reason: str) -> None: ...
-    async def drain(self) -> None: ...
+    async def drain(self) -> bool | None: ...
     def statistics(self) -> dict[str, PlainTree]: ...
+
+
+Served = tuple[Service, Callable[[], Awaitable[None]]]
+"""A service, and what closes it after the drain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,8 @@ class Task:
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
-        self._service: Service = self._make_service()
+        make = self._make_worker if place.job == Job.WORKER else self._make_ps
+        self._service, self._close_service = make()
         self._endpoint = Endpoint(
             self.hello,
             self._handle,
@@ -106,6 +115,9 @@ class Task:
     async def wait_end(self) -> str:
         """Until `end` was called, or a coordinator that owns the task shut it down.
 
+        Raises:
+            Exception: A defect of zstrat ended the service.
+
         Cancellation: loses nothing; it may be awaited again.
         """
         return await asyncio.shield(self._end)
@@ -115,15 +127,18 @@ class Task:
 
         Returns whether everything was finished in time.
         """
-        drained = True
+        patience = self._settings.timeouts.drain
+        drained = False
         try:
-            async with asyncio.timeout(self._settings.timeouts.drain):
-                await self._service.drain()
+            async with asyncio.timeout(patience + GRACE):
+                drained = await self._service.drain() is not False
+                await self._close_service()
         except TimeoutError:
             drained = False
-            log.warning("not everything was done in %gs", self._settings.timeouts.drain)
         finally:
             await self._endpoint.close()
+        if not drained:
+            log.warning("not everything was done in %gs", patience)
         return drained
 
     def statistics(self) -> dict[str, PlainTree]:
@@ -143,7 +158,8 @@ class Task:
         }
         return {
             "task": task,
-            "endpoint": self._endpoint.statistics(),
+            # Counts and names only, though its type does not say so.
+            "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
         }
 
@@ -159,38 +175,42 @@ class Task:
             return Statistics(self.statistics())
         return self._service.handle(remote, message)
 
-    def _make_service(self) -> Service:
-        if self.place.job == Job.PS:
-            return self._make_ps()
-        return self._make_worker()
-
-    def _make_ps(self) -> Service:
-        return PsService(
+    def _make_ps(self) -> Served:
+        service = PsService(
             load_code=_load_code,
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
             on_exit=self._told_to_exit,
         )
+        return service, _nothing
 
-    def _make_worker(self) -> Service:
+    def _make_worker(self) -> Served:
         from zstrat.worker import WorkerService
 
-        return WorkerService(
-            settings=self._settings,
-            me=self.hello,
-            make_link=self._link_to_ps,
+        service = WorkerService(
+            self._settings,
+            self.hello,
+            self._link_to_ps,
             on_exit=self._told_to_exit,
+            on_crash=self._crashed,
         )
+        return service, service.close
 
     def _link_to_ps(self, address: str, name: str) -> Link:
+        index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
         return Link(
             address,
             self.hello,
             name=name,
             settings=self._settings,
             security=self._security,
+            expect=(Job.PS, index),
         )
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
 
     def _told_to_exit(self) -> None:
         self.end("the coordinator shut the cluster down")
@@ -210,6 +230,10 @@ async def serve(place: Place, settings: Settings) -> AsyncIterator[Task]:
         yield task
     finally:
         await task.stop()
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _load_code(code: bytes) -> object:

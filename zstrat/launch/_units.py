@@ -7,7 +7,10 @@ so the units are written by the program that knows where it is.
 from __future__ import annotations
 
 import importlib.resources
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 BINDIR = "@BINDIR@"
 CONFIG = "@CONFIG@"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Creator
 
-    from ._base import Strategy
+    from ._strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,8 +20,8 @@ from zstrat.program import worker_context
 from zstrat.variables import recorder
 
 from . import _context
-from ._base import Extended, Strategy
 from ._placement import ServerVariables
+from ._strategy import Extended, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
