@@ -3,7 +3,7 @@
 Everything here is unpickled or built by user code, so it lives on the executor thread.
 Arguments are kept as they came and unpickled when they are first used: they refer to
 resources by number, and a resource that is built again has to be met by the same
-arguments. The law: arguments that were loaded never refer to a resource that is gone.
+arguments. The law: what was loaded never refers to a resource that is gone.
 """
 
 from __future__ import annotations
@@ -35,15 +35,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 NO_ARGUMENTS: Final = 0
 
 
-@final
-@dataclass(slots=True)
-class _Shipped:
-    """Pickled arguments; ``loaded`` once they were used; ``uses`` these resources."""
-
-    code: bytes
-    arrays: Arrays
-    loaded: Arguments | None = None
-    uses: set[int] = field(default_factory=set)
+_NOT_LOADED: Final = object()
 
 
 @final
@@ -54,6 +46,18 @@ class Broken:
 
     def __init__(self, error: BaseException) -> None:
         self.error: Final = error
+
+
+@final
+@dataclass(slots=True)
+class _Shipped:
+    """Pickled code or arguments, and what they became; ``uses`` are the resources that
+    they refer to."""
+
+    code: bytes
+    arrays: Arrays = ()
+    loaded: Any = _NOT_LOADED
+    uses: set[int] = field(default_factory=set)
 
 
 @final
@@ -69,7 +73,7 @@ class Resources:
         self, task: str, load: Load, context: Callable[[], InputContext]
     ) -> None:
         self._task, self._load, self._context = task, load, context
-        self._code: dict[bytes, object] = {}
+        self._code: dict[bytes, _Shipped] = {}
         self._arguments: dict[int, _Shipped] = {}
         self._made: dict[int, object] = {}
         self._open: dict[int, Elements[Any]] = {}
@@ -77,37 +81,40 @@ class Resources:
     # Code
 
     def put_code(self, digest: bytes, code: bytes) -> None:
-        """Unpickles a function or a maker.
+        """Unpickles a function or a maker, unless it is here.
 
         Raises:
             Exception: Whatever unpickling raised; closures that use it raise it too.
         """
-        try:
-            self._code[digest] = self._load(code, (), self._resource)
-        except BaseException as error:  # goes to the coordinator, and to its closures
-            self._code[digest] = Broken(trim(error))
-            raise
+        if digest not in self._code:
+            self._code[digest] = _Shipped(code)
+        self.code(digest)
 
     def code(self, digest: bytes) -> Any:
-        """The object of that digest.
+        """The object of that digest, the same at every call.
 
         Raises:
             NotFoundError: It was not put here.
-            Exception: What it could not be unpickled for.
+            Exception: Whatever unpickling raised.
         """
-        found = self._code.get(digest)
-        if found is None:
+        shipped = self._code.get(digest)
+        if shipped is None:
             raise NotFoundError(
                 f"{self._task} has no function {digest.hex()}: it was restarted since "
                 "the function was shipped"
             )
-        if isinstance(found, Broken):
-            raise found.error
-        return found
+        return self._loaded(shipped)
 
     def functions(self) -> Iterable[object]:
-        """Everything that was unpickled."""
-        return list(self._code.values())
+        """Everything that was unpickled. Safe to call from the loop."""
+        return [shipped.loaded for shipped in list(self._code.values())]
+
+    def inherit(self, other: Resources) -> None:
+        """Takes over what the same coordinator shipped before its connection broke, so
+        that nothing that was compiled is compiled again."""
+        for digest, shipped in other._code.items():
+            if shipped.loaded is not _NOT_LOADED and not shipped.uses:
+                self._code.setdefault(digest, shipped)
 
     # Arguments
 
@@ -131,14 +138,17 @@ class Resources:
         shipped = self._arguments.get(number)
         if shipped is None:
             raise NotFoundError(f"{self._task} has no arguments {number}")
-        if shipped.loaded is None:
+        arguments: Arguments = self._loaded(shipped)
+        return arguments
+
+    def _loaded(self, shipped: _Shipped) -> Any:
+        if shipped.loaded is _NOT_LOADED:
 
             def resolve(resource: int) -> object:
                 shipped.uses.add(resource)
                 return self._resource(resource)
 
-            loaded: Any = self._load(shipped.code, shipped.arrays, resolve)
-            shipped.loaded = loaded
+            shipped.loaded = self._load(shipped.code, shipped.arrays, resolve)
         return shipped.loaded
 
     # Resources
@@ -174,9 +184,9 @@ class Resources:
             elements = self._open.pop(number, None)
             if elements is not None:
                 elements.close()
-        for shipped in self._arguments.values():
+        for shipped in (*self._arguments.values(), *self._code.values()):
             if not shipped.uses.isdisjoint(gone):
-                shipped.loaded = None
+                shipped.loaded = _NOT_LOADED
                 shipped.uses.clear()
 
     def close(self) -> None:

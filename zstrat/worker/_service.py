@@ -8,13 +8,11 @@ datasets and code are dropped and the worker is ready for the next one.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, assert_never, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -27,17 +25,8 @@ from zstrat.errors import (
     WorkerLostError,
 )
 from zstrat.wire import (
-    BuildResource,
-    CancelSteps,
     CloseSession,
-    Dispatch,
     Done,
-    DropArguments,
-    DropResources,
-    DropResults,
-    Failure,
-    Fetch,
-    Fetched,
     Hello,
     Inspect,
     Job,
@@ -45,16 +34,14 @@ from zstrat.wire import (
     OpenSession,
     Ownership,
     PlainTree,
-    PutArguments,
-    PutCode,
-    ResourceBuilt,
     SessionOpened,
     Statistics,
 )
 
-from . import _ending
+from . import _machine
 from ._direct import Asking, Direct
 from ._executor import Executor
+from ._requests import Owned, serve
 from ._resources import Load, Resources
 from ._tenancy import Tenancy
 from ._workshop import Prepare, RunEager, Workshop
@@ -65,19 +52,6 @@ if TYPE_CHECKING:
 
 MakeLink = Callable[[str, str], "Link"]
 """A link that is not started yet, from the address of a task and its name."""
-
-_OWNED = (
-    PutCode
-    | PutArguments
-    | DropArguments
-    | Dispatch
-    | CancelSteps
-    | Fetch
-    | DropResults
-    | BuildResource
-    | DropResources
-)
-"""What belongs to the open session."""
 
 
 @final
@@ -111,10 +85,11 @@ class WorkerService:
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
         self._tenancy: Tenancy | None = None
-        self._endings: set[asyncio.Task[None]] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
         self._refusal: WorkerLostError | None = None
+        self._compilations = _machine.Compilations()
         self._executor = Executor(self._task, on_crash=self._crashed)
 
     # The Endpoint's handler
@@ -131,7 +106,7 @@ class WorkerService:
         """
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
-        if not isinstance(message, _OWNED | OpenSession | CloseSession):
+        if not isinstance(message, Owned | OpenSession | CloseSession):
             raise ProtocolError(
                 f"{self._task} is a worker and does not answer {type(message).__name__}"
             )
@@ -146,7 +121,8 @@ class WorkerService:
             case CloseSession():
                 return self._close(message)
             case _:
-                return self._serve(self._tenancy_of(message.session), message)
+                tenancy = self._tenancy_of(message.session)
+                return serve(tenancy, self._executor, message)
 
     def lost(self, remote: Remote, reason: str) -> None:
         """A connection ended; if it was the owner's, all that is its is dropped."""
@@ -156,34 +132,6 @@ class WorkerService:
             # What it had is gone, so it has to open the session again to go on.
             self._ownership.close(session)
             self._drop(f"its coordinator was lost: {reason}")
-
-    def _serve(
-        self, tenancy: Tenancy, message: _OWNED
-    ) -> Message | Awaitable[Message] | None:
-        shop, executor = tenancy.shop, self._executor
-        resources = shop.resources
-        match message:
-            case Dispatch():
-                tenancy.dispatch(message)
-            case CancelSteps():
-                tenancy.cancel()
-            case PutArguments(arguments=number, code=code, arrays=arrays):
-                executor.tell(partial(resources.put_arguments, number, code, arrays))
-            case DropArguments(arguments=numbers):
-                executor.tell(partial(resources.drop_arguments, numbers))
-            case DropResources(resources=numbers):
-                executor.tell(partial(resources.drop, numbers))
-            case DropResults(steps=steps):
-                tenancy.results.drop(steps)
-            case Fetch(step=step):
-                return Fetched(tuple(tenancy.results.of(step)))
-            case PutCode(digest=digest, code=code):
-                return executor.submit(partial(_put_code, resources, digest, code))
-            case BuildResource():
-                return executor.submit(partial(_build, shop, message))
-            case _:
-                assert_never(message)
-        return Done()
 
     # Sessions
 
@@ -200,16 +148,16 @@ class WorkerService:
         if self._refusal is not None:
             raise self._refusal
         new = self._ownership.open(message.session, remote, remote.hello)
-        if new or self._tenancy is None:
-            self._drop("another coordinator took its place")
-            self._tenancy = self._move_in(remote, message)
-        else:
-            self._tenancy.return_to(remote)
-        tenancy = self._tenancy
+        # A coordinator that connects anew knows nothing of what is here, and has given
+        # its closures to others: it starts afresh too, but for code that is compiled.
+        before = None if new else self._tenancy
+        self._tenancy = tenancy = self._move_in(remote, message, before)
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.connect
         try:
-            self._platform, self._devices = await self._executor.submit(_devices)
-            await tenancy.open(deadline)
+            self._platform, self._devices = await self._executor.submit(
+                _machine.devices
+            )
+            await tenancy.wait_open(deadline)
         except BaseException:
             if self._tenancy is tenancy:
                 self._ownership.close(message.session)
@@ -217,19 +165,30 @@ class WorkerService:
             raise
         return SessionOpened(self._platform, self._devices)
 
-    def _move_in(self, remote: Remote, message: OpenSession) -> Tenancy:
+    def _move_in(
+        self, remote: Remote, message: OpenSession, before: Tenancy | None
+    ) -> Tenancy:
+        """A new tenancy in place of the present one, with the code of ``before``."""
         links = [
             self._make_link(address, f"/job:ps/task:{number}")
             for number, address in enumerate(message.ps)
         ]
         tenancy = Tenancy(message.session, remote, links, counts=self._counts)
+        shop = self._make_shop(tenancy, message.index, message.worker_count)
+        if before is not None:
+            old = before.shop.resources
+            self._executor.tell(partial(shop.resources.inherit, old))
+        self._drop("its coordinator opened a session anew")
+        tenancy.occupy(self._executor, shop)
+        return tenancy
+
+    def _make_shop(self, tenancy: Tenancy, index: int, count: int) -> Workshop:
         asking = Asking(
             asyncio.get_running_loop(),
             tenancy.client,
             2 * self._settings.timeouts.request,
         )
-        index, count = message.index, message.worker_count
-        shop = Workshop(
+        return Workshop(
             Resources(self._task, self._load, partial(_input_context, index, count)),
             index=index,
             count=count,
@@ -239,8 +198,6 @@ class WorkerService:
             carry=tenancy.carry,
             inline=self._settings.limits.inline,
         )
-        tenancy.occupy(self._executor, shop)
-        return tenancy
 
     def _close(self, message: CloseSession) -> Done:
         if self._ownership.close(message.session):
@@ -254,11 +211,12 @@ class WorkerService:
         tenancy, self._tenancy = self._tenancy, None
         if tenancy is None:
             return
+        tenancy.leave()
         task = asyncio.get_running_loop().create_task(
-            tenancy.close(reason), name=f"close session {tenancy.session:#x}"
+            tenancy.close_links(reason), name=f"close session {tenancy.session:#x}"
         )
-        self._endings.add(task)  # awaited by close()
-        task.add_done_callback(self._endings.discard)
+        self._leaving.add(task)  # awaited by close()
+        task.add_done_callback(self._leaving.discard)
 
     # The end
 
@@ -287,8 +245,9 @@ class WorkerService:
         Cancellation: the thread ends with the process.
         """
         self._drop("the worker was shut down")
-        await asyncio.gather(*self._endings)
+        await asyncio.gather(*self._leaving)
         await self._executor.close(self._settings.timeouts.drain)
+        self._compilations.close()
 
     def _crashed(self, error: BaseException) -> None:
         self._drop("its executor failed")
@@ -311,7 +270,9 @@ class WorkerService:
             "queued": 0 if tenancy is None else tenancy.queued,
             "kept_results": 0 if tenancy is None else len(tenancy.results),
             "kept_bytes": 0 if tenancy is None else tenancy.results.nbytes,
-            "rss": _resident_bytes(),
+            "rss": _machine.resident_bytes(),
+            "compilations": self._compilations.count,
+            "compile_seconds": self._compilations.seconds,
             "platform": self._platform,
             "devices": self._devices,
         }
@@ -324,37 +285,5 @@ class WorkerService:
 _COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")
 
 
-# On the executor thread
-
-
-def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
-    try:
-        resources.put_code(digest, code)
-    except BaseException as error:  # goes to the coordinator
-        return Failure(_ending.plain(error))
-    return Done()
-
-
-def _build(shop: Workshop, message: BuildResource) -> Message:
-    try:
-        return ResourceBuilt(shop.build(message))
-    except BaseException as error:  # goes to the coordinator, with the user's lines
-        return Failure(_ending.plain(error))
-
-
-def _devices() -> tuple[str, int]:
-    """Starts jax's backend, which can take seconds."""
-    devices = jax.local_devices()
-    return devices[0].platform, len(devices)
-
-
 def _input_context(index: int, count: int) -> InputContext:
     return InputContext(count, index, jax.local_device_count())
-
-
-def _resident_bytes() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:  # not Linux
-        return 0
-    return pages * os.sysconf("SC_PAGESIZE")

@@ -81,28 +81,23 @@ class Tenancy:
         self._closed = False
 
     def occupy(self, executor: Executor, shop: Workshop) -> None:
-        """Takes the executor for this session. Called once, before anything else."""
+        """Takes the executor and begins to connect. Called once, before all else."""
         self._executor, self.shop = executor, shop
         executor.tell(partial(executor.present, shop))
+        for link in self._links:
+            link.start()
 
-    async def open(self, deadline: float) -> None:
-        """Connects to all parameter servers.
+    async def wait_open(self, deadline: float) -> None:
+        """Waits until all parameter servers have answered.
 
         Raises:
-            DeadlineExceededError: One did not answer; names it.
+            DeadlineExceededError: One did not by ``deadline`` (loop time); names it.
+            ClosedError: The session ended meanwhile.
 
         Cancellation: the links go on connecting.
         """
         for link in self._links:
-            link.start()
-        async with asyncio.TaskGroup() as group:
-            for link in self._links:
-                group.create_task(link.wait_open(deadline), name=f"open {link.name}")
-
-    def return_to(self, remote: Remote) -> None:
-        """The coordinator has connected anew: what was said last may be lost."""
-        self.remote = remote
-        self._known_layouts.clear()
+            await link.wait_open(deadline)
 
     @property
     def queued(self) -> int:
@@ -113,23 +108,30 @@ class Tenancy:
 
     def dispatch(self, message: Dispatch) -> None:
         """Takes closures; those that are here already are ignored."""
-        batches = message.batches
-        if any(not self._open.isdisjoint(batch.steps) for batch in batches):
-            batches = [self._without_known(batch) for batch in batches]
-        total = sum(len(batch.steps) for batch in batches)
-        for batch in batches:
-            self._open.update(batch.steps)
+        batches = [self._take(batch) for batch in message.batches]
         refusal = self._refusal
         if refusal is None and len(self._open) > MAX_OPEN:
-            refusal = BusyError(
-                f"{MAX_OPEN} closures wait on this worker, {total} more came"
-            )
+            refusal = BusyError(f"{MAX_OPEN} closures wait on this worker already")
         if refusal is not None:
             self._send_back(batches, refusal)
-        elif total:
+            return
+        if self._open:
             self._idle.clear()
-            self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
-            self._low_water = message.low_water
+        self._low_water = message.low_water
+        self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
+
+    def _take(self, batch: Batch) -> Batch:
+        """Opens the closures of a batch; without those that were open."""
+        before, taken = len(self._open), batch
+        if not self._open.isdisjoint(batch.steps):
+            new = [step for step in batch.steps if step not in self._open]
+            taken = batch._replace(steps=new)
+        self._open.update(taken.steps)
+        opened = len(self._open) - before
+        if opened < len(taken.steps):  # a closure twice in one batch
+            taken = taken._replace(steps=list(dict.fromkeys(taken.steps)))
+        self._counts["duplicates"] += len(batch.steps) - opened
+        return taken
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends every closure that has not begun, with the error if one is given."""
@@ -254,11 +256,6 @@ class Tenancy:
             self._ended += [_ending.cancelled(step, error) for step in batch.steps]
         self._flush()
 
-    def _without_known(self, batch: Batch) -> Batch:
-        new = [step for step in batch.steps if step not in self._open]
-        self._counts["duplicates"] += len(batch.steps) - len(new)
-        return batch._replace(steps=new)
-
     # The end
 
     async def drain(self, refusal: ZstratError, deadline: float) -> bool:
@@ -276,21 +273,23 @@ class Tenancy:
             return False
         return True
 
-    async def close(self, reason: str) -> None:
-        """Forgets the session: what runs goes on to its end and nobody hears of it.
-
-        Cancellation: the links that are not closed yet are left to the collector.
-        """
+    def leave(self) -> None:
+        """Forgets the session at once; what runs goes on to its end, unheard of."""
         if self._closed:
             return
         self._closed = True
         if self._flushing is not None:
             self._flushing.cancel()
-        executor = self._executor
-        executor.tell(partial(executor.present, None))
-        executor.tell(self.shop.close)
+        self._executor.tell(partial(self._executor.present, None))
+        self._executor.tell(self.shop.close)
         self._open.clear()
         self._idle.set()
+
+    async def close_links(self, reason: str) -> None:
+        """Closes the links to the parameter servers; the last thing.
+
+        Cancellation: links that are not closed yet are left open.
+        """
         await asyncio.gather(*[link.close(reason) for link in self._links])
 
 
