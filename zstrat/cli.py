@@ -94,7 +94,7 @@ def cluster(
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
     """The lines that a program's terminal needs, ready to be pasted."""
-    config = {"cluster": spec.as_dict(), "task": {"type": "chief", "index": 0}}
+    config = {"cluster": spec.as_dict()}  # the program itself is none of the tasks
     return "\n".join(
         [
             "connect with either of",

@@ -61,7 +61,7 @@ def test_status_json(file, cluster):
 
 
 def test_status_of_tf_config(cluster, monkeypatch):
-    config = {"cluster": cluster.spec.as_dict(), "task": {"type": "chief", "index": 0}}
+    config = {"cluster": cluster.spec.as_dict()}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     assert zstrat("status").exit_code == 0
 
@@ -138,7 +138,6 @@ def test_cluster_in_the_foreground(tmp_path):
         assert head[0].startswith("connect with"), process.stderr.read()
         export = shlex.split(head[1])
         config = json.loads(export[1].removeprefix("TF_CONFIG="))
-        assert config["task"] == {"type": "chief", "index": 0}
         spec = TomlClusterResolver(shlex.split(head[2])[1]).cluster_spec()
         assert ClusterSpec(config["cluster"]) == spec
         assert [line.split()[0] for line in head[4:]] == ["task=ps:0", "task=worker:0"]

@@ -114,8 +114,11 @@ class LocalCluster:
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach this cluster; this process is the chief."""
-        return SimpleClusterResolver(self.spec, task_type="chief", task_id=0)
+        """What a strategy is given to reach this cluster.
+
+        It names no task: the program that coordinates is not among the tasks.
+        """
+        return SimpleClusterResolver(self.spec)
 
     @property
     def tasks(self) -> tuple[str, ...]:
