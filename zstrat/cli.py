@@ -171,14 +171,6 @@ COLUMNS: Final = (
     "variables",
     "held",
 )
-    "task",
-    "address",
-    "incarnation",
-    "uptime",
-    "memory",
-    "variables",
-    "held",
-)
 
 
 def row(sight: Sight) -> list[str]:
