@@ -26,15 +26,8 @@ from zstrat.errors import (
 )
 from zstrat.wire import Done, Hello, Job, Message
 from zstrat.wire._greeting import described, mismatch, task_name
-from zstrat.wire._peer import (
-    Closed,
-    Greeted,
-    Noticed,
-    Order,
-    Peer,
-    Requested,
-    failure,
-)
+from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
+from zstrat.wire._peer import Peer, failure
 
 from ._address import Address, check_directory, is_local, parse
 from ._monitor import Event, Happening, Monitor
@@ -183,7 +176,7 @@ class Endpoint:
         ):
             raise PermissionDeniedError(
                 f"{task_name(self._me)} will not bind {address.host}:{address.port}: "
-                "other machines can reach it, it has no keys, and whoever reaches it may "
+                "other machines can reach it, it has no keys, and whoever can may "
                 "run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
                 "(ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure if only you use "
                 "the network"

@@ -23,16 +23,8 @@ from zstrat.errors import (
 )
 from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch
-from zstrat.wire._peer import (
-    Answered,
-    Closed,
-    Failed,
-    Noticed,
-    Opened,
-    Order,
-    Peer,
-    State,
-)
+from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
+from zstrat.wire._peer import Peer
 
 from ._address import parse
 from ._continuity import Continuity

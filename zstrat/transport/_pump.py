@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 import zmq
 
 if TYPE_CHECKING:
-    from zstrat.wire._peer import Frames, Peer
+    from zstrat.wire._outbox import Frames
+    from zstrat.wire._peer import Peer
 
 BUDGET: Final = 512
 """Work of one turn of the loop, in messages; 16 KiB count as one. About 2 ms, after

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
-from zstrat.wire._peer import State
+from zstrat.wire._orders import State
 
 if TYPE_CHECKING:
     from zstrat.wire import Hello, Job, Message

@@ -1,0 +1,64 @@
+"""What a `Peer` tells its shell to do."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from ._messages import Hello, Message
+
+Token = TypeVar("Token")
+
+
+class State(enum.Enum):
+    GREETING = enum.auto()
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Greeted(NamedTuple):
+    """The other side said HELLO; say `Peer.accept` or `Peer.refuse`."""
+
+    hello: Hello
+
+
+class Opened(NamedTuple):
+    """Our HELLO was answered."""
+
+    hello: Hello
+
+
+class Requested(NamedTuple):
+    """Hand the message on and call `Peer.reply` with the number, once."""
+
+    number: int
+    message: Message
+
+
+class Noticed(NamedTuple):
+    message: Message
+
+
+class Answered(NamedTuple, Generic[Token]):
+    token: Token
+    message: Message
+
+
+class Failed(NamedTuple, Generic[Token]):
+    token: Token
+    error: Exception
+
+
+class Closed(NamedTuple):
+    """The connection is over. ``refusal`` is set if one side refused the other;
+    ``broken`` if only the connection failed, so that the peer may come back."""
+
+    reason: str
+    refusal: Exception | None = None
+    broken: bool = False
+
+
+Order = (
+    Greeted | Opened | Requested | Noticed | Answered[Token] | Failed[Token] | Closed
+)

@@ -1,0 +1,123 @@
+"""What one side of a connection still has to send, in its order and within its credit.
+
+Two queues: *urgent* messages (greetings, beats, credits, goodbyes) leave at once, all
+others one after the other, a body whole before the next message. A message with more
+than `HEAVY` bytes of body costs a credit, as does each chunk of a body; at none, the
+ordered queue waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ._body import Frame, cut
+from ._codec import encode
+from ._messages import Chunk, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.config import Limits
+
+HEAVY: Final = 64 * 1024
+"""Bytes of body above which a message costs a credit. Part of the protocol: both sides
+have to count alike. Lighter ones are bounded by number."""
+
+Frames = tuple[Frame, ...]
+
+_NO_CHUNK: Final = 0, memoryview(b"")
+
+
+class _Waiting(NamedTuple):
+    frames: Frames
+    is_heavy: bool
+    body: Iterator[tuple[int, memoryview]] | None
+    number: int
+
+
+class Outbox:
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._credit = limits, limits.window
+        self._urgent: deque[Frames] = deque()
+        self._ordered: deque[_Waiting] = deque()
+        self._body: Iterator[tuple[int, memoryview]] | None = None
+        self._number, self._chunk = 0, _NO_CHUNK
+
+    def __len__(self) -> int:
+        """Messages of the ordered kind that wait."""
+        return len(self._ordered) + (self._body is not None)
+
+    @property
+    def is_urgent(self) -> bool:
+        return bool(self._urgent)
+
+    def say(self, message: Message) -> None:
+        """Queues an urgent message."""
+        self._urgent.append((encode(message)[0],))
+
+    def put(self, message: Message, number: int) -> None:
+        """Queues a message behind all others.
+
+        Raises:
+            TypeError, ValueError: It cannot be sent; nothing was queued.
+        """
+        header, raws = encode(message, number, self._limits.header)
+        if not raws:
+            self._ordered.append(_Waiting((header,), False, None, number))
+            return
+        total = sum([raw.nbytes for raw in raws])
+        if total > self._limits.body:
+            raise ValueError(
+                f"{type(message).__name__}: {total} bytes of arrays, at most "
+                f"{self._limits.body} may be sent: split the message"
+            )
+        if total <= self._limits.chunk and len(raws) <= self._limits.frames:
+            frames: Frames = (header, *[raw.data for raw in raws])
+            self._ordered.append(_Waiting(frames, total > HEAVY, None, number))
+        else:
+            body = cut(raws, self._limits.chunk)
+            self._ordered.append(_Waiting((header,), False, body, number))
+
+    def credited(self, chunks: int) -> None:
+        """The other side takes so many heavy messages more."""
+        self._credit = min(self._limits.window, self._credit + chunks)
+
+    def take(self) -> Frames | None:
+        """The next message to send, or None until something changes."""
+        if self._urgent:
+            return self._urgent.popleft()
+        if self._body is not None:
+            return self._take_chunk()
+        if not self._ordered:
+            return None
+        if self._ordered[0].is_heavy:
+            if not self._credit:
+                return None
+            self._credit -= 1
+        waiting = self._ordered.popleft()
+        if waiting.body is not None:
+            self._number, self._body = waiting.number, waiting.body
+            self._advance()
+        return waiting.frames
+
+    def drop(self) -> None:
+        """Forgets all but what is urgent: nobody will take it any more."""
+        self._ordered.clear()
+        self._body, self._chunk = None, _NO_CHUNK
+
+    def _take_chunk(self) -> Frames | None:
+        if not self._credit:
+            return None
+        self._credit -= 1
+        offset, chunk = self._chunk
+        self._advance()
+        return encode(Chunk(self._number, offset))[0], chunk
+
+    def _advance(self) -> None:
+        assert self._body is not None
+        following = next(self._body, None)
+        if following is None:
+            self._body, self._chunk = None, _NO_CHUNK
+        else:
+            self._chunk = following
