@@ -110,6 +110,22 @@ def test_keygen(tmp_path):
     assert key not in ran.output
 
 
+def test_status_of_a_cluster_with_keys(tmp_path):
+    keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
+    zstrat("keygen", str(keys))
+    with LocalCluster(1, 1, lane="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
+        file.write_text(cli.toml(cluster.spec))
+        command = ("--cluster", str(file), "--timeout")
+        known = zstrat("status", *command, "30", "--keys", str(keys))
+        assert known.exit_code == 0, known.output
+        healthy = zstrat("doctor", *command, "30", "--keys", str(keys))
+        assert healthy.exit_code == 0, healthy.output
+        assert "secret of chief, worker, ps, evaluator, observer" in healthy.output
+        stranger = zstrat("status", *command, "1")
+    assert stranger.exit_code == 1
+    assert stranger.output.count("incarnation=unreachable: ") == 2
+
+
 def test_units(tmp_path):
     bindir = tmp_path / "bin"
     bindir.mkdir()

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from zstrat.config import Settings
-from zstrat.transport import Link, hello, new_incarnation, run
+from zstrat.transport import Link, generate_keys, hello, new_incarnation, run
 from zstrat.wire import CloseSession, OpenSession
 
 LOCAL = ("--index", "0", "--bind", "127.0.0.1:0")
@@ -110,6 +110,20 @@ def test_keys_that_are_not_there(start, tmp_path):
     assert daemon.process.wait(30) == 2
     assert "nowhere" in daemon.words()
     assert "Traceback" not in daemon.words()
+
+
+def test_keys_from_the_service_manager(start, tmp_path):
+    """systemd's access control lists look like group permissions."""
+    keys = tmp_path / "keys"
+    generate_keys(keys)
+    keys.chmod(0o550)
+    (keys / "ps.secret").chmod(0o440)
+    where = ("--index", "0", "--bind", "0.0.0.0:0", "--keys", str(keys))
+    refused = start("ps", *where)
+    assert refused.process.wait(30) == 2
+    assert "mode 0440" in refused.words()
+    start("ps", *where, CREDENTIALS_DIRECTORY=str(keys)).hear("READY=1")
+    keys.chmod(0o700)
 
 
 @pytest.mark.parametrize("job", ["ps", "worker"])
