@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from zstrat.variables import Optimizer, Variable, VariableSpec, apply, handle
+from zstrat.variables import Optimizer, Variable, VariableSpec, apply, creator, handle
 from zstrat.wire._messages import UpdateOp
 
 
@@ -28,6 +28,20 @@ class DictHome:
         self.values[key] = value
         spec = VariableSpec(key, name, value.shape, value.dtype.name, ps=0)
         return handle(spec, self)
+
+    def optimizer(self, rule: Any) -> Optimizer:
+        """An optimizer as a scope makes it: known where the variables live."""
+        token = creator.set(self)
+        try:
+            return Optimizer(rule)
+        finally:
+            creator.reset(token)
+
+    def create_variables(self, requests):
+        return [self.variable(r.initial_value, r.name) for r in requests]
+
+    def register_optimizer(self, optimizer) -> int:
+        return next(self._keys)
 
     def read(self, variable: Variable) -> np.ndarray:
         self.reads += 1
@@ -51,7 +65,8 @@ class DictHome:
         rule, value = optimizer.transformation, self.values[key]
         slots = self.slots.get((key, optimizer.id), None)
         slots = rule.init(value) if slots is None else slots
-        delta, self.slots[key, optimizer.id] = rule.update(gradient, slots, value)
+        with jax.numpy_dtype_promotion("standard"):  # optax itself needs it
+            delta, self.slots[key, optimizer.id] = rule.update(gradient, slots, value)
         self.values[key] = np.asarray(value + delta)
 
 

@@ -13,8 +13,6 @@ from ._context import WorkerContext as WorkerContext
 from ._context import get_worker_context as get_worker_context
 from ._context import worker_context as worker_context
 from ._execute import Prepared as Prepared
-from ._execute import StepResult as StepResult
-from ._execute import StepUpdate as StepUpdate
 from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._function import Function as Function
@@ -26,6 +24,8 @@ from ._iterator import StepIterator as StepIterator
 from ._plan import Plan as Plan
 from ._plan import PlannedUpdate as PlannedUpdate
 from ._programs import RetraceWarning as RetraceWarning
+from ._results import StepResult as StepResult
+from ._results import StepUpdate as StepUpdate
 from ._structure import ResultLayout as ResultLayout
 from ._structure import Structure as Structure
 from ._structure import rebuild as rebuild

@@ -21,19 +21,18 @@ on as explicit outputs.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
-from jax.extend.core import get_opaque_trace_state
 
 from zstrat.variables import recorder
 from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
 from ._context import asked
-from ._fresh import fresh
+from ._fresh import current_trace, fresh
 from ._where import here
+from ._writes import Recorded as Recorded
 from ._writes import written
 
 if TYPE_CHECKING:
@@ -48,17 +47,6 @@ MAX_DRAWS: Final = 1024
 this ends it, with words."""
 
 _OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One update: what the step did, and the user's line that did it."""
-
-    variable: Variable
-    op: UpdateOp
-    operands: tuple[jax.Array, ...]
-    optimizer: Optimizer | None
-    where: str
 
 
 class Feed(Protocol):
@@ -144,15 +132,17 @@ class Capture:
         self._writes: dict[int, list[Recorded]] = {}
         self._optimized: dict[int, str] = {}
         self._home: object = None
+        self._tell_outer: Callable[[], None] | None = None
         self._scope = ExitStack()
 
     @contextmanager
     def recording(self) -> Iterator[Capture]:
         """Runs what is inside as the body; entered once, in the trace it belongs to."""
-        self._home = _trace()
+        self._home = current_trace()
         with self._scope:
             self._scope.enter_context(fresh())
             here_before = recorder.set(self)
+            self._tell_outer = asked.get()
             asked_before = asked.set(self._ask_context)
             try:
                 yield self
@@ -238,7 +228,7 @@ class Capture:
         return any(leaf is drawn for drawn in self._drawn)
 
     def _is_home(self) -> bool:
-        return bool(_trace() == self._home)
+        return current_trace() == self._home
 
     def _computed(self, variable: Variable) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
@@ -259,12 +249,8 @@ class Capture:
 
     def _ask_context(self) -> None:
         self.asked_context = True
-
-
-def _trace() -> object:
-    """The transformation of jax that is under way, comparable and otherwise opaque."""
-    state: object = get_opaque_trace_state()  # type: ignore[no-untyped-call]
-    return state
+        if self._tell_outer is not None:
+            self._tell_outer()
 
 
 def _named(op: UpdateOp) -> str:

@@ -248,7 +248,8 @@ class _Unpickler(pickle.Unpickler):
 def _is_users(module: types.ModuleType) -> bool:
     """Whether a module is part of the user's program, which workers do not have."""
     filename = module.__dict__.get("__file__")
-    if module.__name__ == "__main__" or not isinstance(filename, str):
+    package = module.__name__.partition(".")[0]
+    if package in ("__main__", "zstrat") or not isinstance(filename, str):
         return False  # cloudpickle ships __main__ by value anyway
     return not is_machinery(filename) and not is_installed(filename)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._context import WorkerContext
-    from ._execute import StepResult
     from ._plan import Plan, Template
+    from ._results import StepResult
 
 
 class Program:

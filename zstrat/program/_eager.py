@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from zstrat.variables import recorder
 
 from . import _refusals
-from ._fresh import fresh
+from ._fresh import current_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,27 +26,33 @@ if TYPE_CHECKING:
 class Immediate:
     """Reads and updates through ``home``, or each variable's own if that is None.
 
-    Values and elements are jax arrays, as in a captured step, but with values.
+    Values and elements are jax arrays, as in a captured step, but with values. Under
+    jax.jit and the like a read becomes a callback: jax keeps what it traced, and a
+    value from now would be wrong after the next update.
     """
 
-    def __init__(self, home: Home | None) -> None:
+    def __init__(self, home: Home | None = None) -> None:
         self._home = home
+        self._outermost = current_trace()
         self._drawn: list[Any] = []
-        self._scope = ExitStack()
 
     @contextmanager
     def recording(self) -> Iterator[Immediate]:
         """Runs what is inside as the body."""
-        with self._scope:
-            self._scope.enter_context(fresh())
-            before = recorder.set(self)
-            try:
-                yield self
-            finally:
-                recorder.reset(before)
+        self._outermost = current_trace()
+        before = recorder.set(self)
+        try:
+            yield self
+        finally:
+            recorder.reset(before)
 
     def read(self, variable: Variable) -> jax.Array:
-        return jnp.asarray(self._home_of(variable).read(variable))
+        home = self._home_of(variable)
+        if current_trace() == self._outermost:
+            return jnp.asarray(home.read(variable))
+        like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
+        value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)
+        return value
 
     def update(
         self,
@@ -59,8 +65,6 @@ class Immediate:
             raise _refusals.update_inside(variable.spec, op.name)
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
-        # Inner functions that jax has compiled already hold the old value.
-        self._scope.enter_context(fresh())
 
     def draw(self, iterator: StepIterator) -> Any:
         # A copy: the dataset may fill the same buffer again.

@@ -9,47 +9,37 @@ arrays again.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
 
 from ._eager import Immediate
+from ._results import StepResult, StepUpdate
 from ._signature import cut
 from ._structure import ResultLayout, split
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.variables import Home, VariableSpec
-    from zstrat.wire._messages import UpdateOp
 
     from ._compile import Program
-    from ._function import Function
     from ._plan import Plan
-    from ._programs import Draws
+    from ._programs import Draws, Programs
 
 
-class StepUpdate(NamedTuple):
-    """What a step wants done to a variable. ``optimizer`` is 0 for none; ``arrays`` are
-    the operands that `UpdateOp` names, in the dtype and shapes of the plan."""
+class Step(Protocol):
+    """What is run: a `Function`, as far as it matters here."""
 
-    spec: VariableSpec
-    op: UpdateOp
-    optimizer: int
-    arrays: tuple[np.ndarray, ...]
-
-
-class StepResult(NamedTuple):
-    """``leaves`` are the arrays of the result, as ``layout`` says: ready, read-only."""
-
-    leaves: list[np.ndarray]
-    layout: ResultLayout
-    updates: list[StepUpdate]
+    name: str
+    eager: bool
+    body: Callable[..., Any]
+    programs: Programs
 
 
 def prepare(
-    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Prepared:
     """Draws the elements of one step and finds its program; traces it if it is new.
 
@@ -58,15 +48,21 @@ def prepare(
     Raises:
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
+        ValueError: The function is eager; see `run_eager`.
         Exception: Whatever the body raises while it is traced.
     """
+    if function.eager:
+        raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
     return Prepared(program, call.inputs, draws)
 
 
 class Prepared:
-    """One step that is ready to run, once, as soon as the values it reads are there."""
+    """One step that is ready to run as soon as the values it reads are there.
+
+    A step that draws nothing may be run again, with newer values.
+    """
 
     __slots__ = ("_draws", "_inputs", "_program", "plan")
 
@@ -127,7 +123,7 @@ class Prepared:
 
 
 def run_eager(
-    function: Function,
+    function: Step,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     home: Home | None = None,
@@ -154,9 +150,7 @@ def run_eager(
     return StepResult(leaves, layout, [])
 
 
-def run_here(
-    function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Runs a step in this process, through the home of each variable.
 
     Returns what the body returns, its arrays as ``jax.Array``.

@@ -33,7 +33,7 @@ class Function:
     """
 
     def __init__(self, fn: Callable[..., Any], *, eager: bool = False) -> None:
-        self.body = _checked(fn)
+        self.body: Callable[..., Any] = _checked(fn)
         self.eager = eager
         self.name: str = _name(fn)
         self._init_caches()
@@ -41,6 +41,7 @@ class Function:
     def _init_caches(self) -> None:
         functools.update_wrapper(self, self.body)
         self.programs = Programs(self.name, self.body)
+        self._attribute = self.name.rpartition(".")[2]
         self._shipped: tuple[bytes, bytes] | None = None
 
     @property
@@ -89,13 +90,16 @@ class Function:
             return self.body(*args, **kwargs)
         return run_here(self, args, kwargs)
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
     def __get__(self, instance: object, owner: type | None = None) -> Function:
         """A step function that is a method: one `Function` per instance, kept in it."""
         if instance is None:
             return self
         bound = Function(self.body.__get__(instance), eager=self.eager)
         # Shadows this descriptor from now on, as functools.cached_property does.
-        vars(instance)[self.body.__name__] = bound
+        vars(instance)[self._attribute] = bound
         return bound
 
     def __reduce__(self) -> Any:

@@ -23,7 +23,8 @@ from jax.tree_util import keystr
 from zstrat.variables import Variable, recorder
 
 from . import _refusals
-from ._fresh import fresh
+from ._eager import Immediate
+from ._fresh import apart, current_trace, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -89,30 +90,41 @@ def grad(
 class Substitution:
     """A recorder that hands out given arrays in place of the values of some variables.
 
-    Other reads go on to ``outer``; updates and draws are refused.
+    Other reads go on to ``outer``; updates and draws are refused. If nothing is being
+    captured, a substituted read under jax.jit and the like is refused too: jax would
+    keep that trace with the array of this one, and `fresh` would compile every
+    operation again and again.
     """
 
     def __init__(self, outer: Recorder | None, values: dict[int, jax.Array]) -> None:
-        self._outer = outer
+        self.live = outer is None or _is_live(outer)
+        """Whether values are real, so that nothing is being captured."""
+        self._outer = Immediate() if outer is None else outer
         self._values = values
+        inherited: tuple[int, ...] = ()
+        if isinstance(outer, Substitution):
+            inherited = outer.substituted
+        self.substituted: tuple[int, ...] = (*inherited, *sorted(values))
+        self._outermost: object = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Substitutes in what is inside."""
+        """Substitutes in what is inside; entered in the trace of the given arrays."""
+        self._outermost = current_trace()
         before = recorder.set(self)
         try:
-            with fresh():
+            with apart(("live", *self.substituted)) if self.live else fresh():
                 yield
         finally:
             recorder.reset(before)
 
     def read(self, variable: Variable) -> jax.Array:
         key = variable.spec.key
-        if key in self._values:
-            return self._values[key]
-        if self._outer is not None:
+        if key not in self._values:
             return self._outer.read(variable)
-        return jnp.asarray(variable.home.read(variable))
+        if self.live and current_trace() != self._outermost:
+            raise _refusals.live_read_inside(variable.spec)
+        return self._values[key]
 
     def update(
         self,
@@ -127,7 +139,7 @@ class Substitution:
         raise _refusals.draw_inside()
 
     def drew(self, leaf: object) -> bool:
-        return self._outer is not None and self._outer.drew(leaf)
+        return self._outer.drew(leaf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +219,12 @@ class _Grad:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value, gradients = self.both(*args, **kwargs)
         return (gradients, value[1]) if self.has_aux else gradients
+
+
+def _is_live(outer: Recorder) -> bool:
+    return isinstance(outer, Immediate) or (
+        isinstance(outer, Substitution) and outer.live
+    )
 
 
 def _floating(leaf: Any, place: str) -> jax.Array:

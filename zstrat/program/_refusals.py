@@ -81,6 +81,16 @@ def update_inside(variable: object, op: str) -> RuntimeError:
     )
 
 
+def live_read_inside(variable: object) -> RuntimeError:
+    """A variable is differentiated by name, eagerly, and read under jax.jit."""
+    return RuntimeError(
+        f"{here()}: {variable} is read inside a function that jax transforms (jax.jit, "
+        "jax.vmap, jax.lax.scan, ...) while zs.value_and_grad(variables=...) "
+        "differentiates with real values. Pass it as an argument (argnums), or do it "
+        "in a zs.function that is not eager"
+    )
+
+
 def draw_inside() -> RuntimeError:
     """next(iterator) under jax.grad, lax.cond and the like."""
     return RuntimeError(

@@ -25,29 +25,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zstrat.variables import (
-    IndexedSlices,
-    Optimizer,
-    Recorder,
-    Variable,
-    VariableAggregation,
-    recorder,
-)
-from zstrat.wire import UpdateOp
+from zstrat.variables import Optimizer, Recorder, Variable, recorder
 
 from ._capture import Capture, Discovery, Replay
+from ._collective import AXIS, aggregate
 from ._context import asked
 
 if TYPE_CHECKING:
+    from zstrat.wire import UpdateOp
+
     from ._capture import Feed, Recorded
     from ._iterator import Element, StepIterator
 
-AXIS: Final = "replica"
-"""Name of the mapped axis, for collectives inside a replica function."""
-
-# jax's stubs leave these untyped.
-_psum: Final[Any] = jax.lax.psum
-_pmean: Final[Any] = jax.lax.pmean
+# jax's stubs leave it untyped.
 _spec: Final[Any] = PartitionSpec
 
 ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
@@ -129,26 +119,6 @@ class _Traced:
         )
 
 
-def replica_id() -> jax.Array:
-    """The number of the replica that is being traced, int32, from 0."""
-    return jax.lax.axis_index(AXIS)
-
-
-def all_reduce(tree: Any, *, mean: bool) -> Any:
-    """Sums (or averages) the pytree over the replicas; every replica gets the result.
-
-    `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
-    their values are divided by the number of replicas.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
-    # One collective for all the dense leaves: XLA makes one all-reduce of it.
-    dense = iter(_summed([x for x in leaves if not _is_slices(x)], mean))
-    return jax.tree.unflatten(
-        treedef,
-        [_concatenated(x, mean) if _is_slices(x) else next(dense) for x in leaves],
-    )
-
-
 # ---- what a replica does with variables ------------------------------------------
 
 
@@ -178,7 +148,7 @@ class _Replica:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
-        combined = _aggregate(variable, op, operands)
+        combined = aggregate(variable, op, operands)
         self.capture.update(variable, op, combined, optimizer)
 
     def drew(self, leaf: object) -> bool:
@@ -191,76 +161,6 @@ class _Replica:
             "program for several replicas: draw before it, and give each replica its "
             "rows with strategy.run(fn, args=(next(iterator),))"
         )
-
-
-def _aggregate(
-    variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    rows = len(operands) > 1
-    if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return _rows(operands, mean=False) if rows else (_sum(operands[0]),)
-    match variable.aggregation:
-        case VariableAggregation.NONE:
-            raise ValueError(
-                f"You must specify an aggregation method to update {variable.spec} in "
-                "replica context: its replicas would disagree. Create it with, for "
-                "example, zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
-            )
-        case VariableAggregation.ONLY_FIRST_REPLICA:
-            return tuple(_first(operand) for operand in operands)
-        case aggregation:
-            mean = aggregation is VariableAggregation.MEAN
-            if not rows:
-                return (_summed(operands, mean)[0].astype(operands[0].dtype),)
-            if op in _NOT_ADDITIVE:
-                raise NotImplementedError(
-                    f"{op.name.lower()} of {variable.spec} in replica context is only "
-                    "supported with VariableAggregation.ONLY_FIRST_REPLICA, not with "
-                    f"{aggregation.name}"
-                )
-            return _rows(operands, mean)
-
-
-_NOT_ADDITIVE: Final = (
-    UpdateOp.SCATTER_MIN,
-    UpdateOp.SCATTER_MAX,
-    UpdateOp.SCATTER_UPDATE,
-)
-
-
-def _sum(x: jax.Array) -> jax.Array:
-    summed: jax.Array = _psum(x, AXIS)
-    return summed
-
-
-def _first(x: jax.Array) -> jax.Array:
-    """Replica 0's value; a select, because 0 * nan of another replica is nan."""
-    mine = jnp.where(replica_id() == 0, x, jnp.zeros_like(x))
-    return _sum(mine).astype(x.dtype)
-
-
-def _rows(operands: tuple[jax.Array, ...], mean: bool) -> tuple[jax.Array, ...]:
-    indices, values = operands
-    joined = _concatenated(IndexedSlices(values, indices), mean)
-    return joined.indices, joined.values
-
-
-def _summed(leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    reduced: list[jax.Array] = (_pmean if mean else _psum)(arrays, AXIS)
-    return reduced
-
-
-def _concatenated(slices: IndexedSlices, mean: bool) -> IndexedSlices:
-    values = jax.lax.all_gather(jnp.asarray(slices.values), AXIS, tiled=True)
-    indices = jax.lax.all_gather(jnp.asarray(slices.indices), AXIS, tiled=True)
-    if mean:
-        values = values / jax.lax.axis_size(AXIS)
-    return IndexedSlices(values, indices, slices.dense_shape)
-
-
-def _is_slices(node: Any) -> bool:
-    return isinstance(node, IndexedSlices)
 
 
 # ---- mapping over the devices ----------------------------------------------------

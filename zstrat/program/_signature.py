@@ -111,7 +111,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             )
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
             raise TypeError(
-                f"{place} is a {type(leaf).__name__}, an iterator that a step cannot "
+                f"{place} is an iterator ({type(leaf).__name__}) that a step cannot "
                 "draw from: use the iterator of create_per_worker_dataset(...), or in "
                 "this process zs.StepIterator(iterator)"
             )

@@ -1,4 +1,4 @@
-"""What the updates of a step do to a value, in jax: for reads after writes.
+"""The updates of a step, and what they do to a value: for reads after writes.
 
 The parameter server does the same to the stored value; of duplicate indices in
 SCATTER_UPDATE the last one wins, on every device.
@@ -6,6 +6,7 @@ SCATTER_UPDATE the last one wins, on every device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +17,18 @@ from zstrat.wire._messages import UpdateOp
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._capture import Recorded
+    from zstrat.variables import Optimizer, Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One update: what the step did, and the user's line that did it."""
+
+    variable: Variable
+    op: UpdateOp
+    operands: tuple[jax.Array, ...]
+    optimizer: Optimizer | None
+    where: str
 
 
 def written(value: jax.Array, writes: Sequence[Recorded]) -> jax.Array:

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from zstrat.program import _replicas
+from zstrat.program import _collective
 from zstrat.variables import creator
 
 from ._values import ReduceOp
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Creator
 
-    from ._base import Strategy
+    from ._strategy import Strategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +153,7 @@ class ReplicaContext:
         op = ReduceOp.of(reduce_op)
         if self.num_replicas_in_sync == 1:
             return value
-        return _replicas.all_reduce(value, mean=op is ReduceOp.MEAN)
+        return _collective.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def __enter__(self) -> ReplicaContext:
         frame = Frame(self._strategy, self)

@@ -6,8 +6,8 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Final, final
 
 from . import _context
-from ._base import Extended, Strategy
 from ._context import ReplicaContext
+from ._strategy import Extended, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

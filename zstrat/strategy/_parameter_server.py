@@ -20,8 +20,8 @@ from zstrat.program import worker_context
 from zstrat.variables import recorder
 
 from . import _context
-from ._base import Extended, Strategy
 from ._placement import ServerVariables
+from ._strategy import Extended, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,8 +94,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         connect: Opens the session; another one in tests.
 
     Raises:
-        ValueError: The cluster is empty, has a wrong job or no ps or worker, or its
-            workers differ in their number of devices.
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or this
+            process is one of those.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
     """
@@ -115,6 +115,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         self._partitioner = variable_partitioner
         self._session = connect(spec, settings)
         self._ps_count = spec.num_tasks("ps")
+        # Fixed here: plans that were traced for it must stay true when workers change.
+        self._replicas = max(1, self._session.devices)
         self._variables = ServerVariables(
             self._session, self._ps_count, variable_partitioner
         )
@@ -138,7 +140,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Devices of one worker (TF's rule: not the number of workers)."""
-        return max(1, self._session.devices)
+        return self._replicas
 
     @property
     def extended(self) -> ParameterServerExtended:
@@ -166,7 +168,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
             )
 
     def __reduce__(self) -> Any:
-        return worker_strategy, (self._ps_count,)
+        return worker_strategy, (self._ps_count, self._replicas)
 
     def __repr__(self) -> str:
         return (
@@ -178,17 +180,29 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
 @final
 class WorkerStrategy(Strategy):
     """A `ParameterServerStrategy` as a step sees it on a worker: its local devices are
-    the replicas, and variables cannot be created."""
+    the replicas, and variables cannot be created.
 
-    def __init__(self, ps_count: int) -> None:
-        self._local = tuple(jax.local_devices())
+    A worker with fewer devices than the coordinator planned for computes all replicas
+    on one: slower, with the same results.
+    """
+
+    def __init__(self, ps_count: int, replicas: int) -> None:
+        self._replicas = replicas
+        self._local = tuple(jax.local_devices()[:replicas])
         self._extended = ParameterServerExtended(
             self, self._local[0].platform, ps_count, None
         )
+        if len(self._local) < replicas:
+            _log.warning(
+                "this worker has %d devices, the coordinator planned %d replicas per "
+                "worker: it computes all of them on one device",
+                len(self._local),
+                replicas,
+            )
 
     @property
     def num_replicas_in_sync(self) -> int:
-        return len(self._local)
+        return self._replicas
 
     @property
     def extended(self) -> ParameterServerExtended:
@@ -201,19 +215,19 @@ class WorkerStrategy(Strategy):
         return self._local
 
     def __reduce__(self) -> Any:
-        return worker_strategy, (len(self._extended.parameter_devices),)
+        return worker_strategy, (len(self._extended.parameter_devices), self._replicas)
 
     def __repr__(self) -> str:
         return (
-            f"<zstrat.ParameterServerStrategy on a worker: {len(self._local)} devices>"
+            f"<zstrat.ParameterServerStrategy on a worker: {self._replicas} replicas>"
         )
 
 
 @functools.cache
-def worker_strategy(ps_count: int) -> WorkerStrategy:
+def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
     """The stand-in of this process; one object, as scopes compare strategies by
     identity and a step function and its arguments are unpickled apart."""
-    return WorkerStrategy(ps_count)
+    return WorkerStrategy(ps_count, replicas)
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

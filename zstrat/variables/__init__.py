@@ -5,6 +5,7 @@ from ._apply import apply as apply
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator
+from ._creator import initialize as initialize
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import LocalHome as LocalHome
@@ -18,8 +19,7 @@ from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
 from ._tree import create_variables as create_variables
+from ._tree import values as values
 from ._variable import Variable as Variable
 from ._variable import detached as detached
 from ._variable import handle as handle
-from ._variable import initialize as initialize
-from ._variable import values as values

@@ -1,4 +1,4 @@
-"""Pytrees of variables, made from pytrees of arrays."""
+"""Pytrees of variables, from pytrees of arrays and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jax.tree_util import keystr
 
 from ._creator import Request
 from ._spec import VariableAggregation, VariableSynchronization
-from ._variable import create
+from ._variable import Variable, create
 
 
 def create_variables(
@@ -46,6 +46,16 @@ def create_variables(
         for path, leaf in paths
     ]
     return jax.tree.unflatten(treedef, create(requests))
+
+
+def values(tree: Any) -> Any:
+    """The pytree with every variable replaced by its value; other leaves stay.
+
+    Inside a step the values are traced arrays, elsewhere read-only numpy arrays.
+    """
+    return jax.tree.map(
+        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf, tree
+    )
 
 
 def _words(path: tuple[Any, ...]) -> str:

@@ -13,18 +13,16 @@ Variables are opaque leaves of pytrees. jax functions that are compiled at the c
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._creator import Request, creator
+from ._creator import Request, check, creator, initialize
 from ._home import Detached, Home, LocalHome
 from ._operators import ArrayOperators
 from ._recorder import recorder
@@ -387,68 +385,11 @@ def create(requests: Sequence[Request]) -> list[Variable]:
         ValueError: A step is being traced, or the creator refuses a request.
     """
     for request in requests:
-        _check(request)
+        check(request)
     current = creator.get()
     if current is not None:
         return current.create_variables(requests)
     return [_local(request) for request in requests]
-
-
-def initialize(request: Request) -> np.ndarray:
-    """The initial value of a request, its callable called.
-
-    Raises:
-        ValueError: There is none, or its shape is another one than asked for.
-        TypeError: It is no array of numbers or booleans.
-    """
-    value, dtype = request.initial_value, request.dtype
-    if value is None:
-        raise ValueError(
-            f"variable {request.name!r} needs an initial_value: an array, a number or "
-            "a callable"
-        )
-    if callable(value) and not isinstance(value, ArrayOperators):
-        if request.shape is not None and _takes_shape(value, request.name):
-            dtype = "float32" if dtype is None else dtype
-            value = value(request.shape, _convert.as_dtype(dtype, request.name))
-        else:
-            value = value()
-    return _convert.initial_array(value, request.shape, dtype, request.name)
-
-
-def _takes_shape(initializer: Any, name: str) -> bool:
-    """Whether the callable wants ``(shape, dtype)``."""
-    try:
-        signature = inspect.signature(initializer)
-    except ValueError:  # a builtin that does not say: TF calls it without arguments
-        return False
-    if next(iter(signature.parameters), "") in ("key", "rng"):
-        raise ValueError(
-            f"the initializer of variable {name!r} wants a random key first: bind it, "
-            "functools.partial(initializer, jax.random.key(0)), or use zs.initializers"
-        )
-    try:
-        signature.bind((), None)
-    except TypeError:  # the answer to the question, not an error
-        return False
-    return True
-
-
-def _check(request: Request) -> None:
-    if recorder.get() is not None:
-        raise ValueError(
-            f"variable {request.name!r} is created inside a step function: create "
-            "variables before it, in strategy.scope(), and use them in its body"
-        )
-    for given, wanted in (
-        (request.aggregation, VariableAggregation),
-        (request.synchronization, VariableSynchronization),
-    ):
-        if not isinstance(given, wanted):
-            raise ValueError(
-                f"variable {request.name!r}: expected a member of {wanted.__name__}, "
-                f"got {given!r}"
-            )
 
 
 def _local(request: Request) -> Variable:
@@ -464,13 +405,3 @@ def _local(request: Request) -> Variable:
         request.synchronization,
     )
     return handle(spec, LocalHome(array))
-
-
-def values(tree: Any) -> Any:
-    """The pytree with every variable replaced by its value; other leaves stay.
-
-    Inside a step the values are traced arrays, elsewhere read-only numpy arrays.
-    """
-    return jax.tree.map(
-        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf, tree
-    )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 import jax
 import numpy as np
 
-from zstrat.program import _replicas
+from zstrat.program import _collective, _replicas
 from zstrat.variables import Variable, recorder
 
 from . import _context
@@ -218,7 +218,7 @@ class Strategy(abc.ABC):
 
         def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
             own_args, own_kwargs = sorted_out.of_replica(shared, own)
-            with ReplicaContext(self, _replicas.replica_id()):
+            with ReplicaContext(self, _collective.replica_id()):
                 return fn(*own_args, **own_kwargs)
 
         result = _replicas.replicate(
