@@ -103,6 +103,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
     drained = await task.stop()
     pulse.stop()
+    _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
     return DRAINED if drained else TRY_AGAIN
 
@@ -146,6 +147,13 @@ def _listen_to_signals(loop: asyncio.AbstractEventLoop, task: Task) -> None:
 
     for each in signals:
         loop.add_signal_handler(each, first, each)
+
+
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """All is done: a signal now must not turn the exit code into a failure."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(each)
+        signal.signal(each, signal.SIG_IGN)
 
 
 def _report(descriptor: int, task: Task) -> None:

@@ -20,7 +20,6 @@ from collections import deque
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -44,19 +43,20 @@ def load_digits():
     return (images[TEST:], labels[TEST:]), (images[:TEST], labels[:TEST])
 
 
-def init_params(key):
+def init_params(seed):
     """Weights scaled for relu layers (He), biases zero."""
+    random = np.random.default_rng(seed)
 
-    def layer(key, *shape):
+    def layer(*shape):
         scale = np.sqrt(2 / np.prod(shape[:-1]))
-        return {"w": jax.random.normal(key, shape) * scale, "b": jnp.zeros(shape[-1])}
+        weights = random.normal(0, scale, shape).astype(np.float32)
+        return {"w": weights, "b": np.zeros(shape[-1], np.float32)}
 
-    keys = jax.random.split(key, 4)
     return {
-        "conv1": layer(keys[0], 3, 3, 1, 16),
-        "conv2": layer(keys[1], 3, 3, 16, 32),
-        "dense": layer(keys[2], 4 * 4 * 32, 64),
-        "head": layer(keys[3], 64, CLASSES),
+        "conv1": layer(3, 3, 1, 16),
+        "conv2": layer(3, 3, 16, 32),
+        "dense": layer(4 * 4 * 32, 64),
+        "head": layer(64, CLASSES),
     }
 
 
@@ -95,7 +95,7 @@ class Training:
         batch, seed = options.batch, options.seed
 
         with strategy.scope():
-            self.params = zs.create_variables(init_params(jax.random.key(seed)))
+            self.params = zs.create_variables(init_params(seed))
             self.optimizer = zs.Optimizer(optax.adam(options.rate))
         params, optimizer = self.params, self.optimizer
 
@@ -149,15 +149,20 @@ def train_all(training, test, options):
         ),
         TextColumn("{task.fields[rate]:.0f} steps/s"),
     )
-    history, began = [], time.perf_counter()
+    history, rate = [], 0.0
+    began = compiled = time.perf_counter()
     with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
         task = bar.add_task(
-            "training", total=options.steps, loss=np.nan, accuracy=0.0, rate=0.0
+            "compiling", total=options.steps, loss=np.nan, accuracy=0.0, rate=rate
         )
         for loss in training.losses(options.steps, options.ahead):
+            now = time.perf_counter()
+            if history:
+                rate = len(history) / (now - compiled)
+            else:
+                compiled = now
             history.append(loss)
-            rate = len(history) / (time.perf_counter() - began)
-            bar.update(task, advance=1, loss=loss, rate=rate)
+            bar.update(task, description="training", advance=1, loss=loss, rate=rate)
             if len(history) % options.every == 0:
                 accuracy = np.mean(training.predictions(images) == labels)
                 bar.update(task, accuracy=accuracy)
@@ -238,7 +243,9 @@ def main():
     with contextlib.ExitStack() as stack:
         strategy = zs.ParameterServerStrategy(find_cluster(options, stack))
         training = Training(strategy, train, options)
-        stack.callback(training.coordinator.shutdown)
+        # Daemons that this program started end with it; others serve the next one.
+        ours = not (options.cluster or os.environ.get("TF_CONFIG"))
+        stack.callback(training.coordinator.shutdown, cluster=ours)
         history, predicted, seconds = train_all(training, test, options)
     accuracy = float(np.mean(predicted == test[1]))
     draw(options.out, history, predicted, test[1])

@@ -16,6 +16,11 @@ def test_public_name(name: str) -> None:
     assert getattr(zstrat, name) is getattr(package, name)
 
 
+@pytest.mark.parametrize("name", sorted(zstrat._MODULES))
+def test_public_module(name: str) -> None:
+    assert getattr(zstrat, name) is importlib.import_module(zstrat._MODULES[name])
+
+
 def test_errors_are_at_the_top() -> None:
     public = [
         name

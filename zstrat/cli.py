@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 from rich.console import Console
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
     from zstrat.launch import Finding, Sight
 
-REFRESH = 1.0
+REFRESH: Final = 1.0
 """Seconds between two looks of the live table."""
+
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a cluster in the foreground; the last when its terminal is closed."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,7 +73,8 @@ def cluster(
     ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None
 ) -> None:
     """Run local daemons in the foreground; Ctrl-C ends them all."""
-    signal.signal(signal.SIGTERM, _as_interrupt)
+    for number in ENDING:
+        signal.signal(number, _as_interrupt)
     settings = _settings(None)
     try:
         with LocalCluster(
@@ -94,7 +98,7 @@ def cluster(
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
     """The lines that a program's terminal needs, ready to be pasted."""
-    config = {"cluster": spec.as_dict(), "task": {"type": "chief", "index": 0}}
+    config = {"cluster": spec.as_dict()}  # the program itself is none of the tasks
     return "\n".join(
         [
             "connect with either of",
@@ -121,7 +125,7 @@ def _as_interrupt(number: int, frame: object) -> NoReturn:
 async def _watch(running: LocalCluster, settings: Settings) -> None:
     """Draws the table until interrupted; plain lines when nobody can see a table."""
     loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         loop.add_signal_handler(number, interrupted.set)
     console = Console()
     async with Observer(running.spec, settings) as observer:
@@ -158,7 +162,15 @@ def status(
     sys.exit(any(sight.problem for sight in seen))
 
 
-COLUMNS = ("task", "address", "incarnation", "uptime", "memory", "variables", "held")
+COLUMNS: Final = (
+    "task",
+    "address",
+    "incarnation",
+    "uptime",
+    "memory",
+    "variables",
+    "held",
+)
 
 
 def row(sight: Sight) -> list[str]:

@@ -61,7 +61,7 @@ def test_status_json(file, cluster):
 
 
 def test_status_of_tf_config(cluster, monkeypatch):
-    config = {"cluster": cluster.spec.as_dict(), "task": {"type": "chief", "index": 0}}
+    config = {"cluster": cluster.spec.as_dict()}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     assert zstrat("status").exit_code == 0
 
@@ -110,6 +110,22 @@ def test_keygen(tmp_path):
     assert key not in ran.output
 
 
+def test_status_of_a_cluster_with_keys(tmp_path):
+    keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
+    zstrat("keygen", str(keys))
+    with LocalCluster(1, 1, lane="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
+        file.write_text(cli.toml(cluster.spec))
+        command = ("--cluster", str(file), "--timeout")
+        known = zstrat("status", *command, "30", "--keys", str(keys))
+        assert known.exit_code == 0, known.output
+        healthy = zstrat("doctor", *command, "30", "--keys", str(keys))
+        assert healthy.exit_code == 0, healthy.output
+        assert "secret of chief, worker, ps, evaluator, observer" in healthy.output
+        stranger = zstrat("status", *command, "1")
+    assert stranger.exit_code == 1
+    assert stranger.output.count("incarnation=unreachable: ") == 2
+
+
 def test_units(tmp_path):
     bindir = tmp_path / "bin"
     bindir.mkdir()
@@ -138,7 +154,6 @@ def test_cluster_in_the_foreground(tmp_path):
         assert head[0].startswith("connect with"), process.stderr.read()
         export = shlex.split(head[1])
         config = json.loads(export[1].removeprefix("TF_CONFIG="))
-        assert config["task"] == {"type": "chief", "index": 0}
         spec = TomlClusterResolver(shlex.split(head[2])[1]).cluster_spec()
         assert ClusterSpec(config["cluster"]) == spec
         assert [line.split()[0] for line in head[4:]] == ["task=ps:0", "task=worker:0"]

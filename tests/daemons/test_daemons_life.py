@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -10,6 +11,10 @@ import subprocess
 import sys
 
 import pytest
+
+from zstrat.config import Settings
+from zstrat.transport import Link, generate_keys, hello, new_incarnation, run
+from zstrat.wire import CloseSession, OpenSession
 
 LOCAL = ("--index", "0", "--bind", "127.0.0.1:0")
 
@@ -34,6 +39,32 @@ def test_interrupt_from_the_keyboard(start):
     daemon.hear("READY=1")
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.process.wait(30) == 0
+
+
+def test_its_coordinator_ends_it(start):
+    daemon = start("ps", *LOCAL)
+    address = daemon.hear("READY=1").split()[-1]
+
+    async def end():
+        me = hello("chief", 0, new_incarnation())
+        link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
+        link.start()
+        try:
+            await link.wait_open(asyncio.get_running_loop().time() + 30)
+            await link.request(OpenSession(me.incarnation, 0, 1, []))
+            await link.request(CloseSession(me.incarnation, exit=True))
+        finally:
+            await link.close()
+
+    run(end())
+    assert "the coordinator shut the cluster down" in daemon.hear("STOPPING=1")
+    assert daemon.process.wait(30) == 0
+
+
+def test_a_parent_that_is_gone_already(start):
+    daemon = start("ps", *LOCAL, "--parent", "1")
+    assert daemon.process.wait(30) == 1
+    assert "gone already" in daemon.words()
 
 
 def test_json_log(start):
@@ -79,6 +110,20 @@ def test_keys_that_are_not_there(start, tmp_path):
     assert daemon.process.wait(30) == 2
     assert "nowhere" in daemon.words()
     assert "Traceback" not in daemon.words()
+
+
+def test_keys_from_the_service_manager(start, tmp_path):
+    """systemd's access control lists look like group permissions."""
+    keys = tmp_path / "keys"
+    generate_keys(keys)
+    keys.chmod(0o550)
+    (keys / "ps.secret").chmod(0o440)
+    where = ("--index", "0", "--bind", "0.0.0.0:0", "--keys", str(keys))
+    refused = start("ps", *where)
+    assert refused.process.wait(30) == 2
+    assert "mode 0440" in refused.words()
+    start("ps", *where, CREDENTIALS_DIRECTORY=str(keys)).hear("READY=1")
+    keys.chmod(0o700)
 
 
 @pytest.mark.parametrize("job", ["ps", "worker"])

@@ -114,7 +114,10 @@ class LocalCluster:
 
     @property
     def resolver(self) -> SimpleClusterResolver:
-        """What a strategy is given to reach this cluster."""
+        """What a strategy is given to reach this cluster.
+
+        It names no task: the program that coordinates is not among the tasks.
+        """
         return SimpleClusterResolver(self.spec)
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from zstrat.config import environment
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.wire import Inspect, Job, Statistics
@@ -23,6 +24,7 @@ from ._process import cpu_seconds, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
 
     from zstrat.config import Settings
     from zstrat.transport import Remote
@@ -82,9 +84,7 @@ class Task:
         )
         self.address = ""
         self._settings = settings
-        self._security = None
-        if settings.keys is not None:
-            self._security = Security.load(settings.keys, place.job)
+        self._security = load_keys(settings.keys, place.job)
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
@@ -214,6 +214,21 @@ class Task:
 
     def _told_to_exit(self) -> None:
         self.end("the coordinator shut the cluster down")
+
+
+def load_keys(folder: Path | None, job: str) -> Security | None:
+    """The keys of a task, None without a folder.
+
+    systemd lets a service into its credentials by an access control list, so their
+    modes say nothing; it is systemd that keeps everybody else out.
+
+    Raises:
+        ValueError, PermissionDeniedError: As `Security.load`.
+    """
+    if folder is None:
+        return None
+    guarded = environment().get("CREDENTIALS_DIRECTORY", "") == str(folder)
+    return Security.load(folder, job, guarded=guarded)
 
 
 @contextlib.asynccontextmanager
