@@ -33,6 +33,10 @@ from ._messages import Failure as Failure
 from ._messages import Fetch as Fetch
 from ._messages import Fetched as Fetched
 from ._messages import Goodbye as Goodbye
+from ._messages import Mapped as Mapped
+from ._messages import Offer as Offer
+from ._messages import Placed as Placed
+from ._messages import Released as Released
 from ._messages import Hello as Hello
 from ._messages import Inspect as Inspect
 from ._messages import Job as Job
