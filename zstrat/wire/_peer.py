@@ -37,9 +37,10 @@ from zstrat.errors import (
 )
 
 from ._arrays import array_from
-from ._body import Allocate, Assembly, Frame, allocate
+from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
 from ._greeting import Judge, described
+from ._inbox import Inbox
 from ._messages import (
     Beat,
     Chunk,
@@ -107,7 +108,7 @@ class Peer(Generic[Token]):
         self.late = 0
         """Answers that came after the deadline of their request."""
         self._me, self._initiator, self._judge = me, initiator, judge
-        self._timeouts, self._limits, self._allocate = timeouts, limits, allocate
+        self._timeouts, self._limits = timeouts, limits
         self._lane, self._is_offered = lane, False
         self._outbox = Outbox(limits, lane)
         self._requests: Requests[Token] = Requests()
@@ -115,7 +116,7 @@ class Peer(Generic[Token]):
         self._bodies = 0  # of the requests that are being served
         self._taken = 0  # heavy messages since the last credit was given
         self._sent = self._received = 0
-        self._incoming: tuple[Announced, Assembly] | None = None
+        self._inbox = Inbox(allocate, lane)
         self._sent_at = self._heard_at = self._ticked_at = now
         self._broken_at: float | None = None
         if initiator:
@@ -263,7 +264,7 @@ class Peer(Generic[Token]):
         number, kind, specs, build = announced
         if self.state is not State.OPEN:
             raise ProtocolError(f"expected Hello, got {kind.__name__}")
-        if self._incoming is not None:
+        if self._inbox.is_busy:
             raise ProtocolError(f"{kind.__name__} inside the body of another message")
         if kind in _SPECIAL and kind is not Failure:
             raise ProtocolError(f"{kind.__name__} {number}: it has no number")
@@ -275,7 +276,8 @@ class Peer(Generic[Token]):
                 raise ProtocolError(
                     f"{kind.__name__}: expected {len(specs)} frames, got {len(raws)}"
                 )
-            return self._begin(announced)
+            self._inbox.begin(announced)
+            return self._completed()
         if not raws:
             return self._deliver(number, build(()), False)
         message = build(tuple(map(array_from, specs, raws)))
@@ -292,19 +294,6 @@ class Peer(Generic[Token]):
                 f"expected message {self._received + 1}, got {place}: some were lost"
             )
         self._received = place
-
-    def _begin(self, announced: Announced) -> Sequence[Order[Token]]:
-        self._incoming = announced, Assembly(announced.specs, self._allocate)
-        return self._completed()
-
-    def _completed(self) -> Sequence[Order[Token]]:
-        assert self._incoming is not None
-        announced, assembly = self._incoming
-        if not assembly.is_complete:
-            return ()
-        self._incoming = None
-        message = announced.build(assembly.arrays())
-        return self._deliver(announced.request, message, True)
 
     def _deliver(
         self, number: int, message: Message, heavy: bool
@@ -339,14 +328,10 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         chunk = header.build(())
         assert isinstance(chunk, Chunk)
-        assembly = self._assembly_of(chunk.stream)
-        if len(frames) != 2:
-            raise ProtocolError(f"a chunk: expected one frame, got {len(frames) - 1}")
         try:
-            assembly.take(chunk.offset, frames[1])
-        except MemoryError:
-            nbytes = assembly.nbytes
-            return self._close(f"no memory for the {nbytes} bytes that it announced")
+            self._inbox.take(chunk, frames[1:])
+        except MemoryError as error:
+            return self._close(str(error))
         return self._took_part()
 
     def _on_placed(
@@ -354,27 +339,18 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         placed = header.build(())
         assert isinstance(placed, Placed)
-        assembly = self._assembly_of(placed.stream)
-        nbytes = assembly.nbytes
-        lane = self._lane
-        memory = None if lane is None else lane.body(placed.offset, nbytes)
-        if memory is None:
-            raise ProtocolError(
-                f"no {nbytes} bytes at {placed.offset} of memory that we share"
-            )
-        assembly.adopt(memory)
+        self._inbox.adopt(placed)
         return self._took_part()
-
-    def _assembly_of(self, stream: int) -> Assembly:
-        if self._incoming is None or self._incoming[0].request != stream:
-            raise ProtocolError(f"a part of body {stream}, which was not announced")
-        return self._incoming[1]
 
     def _took_part(self) -> Sequence[Order[Token]]:
         self._taken += 1
         orders = self._completed()
         self._return_credit(self._threshold)
         return orders
+
+    def _completed(self) -> Sequence[Order[Token]]:
+        whole = self._inbox.whole()
+        return () if whole is None else self._deliver(*whole, True)
 
     def _on_offer(
         self, announced: Announced, frames: Sequence[Frame]
@@ -510,9 +486,9 @@ class Peer(Generic[Token]):
         self.state = State.CLOSED
         self._serving.clear()
         self._outbox.drop()
+        self._inbox.drop()
         if self._lane is not None:
             self._lane.close()
-        self._incoming = None
         failed: list[Order[Token]] = [
             Failed(each.token, PeerLostError(self.name, reason))
             for each in self._requests.take_all()
