@@ -42,9 +42,10 @@ class LocalCluster:
 
     Args:
         num_ps, num_workers: How many of each, at least one of each.
-        lane: "ipc" (sockets in a folder that only this user can enter), "tcp"
-            (loopback ports, open to every user of this machine) or "auto" (ipc where
-            it exists). Default: ``ZSTRAT_LANE``.
+        lane: How bodies and messages travel: "tcp" (loopback ports, open to every user
+            of this machine), "ipc" (sockets in a folder that only this user can
+            enter), "shm" (the same, and large bodies through shared memory) or "auto"
+            (the last one that the system has). Default: ``ZSTRAT_LANE``.
         env: Variables for the daemons, over those of this process.
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
@@ -78,14 +79,15 @@ class LocalCluster:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
         self.directory = _folder(directory)
-        self.lane = _choose(lane or self._settings.lane, self.directory)
+        self.lane = lane or self._settings.lane
+        sockets = _sockets(self.lane, self.directory)
         self._extra = () if worker_devices is None else _virtual(worker_devices)
         daemons = _environment(self._settings, self.lane, env or {})
         self._children: dict[str, Child] = {}
         for job, count in (("ps", num_ps), ("worker", num_workers)):
             for index in range(count):
                 log = self.directory / f"{job}-{index}.log" if logs == "files" else None
-                bind = _address(self.lane, self.directory, f"{job}-{index}")
+                bind = _address(sockets, self.directory, f"{job}-{index}")
                 child = Child(job, index, bind, log, daemons)
                 self._children[child.task] = child
         keeper = Keeper("zstrat local cluster")
@@ -242,22 +244,25 @@ def _folder(directory: str | os.PathLike[str] | None) -> Path:
     return path
 
 
-def _choose(lane: str, folder: Path) -> str:
+def _sockets(lane: str, folder: Path) -> str:
+    """Whether the sockets are "tcp" or "ipc"."""
     if lane not in LANES:
         raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
     fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
+    if lane == "tcp":
+        return "tcp"
     if lane == "auto":
         return "ipc" if os.name == "posix" and fits else "tcp"
-    if lane == "ipc" and not fits:
+    if not fits:
         raise ValueError(
             f"{folder} is too long a path for ipc sockets (over {LONGEST_SOCKET_PATH} "
             "bytes): give a shorter directory, or lane='tcp'"
         )
-    return lane
+    return "ipc"
 
 
-def _address(lane: str, folder: Path, name: str) -> str:
-    return "127.0.0.1:0" if lane == "tcp" else f"ipc://{folder / name}"
+def _address(sockets: str, folder: Path, name: str) -> str:
+    return "127.0.0.1:0" if sockets == "tcp" else f"ipc://{folder / name}"
 
 
 def _virtual(devices: int) -> tuple[str, ...]:
