@@ -69,7 +69,7 @@ def _summary(case: Case, readings: list[dict[str, float]]) -> dict[str, Any]:
         "limits": limits,
         "text": f"{_spread(values)} {case.unit}",
         "beside": _spread(limits),
-        "ratio": f"{statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]",
+        "ratio": _spread(ratios),
     }
 
 

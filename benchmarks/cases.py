@@ -12,20 +12,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from benchmarks import raw
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 MiB = 2**20
 LAYERS = (784, 512, 512, 10)
 MLP_SIZES = [
-    4 * n
-    for a, b in zip(LAYERS[:-1], LAYERS[1:], strict=True)
-    for n in (a * b, b)
+    4 * n for a, b in pairwise(LAYERS) for n in (a * b, b)
 ]
 BATCH = 256
 
@@ -116,28 +117,13 @@ def latency() -> Reading:
     return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6)
 
 
-@contextlib.contextmanager
-def _pull_step(elements: int) -> Iterator[tuple[Any, Any]]:
-    import zstrat as zs
-
-    with cluster(1, 1) as (strategy, coordinator):
-        with strategy.scope():
-            variable = zs.Variable(np.zeros(elements, np.float32), name="large")
-        yield variable, coordinator
-
-
-def _direct(elements: int) -> Any:
-    """A worker-side client of one ps that holds one array (see `direct`)."""
-    from benchmarks import direct
-
-    return direct.client(elements)
-
-
 def pull_64mb() -> Reading:
     import jax
 
+    from benchmarks import direct
+
     size = 64 * MiB
-    with _direct(size // 4) as client:
+    with direct.client(size // 4) as client:
         device = jax.devices()[0]
 
         def once() -> None:
@@ -148,8 +134,10 @@ def pull_64mb() -> Reading:
 
 
 def push_64mb() -> Reading:
+    from benchmarks import direct
+
     size = 64 * MiB
-    with _direct(size // 4) as client:
+    with direct.client(size // 4) as client:
         delta = np.ones(size // 4, np.float32)
         value = _rate(size, lambda: client.push(delta), 15)
     return Reading(value / 1e9, raw.push(size, 15) / 1e9)
@@ -169,7 +157,7 @@ def _rate(amount: float, once: Callable[[], None], repeats: int) -> float:
 def _mlp_parameters() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = []
-    for a, b in zip(LAYERS[:-1], LAYERS[1:], strict=True):
+    for a, b in pairwise(LAYERS):
         arrays.append((rng.standard_normal((a, b)) / a**0.5).astype(np.float32))
         arrays.append(np.zeros(b, np.float32))
     return arrays

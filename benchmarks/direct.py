@@ -7,7 +7,7 @@ bytes, and a push counts when the ps has applied it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from zstrat.launch import LocalCluster
 from zstrat.ps import PsClient, PsUpdate, Ref
 from zstrat.transport import Link, hello, new_event_loop, new_incarnation
 from zstrat.wire import UpdateOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Client:

@@ -7,16 +7,19 @@ not survive a fork).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import uvloop
 import zmq
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable, Iterator
 
 MiB = 2**20
 CHUNK = MiB
@@ -53,7 +56,7 @@ def serve_echo(port_pipe: object) -> None:
 
 
 def serve_chunks(port_pipe: object, size: int) -> None:
-    """A bare parameter server of one array: ``get offset`` and ``add offset, bytes``."""
+    """A bare parameter server of one array: get offset; add offset, bytes."""
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
     socket.linger = 0
@@ -149,7 +152,6 @@ def round_trips_per_second(
         loop = uvloop.new_event_loop()
         done = 0
         stop = time.perf_counter() + seconds
-        drains = []
 
         def reader(socket: zmq.Socket[bytes]) -> Callable[[list[bytes]], None]:
             def on_frames(_frames: list[bytes]) -> None:
@@ -161,8 +163,7 @@ def round_trips_per_second(
 
             return on_frames
 
-        for socket in sockets:
-            drains.append(_pump(loop, socket, reader(socket)))
+        drains = [_pump(loop, socket, reader(socket)) for socket in sockets]
 
         def begin() -> None:
             for socket, drain in zip(sockets, drains, strict=True):

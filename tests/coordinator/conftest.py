@@ -174,9 +174,7 @@ class FakeTask:
 
     def born(self):
         incarnation = next(self.world.numbers)
-        self.hello = Hello(
-            PROTOCOL, self.job, self.index, incarnation, "test", 1, {}
-        )
+        self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
 
     def handle(self, message):
         match message:
@@ -347,7 +345,9 @@ class World:
         self.tasks |= {f"worker{t.index}:1": t for t in self.workers}
         self.spec = ClusterSpec(
             {
-                job: [address for address, task in self.tasks.items() if task.job == job]
+                job: [
+                    address for address, task in self.tasks.items() if task.job == job
+                ]
                 for job in ("ps", "worker")
             }
         )

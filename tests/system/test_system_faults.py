@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -147,7 +148,8 @@ _PROGRAM = """
 
 
 def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local):
-    env = {**os.environ, "TF_CONFIG": local.tf_config("chief"), "ZSTRAT_PATIENCE": "2"}
+    told = json.dumps({"cluster": local.spec.as_dict()})
+    env = {**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": "2"}
 
     def program():
         return subprocess.Popen(

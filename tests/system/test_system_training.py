@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def test_variables_are_placed_round_robin_and_read_back(strategy):
     with strategy.scope():
         placed = [zs.Variable(float(i)) for i in range(4)]
     tasks = [int(v.device.split("task:")[1].split("/")[0]) for v in placed]
-    assert [(b - a) % 2 for a, b in zip(tasks, tasks[1:], strict=False)] == [1, 1, 1]
+    assert [(b - a) % 2 for a, b in pairwise(tasks)] == [1, 1, 1]
     assert placed[0].device.startswith("/job:ps/replica:0/task:")
     assert placed[0].device.endswith("/device:CPU:0")
     assert "ps" not in outside.device
