@@ -49,11 +49,13 @@ class Case:
 
 
 @contextlib.contextmanager
-def cluster(num_ps: int, num_workers: int) -> Iterator[tuple[Any, Any]]:
-    """A local cluster on the TCP lane, with its strategy and coordinator."""
+def cluster(
+    num_ps: int, num_workers: int, lane: str | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """A local cluster on its default lane, with its strategy and coordinator."""
     import zstrat as zs
 
-    with zs.LocalCluster(num_ps=num_ps, num_workers=num_workers, lane="tcp") as local:
+    with zs.LocalCluster(num_ps, num_workers, lane=lane) as local:
         strategy = zs.ParameterServerStrategy(local.resolver)
         coordinator = zs.ClusterCoordinator(strategy)
         try:
@@ -245,7 +247,7 @@ _FIRST_RESULT = """
 import time
 began = time.perf_counter()
 import zstrat as zs
-with zs.LocalCluster(num_ps=1, num_workers=2, lane="tcp") as local:
+with zs.LocalCluster(num_ps=1, num_workers=2) as local:
     strategy = zs.ParameterServerStrategy(local.resolver)
     coordinator = zs.ClusterCoordinator(strategy)
     @zs.function
@@ -275,7 +277,7 @@ def _idle_memory(job: str) -> float:
     """Resident MB of an idle daemon that a coordinator is connected to."""
     import zstrat as zs
 
-    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as local:
+    with zs.LocalCluster(num_ps=1, num_workers=1) as local:
         strategy = zs.ParameterServerStrategy(local.resolver)
         coordinator = zs.ClusterCoordinator(strategy)
         coordinator.schedule(_trivial()).fetch()
