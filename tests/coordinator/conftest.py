@@ -174,9 +174,7 @@ class FakeTask:
 
     def born(self):
         incarnation = next(self.world.numbers)
-        self.hello = Hello(
-            PROTOCOL, self.job, self.index, incarnation, "test", 1, {}
-        )
+        self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
 
     def handle(self, message):
         match message:
@@ -347,7 +345,9 @@ class World:
         self.tasks |= {f"worker{t.index}:1": t for t in self.workers}
         self.spec = ClusterSpec(
             {
-                job: [address for address, task in self.tasks.items() if task.job == job]
+                job: [
+                    address for address, task in self.tasks.items() if task.job == job
+                ]
                 for job in ("ps", "worker")
             }
         )
@@ -368,7 +368,9 @@ class World:
         if self.session is None:
             self.connect()
         self.strategy = FakeStrategy(self.session)
-        return ClusterCoordinator(self.strategy, **options)
+        coordinator = ClusterCoordinator(self.strategy, **options)
+        coordinator._control.engine._watchers = Watchers(self)
+        return coordinator
 
     def on_loop(self, function, *args, **kwargs):
         async def call():
@@ -396,6 +398,18 @@ class World:
     def close(self):
         if self.session is not None:
             self.session.close()
+
+
+class Watchers(dict):
+    """Those who wait for the engine; a test may wait until somebody does."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world = world
+
+    def __setitem__(self, bell, ready):
+        super().__setitem__(bell, ready)
+        self.world.session.portal.call_soon(self.world.changed)
 
 
 class FakeStrategy(CoordinatedStrategy):

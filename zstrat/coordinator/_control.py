@@ -146,7 +146,7 @@ class Control:
             "low_water": queue.steps.low_water,
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,
-            "stale_completions": dispatcher.stale,
+            "stale_completions": dispatcher.outcomes.stale,
             "recoverable_worker_failures": sum(
                 member.losses for member in dispatcher.members.members
             ),

@@ -1,9 +1,9 @@
 """Datasets of which every worker makes its own.
 
-The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh pass:
-one iterator on every worker. The handle of an iterator is what scheduled functions take;
-when the user drops it the workers forget theirs. An iterator begins from the start when
-its worker returns from a loss.
+The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh
+pass: one iterator on every worker. The handle of an iterator is what scheduled
+functions take; when the user has dropped it and no closure needs it, the workers forget
+theirs. An iterator begins from the start when its worker returns from a loss.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PerWorkerDataset:
         """
         if recorder.get() is not None:
             raise RuntimeError(
-                "iter() of a per-worker dataset inside a step function: call it outside "
-                "and pass the iterator as an argument"
+                "iter() of a per-worker dataset inside a step function: call it "
+                "outside and pass the iterator as an argument"
             )
         record = self._control.create_resource("iterator", self._name, self._maker)
         iterator = PerWorkerIterator(self._control, record)
@@ -129,8 +129,8 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> NoReturn:
         raise NotImplementedError(
-            "next() of a per-worker iterator on the coordinator: its elements are on the "
-            "workers; pass it to a scheduled function and call next() on that argument"
+            "next() of a per-worker iterator on the coordinator: its elements are on "
+            "the workers; pass it to a scheduled function, and call next() there"
         )
 
     def get_next(self) -> NoReturn:
@@ -167,8 +167,8 @@ def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
         name = f"the dataset {type(dataset_fn).__name__}"
     else:
         raise TypeError(
-            "create_per_worker_dataset takes a function that returns an iterable, or an "
-            f"iterable; got {type(dataset_fn).__name__}"
+            "create_per_worker_dataset takes a function that returns an iterable, or "
+            f"an iterable; got {type(dataset_fn).__name__}"
         )
     return PerWorkerDataset(control, Code(dump_code(dataset_fn)), name)
 
@@ -191,8 +191,9 @@ def make_resources(
 
 def spec_of(layout: Layout) -> Any:
     """The element that the layout describes, with `jax.ShapeDtypeStruct` as leaves."""
+    leaf: Any = jax.ShapeDtypeStruct  # it has no types of its own
     leaves = [
-        jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        leaf(tuple(shape), jnp.dtype(dtype))
         for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
     ]
     return rebuild(layout.structure, leaves)

@@ -66,7 +66,7 @@ class Engine:
     # ---- calls of the user -----------------------------------------------------------
 
     def put(self, call: Call) -> RemoteValue:
-        """Queues the call; blocks only while the queue is full or an error is drained."""
+        """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):

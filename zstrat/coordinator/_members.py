@@ -5,8 +5,8 @@ closures only while it is OPEN: connected, in our session, and with all its per-
 resources built. Nobody waits for anybody else's recovery.
 
     CONNECTING ──connected──▶ BUILDING ──built──▶ OPEN
-        ▲                        │  ▲──new resource─┤
-        └────────── LOST ◀───────┴──────────────────┘   (and again, for ever)
+        │                      ▲  │  ▲──new resource─┤  └─shuts down─▶ LEAVING
+        └────────── LOST ──────┘  └──────────────────┴──────▶ LOST ◀──────┘
 
 Each worker holds about 20 ms of work, so that the round trip to it is hidden and little
 is lost with it: the depth follows the rate at which its closures end. Everything is
@@ -40,6 +40,8 @@ class State(enum.Enum):
     CONNECTING = "connecting"
     BUILDING = "building"
     OPEN = "open"
+    LEAVING = "leaving"
+    """It finishes what it runs and takes nothing more."""
     LOST = "lost"
 
 
@@ -99,8 +101,8 @@ class Members:
     ) -> None:
         if closures_in_flight is not None and closures_in_flight < 1:
             raise ValueError(
-                f"closures_in_flight={closures_in_flight}: expected at least 1, or None "
-                "to let it follow the speed of each worker"
+                f"closures_in_flight={closures_in_flight}: expected at least 1, or "
+                "None to let it follow the speed of each worker"
             )
         self.members = [
             Member(index, name, closures_in_flight) for index, name in enumerate(names)
@@ -141,7 +143,7 @@ class Members:
         return member.epoch
 
     def build(self, index: int, count: int = 1) -> None:
-        """So many resources are being built there: it gets no closure before they are."""
+        """So many resources are being built there: no closure goes there before."""
         member = self.members[index]
         assert member.state in (State.OPEN, State.BUILDING), member
         member.building += count
@@ -157,8 +159,15 @@ class Members:
         if member.building == 0:
             member.state = State.OPEN
 
+    def leaving(self, index: int, reason: str, now: float) -> None:
+        """The worker shuts down: it takes no more closures."""
+        member = self.members[index]
+        if member.state in (State.OPEN, State.BUILDING):
+            member.state, member.reason = State.LEAVING, reason
+            self._missing(member, now)
+
     def lost(self, index: int, reason: str, now: float) -> list[Closure]:
-        """The worker is gone; returns what it had in flight, in the order of dispatch."""
+        """The worker is gone; returns what it had in flight, in order of dispatch."""
         member = self.members[index]
         if member.state in (State.CONNECTING, State.LOST):
             member.reason = reason
@@ -168,10 +177,7 @@ class Members:
         member.building, member.alone = 0, False
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        if self._reserved is member:
-            self._reserved = None
-        if not self.usable:
-            self.alone_since = now
+        self._missing(member, now)
         return orphans
 
     # ---- closures --------------------------------------------------------------------
@@ -194,7 +200,8 @@ class Members:
         alone: bool = False,
     ) -> None:
         """The closures are on their way to the member."""
-        assert member.state is State.OPEN and not member.alone, member
+        assert member.state is State.OPEN, member
+        assert not member.alone, member
         assert not (alone and member.in_flight), member
         member.alone = alone
         if not member.in_flight:
@@ -215,6 +222,12 @@ class Members:
             rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
         )
         member._measured_at = now
+
+    def _missing(self, member: Member, now: float) -> None:
+        if self._reserved is member:
+            self._reserved = None
+        if not self.usable and self.alone_since is None:
+            self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
         """One worker at a time is emptied for suspects, until none waits."""

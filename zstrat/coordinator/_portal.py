@@ -4,9 +4,9 @@ Scripts, notebooks and async programs all keep their own thread; heartbeats go o
 jax compiles or the user thinks. The law of this file: nothing of the user runs on this
 thread, and nothing waits for it without a deadline.
 
-The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that is
-still open when the interpreter exits is closed before: a thread that is frozen in the
-middle of a socket call could otherwise hang or crash the exit.
+The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
+is still open when the interpreter exits is closed before: a thread that is frozen in
+the middle of a socket call could otherwise hang or crash the exit.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How often workers may say that they do not reach a parameter server.
 
 Workers report such trouble second-hand, hundreds of closures at a time. While our own
-connection to that server is fine this is a hiccup: the closures are tried again. Reports
-that come close together are one *strike*; strikes are forgotten after a while, so that
-three hiccups in a month do not end a job; too many in a short time do.
+connection to that server is fine this is a hiccup: the closures are tried again.
+Reports that come close together are one *strike*; strikes are forgotten after a while,
+so that three hiccups in a month do not end a job; too many in a short time do.
 """
 
 from __future__ import annotations
