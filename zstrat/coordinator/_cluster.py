@@ -159,25 +159,23 @@ class Cluster:
     # ---- private ---------------------------------------------------------------------
 
     async def _any_worker(self, deadline: float) -> None:
-        waiting = {
+        tasks = [
             asyncio.ensure_future(lane.wait_ready(deadline)) for lane in self.workers
-        }
-        errors: list[BaseException] = []
+        ]
+        waiting = set(tasks)
         try:
             while waiting:
                 ended, waiting = await asyncio.wait(
                     waiting, return_when=asyncio.FIRST_COMPLETED
                 )
-                failed = [error for task in ended if (error := task.exception())]
-                if len(failed) < len(ended):
+                if any(task.exception() is None for task in ended):
                     return
-                errors += failed
         finally:
             for task in waiting:
                 task.cancel()
             if waiting:
                 await asyncio.wait(waiting)
-        _raise_all(errors)
+        _raise_all([error for task in tasks if (error := task.exception())])
 
 
 def _raise_all(errors: Sequence[BaseException]) -> None:

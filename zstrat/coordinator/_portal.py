@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from zstrat.errors import ClosedError, DeadlineExceededError
 from zstrat.transport import new_event_loop
 
+from ._waiting import ThreadBell
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
@@ -76,14 +78,14 @@ class Portal:
             ClosedError: The portal is closed.
         """
         future = self._submit(work, what)
+        bell = ThreadBell()
+        future.add_done_callback(lambda _: bell.ring())
         try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise  # the coroutine's own
-            raise DeadlineExceededError(
-                f"{what} did not end within {timeout} s"
-            ) from error
+            if not bell.wait(timeout):
+                raise DeadlineExceededError(f"{what} did not end within {timeout} s")
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise ClosedError(f"{what}: the session was closed") from None
         finally:
             future.cancel()
 
