@@ -196,6 +196,21 @@ def test_join_waits_for_a_worker_only_so_long(world):
     assert coordinator.schedule(good).fetch() == 1
 
 
+def test_a_trace_waits_for_a_worker_only_so_long(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.05)
+    for worker in world.workers:
+        world.on_loop(worker.kill, "power cut")
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [jnp.ones(3)]))
+
+    @zs.function
+    def step(iterator):
+        return next(iterator)
+
+    with pytest.raises(UnavailableError, match="power cut"):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+
+
 def test_an_idle_coordinator_does_not_mind_that_nobody_is_there(world):
     coordinator = world.coordinator(worker_wait_timeout=0.0)
     for worker in world.workers:

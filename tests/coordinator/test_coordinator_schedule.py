@@ -371,3 +371,32 @@ def test_metrics_are_plain_numbers(world):
     workers = metrics["workers"]
     assert sum(worker["completed"] for worker in workers.values()) == 1
     assert {worker["state"] for worker in workers.values()} == {"open"}
+
+
+def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    coordinator.join()
+    world.on_loop(hold, world)
+    coordinator.schedule(constant)
+    raised = []
+
+    def join():
+        try:
+            coordinator.join()
+        except ClosedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    world.until(lambda: coordinator._control.engine._watchers)
+    coordinator.shutdown()
+    thread.join(20)
+    assert raised
+
+
+def test_a_closed_session_has_no_coordinator(world):
+    world.coordinator().shutdown()
+    world.session.close()
+    with pytest.raises(ClosedError):
+        ClusterCoordinator(world.strategy)

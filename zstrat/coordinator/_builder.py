@@ -119,10 +119,10 @@ class Builder:
     def _answered(
         self, seat: Seat, epoch: int, record: Record, answer: asyncio.Future[Message]
     ) -> None:
-        if seat.member.epoch != epoch or answer.cancelled():
+        if answer.cancelled():
             return
         error = answer.exception()
-        if isinstance(error, PeerLostError):
+        if seat.member.epoch != epoch or isinstance(error, PeerLostError):
             return
         if isinstance(error, StaleSessionError):
             seat.lane.reopen("it is not in our session any more")

@@ -9,7 +9,6 @@ theirs. An iterator begins from the start when its worker returns from a loss.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -38,7 +37,8 @@ class PerWorkerDataset:
 
     def __init__(self, control: Control, maker: Code, name: str) -> None:
         self._control, self._maker, self._name = control, maker, name
-        self._latest: weakref.ref[PerWorkerIterator] | None = None
+        self._spec: Any = None
+        """Of an element, once a worker has told: that of every pass."""
 
     def __iter__(self) -> PerWorkerIterator:
         """A fresh pass on every worker. Returns before the iterators are built.
@@ -52,9 +52,7 @@ class PerWorkerDataset:
                 "outside and pass the iterator as an argument"
             )
         record = self._control.create_resource("iterator", self._name, self._maker)
-        iterator = PerWorkerIterator(self._control, record)
-        self._latest = weakref.ref(iterator)
-        return iterator
+        return PerWorkerIterator(self, self._control, record)
 
     @property
     def element_spec(self) -> Any:
@@ -62,8 +60,7 @@ class PerWorkerDataset:
 
         Waits for a worker to tell; begins a pass for that if none is under way.
         """
-        latest = self._latest and self._latest()
-        return (latest or iter(self)).element_spec
+        return iter(self).element_spec if self._spec is None else self._spec
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -81,10 +78,11 @@ class PerWorkerDataset:
 class PerWorkerIterator(PerWorker):
     """One iterator on every worker; what ``next()`` gives in a scheduled function."""
 
-    def __init__(self, control: Control, record: Record) -> None:
+    def __init__(
+        self, dataset: PerWorkerDataset, control: Control, record: Record
+    ) -> None:
         self.resource = record.number
-        self._control, self._record = control, record
-        self._spec: Any = None
+        self._dataset, self._control, self._record = dataset, control, record
         self.claim = Claim(control.drop_resource, record.number)
 
     @property
@@ -138,10 +136,11 @@ class PerWorkerIterator(PerWorker):
         self.__next__()
 
     def _stand_in_spec(self) -> Any:
-        if self._spec is None and _wait_known(self._control, self._record):
-            assert self._record.layout is not None
-            self._spec = spec_of(self._record.layout)
-        return self._spec
+        dataset, record = self._dataset, self._record
+        if dataset._spec is None and _wait_known(self._control, record):
+            assert record.layout is not None
+            dataset._spec = spec_of(record.layout)
+        return dataset._spec
 
     def _stand_in(self) -> StepIterator | None:
         spec = self._stand_in_spec()

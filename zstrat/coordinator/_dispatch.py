@@ -309,7 +309,7 @@ class Dispatcher:
 
     def _set_alarm(self, now: float) -> None:
         """Ends the wait for a worker when nobody is there and there is work."""
-        waits = self.members.alone_since is not None and not self.queue.is_idle
+        waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(now + self._patience, self._deserted)
@@ -319,7 +319,7 @@ class Dispatcher:
 
     def _deserted(self) -> None:
         self._alarm = None
-        if self.members.usable or self.queue.is_idle:
+        if self.members.usable or not self.engine.needs_worker:
             return
         self.engine.fail(
             UnavailableError(

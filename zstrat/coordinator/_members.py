@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -30,8 +31,10 @@ WORK_AHEAD: Final = 0.020
 a busy user thread keeps Python's interpreter lock from our loop."""
 MIN_DEPTH: Final = 2
 MAX_DEPTH: Final = 512
-SMOOTHING: Final = 0.2
-"""Weight of the newest measurement of a worker's rate."""
+HORIZON: Final = 0.25
+"""Seconds after which what was measured of a worker's rate counts for a third. Outcomes
+come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
+quotients, which one short interval would blow up."""
 
 
 class State(enum.Enum):
@@ -63,11 +66,16 @@ class Member:
     """Runs a suspect: gets nothing beside it."""
     building: int = 0
     """Resources that it is building."""
-    rate: float = 0.0
-    """Closures that end here per second while there is work."""
     completed: int = 0
     losses: int = 0
     _measured_at: float = 0.0
+    _count: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Closures that end here per second while there is work; 0 if not known yet."""
+        return self._count / self._seconds if self._seconds else 0.0
 
     @property
     def depth(self) -> int:
@@ -138,7 +146,8 @@ class Members:
         assert not member.in_flight, member
         member.state, member.reason = State.BUILDING, ""
         member.epoch += 1
-        member.building, member.alone, member.rate = 0, False, 0.0
+        member.building, member.alone = 0, False
+        member._count = member._seconds = 0.0
         self.alone_since = None
         return member.epoch
 
@@ -217,10 +226,9 @@ class Members:
             return
         member.completed += count
         elapsed = max(now - member._measured_at, 1e-6)
-        rate = count / elapsed
-        member.rate = (
-            rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
-        )
+        kept = math.exp(-elapsed / HORIZON)
+        member._count = member._count * kept + count
+        member._seconds = member._seconds * kept + elapsed
         member._measured_at = now
 
     def _missing(self, member: Member, now: float) -> None:
