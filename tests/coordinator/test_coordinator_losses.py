@@ -305,7 +305,7 @@ def failing_ps(world, times):
 
 
 def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, 3)
     values = [coordinator.schedule(good) for _ in range(10)]
@@ -314,8 +314,7 @@ def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
 
 
 def test_trouble_that_lasts_is_raised(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_DELAY", 0.001)
-    monkeypatch.setattr(_trouble, "APART", 0.0)
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, -1)
     coordinator.schedule(good)
