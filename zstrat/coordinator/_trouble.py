@@ -2,9 +2,9 @@
 
 Workers report such trouble second-hand, hundreds of closures at a time. While our own
 connection to that server is fine this is a hiccup: the closures are tried again, all
-after the same pause. What is reported until then is one *strike*, what fails after it is
-the next, with a longer pause. Strikes are forgotten after a while, so that three hiccups
-in a month do not end a job; too many in a short time do.
+after the same pause. What is reported until then is one *strike*, what fails after it
+is the next, with a longer pause. Strikes are forgotten after a while, so that three
+hiccups in a month do not end a job; too many in a short time do.
 """
 
 from __future__ import annotations
