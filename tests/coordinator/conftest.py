@@ -368,7 +368,9 @@ class World:
         if self.session is None:
             self.connect()
         self.strategy = FakeStrategy(self.session)
-        return ClusterCoordinator(self.strategy, **options)
+        coordinator = ClusterCoordinator(self.strategy, **options)
+        coordinator._control.engine._watchers = Watchers(self)
+        return coordinator
 
     def on_loop(self, function, *args, **kwargs):
         async def call():
@@ -396,6 +398,18 @@ class World:
     def close(self):
         if self.session is not None:
             self.session.close()
+
+
+class Watchers(dict):
+    """Those who wait for the engine; a test may wait until somebody does."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world = world
+
+    def __setitem__(self, bell, ready):
+        super().__setitem__(bell, ready)
+        self.world.session.portal.call_soon(self.world.changed)
 
 
 class FakeStrategy(CoordinatedStrategy):

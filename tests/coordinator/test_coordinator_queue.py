@@ -128,7 +128,9 @@ class QueueMachine(RuleBasedStateMachine):
         for closure in list(self.running):
             self._settle(self.queue.retry(closure, self.now))
         self.running.clear()
-        assert not self.open and self.queue.is_idle and self.queue.running == 0
+        assert not self.open
+        assert self.queue.is_idle
+        assert self.queue.running == 0
 
 
 TestQueue = QueueMachine.TestCase
@@ -149,7 +151,8 @@ def test_closures_that_come_back_go_first_and_do_not_need_a_slot():
     queue.put(Closure(None, None))
     assert queue.is_full
     assert queue.lost(first, "w", 0.0) == []
-    assert queue.is_full and queue.queued == 3
+    assert queue.is_full
+    assert queue.queued == 3
     assert queue.take(2, 0.0) == [first, closures[1]]
     assert first.attempt == 2
 
@@ -168,7 +171,8 @@ def test_a_closure_that_kills_its_workers_is_reported_with_their_names():
     assert isinstance(ended.error, WorkerLostError)
     for word in ("w0", "w1", "f0", "max_attempts"):
         assert word in str(ended.error)
-    assert queue.phase is Phase.FAILED and queue.running == 0
+    assert queue.phase is Phase.FAILED
+    assert queue.running == 0
 
 
 def test_losses_that_the_closure_survives_do_not_stay_with_the_next():
@@ -176,7 +180,8 @@ def test_losses_that_the_closure_survives_do_not_stay_with_the_next():
     queue.take(1, 0.0)
     queue.retry(closure, 0.0, 0.0)
     queue.take(1, 0.0)
-    assert closure.losses == () and closure.attempt == 2
+    assert closure.losses == ()
+    assert closure.attempt == 2
     assert queue.lost(closure, "w", 0.0) == []
 
 

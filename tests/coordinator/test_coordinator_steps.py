@@ -15,7 +15,8 @@ def test_low_water_is_the_lowest_unfinished(order):
         unfinished.discard(step)
         assert steps.low_water == min(unfinished, default=steps.next)
         assert steps.runs <= len(unfinished) + 1
-    assert steps.low_water == steps.next and steps.runs == 0
+    assert steps.low_water == steps.next
+    assert steps.runs == 0
 
 
 def test_one_slow_step_does_not_make_the_quick_ones_be_remembered():
@@ -30,4 +31,5 @@ def test_one_slow_step_does_not_make_the_quick_ones_be_remembered():
 
 def test_numbers_go_on_where_an_earlier_coordinator_stopped():
     steps = Steps(first=100)
-    assert steps.issue() == 100 and steps.low_water == 100
+    assert steps.issue() == 100
+    assert steps.low_water == 100

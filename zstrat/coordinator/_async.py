@@ -57,7 +57,7 @@ class AsyncClusterCoordinator:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the last one that was raised, the first one first."""
+        """All errors that came with the one that was raised last, the first first."""
         with self._control.engine.lock:
             return list(self._control.engine.queue.errors)
 
@@ -100,7 +100,7 @@ class AsyncClusterCoordinator:
         """
         leaves, treedef = jax.tree.flatten(val, is_leaf=_is_value)
         fetched = [await x if isinstance(x, RemoteValue) else x for x in leaves]
-        return treedef.unflatten(fetched)
+        return jax.tree.unflatten(treedef, fetched)
 
     async def create_per_worker_dataset(
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]

@@ -10,7 +10,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import PeerLostError
+from zstrat.errors import PeerLostError, StaleSessionError
 from zstrat.wire import BuildResource, Message, ResourceBuilt
 
 from ._members import Members, State
@@ -44,7 +44,7 @@ class Builder:
         self._gone: deque[int] = deque()
 
     def add_soon(self, record: Record) -> None:
-        """A new resource; from any thread. No closure that was put later overtakes it."""
+        """A new resource; from any thread. No closure put later overtakes it."""
         with self._engine.lock:
             self._new.append(record)
 
@@ -119,10 +119,13 @@ class Builder:
     def _answered(
         self, seat: Seat, epoch: int, record: Record, answer: asyncio.Future[Message]
     ) -> None:
-        if seat.member.epoch != epoch or answer.cancelled():
+        if answer.cancelled():
             return
         error = answer.exception()
-        if isinstance(error, PeerLostError):
+        if seat.member.epoch != epoch or isinstance(error, PeerLostError):
+            return
+        if isinstance(error, StaleSessionError):
+            seat.lane.reopen("it is not in our session any more")
             return
         worker, name = seat.member.index, seat.member.name
         with self._engine.lock:

@@ -1,10 +1,10 @@
 """What a scheduled call is made of, and how the same one is found again.
 
-A call is traced and pickled once; scheduling it again costs a look-up. Two calls are the
-same if function and arguments are, where arguments are compared by *value* if they are
-plain, by their number if they are handles (variables, per-worker iterators), and never
-if they can change (numpy arrays, foreign objects): those are pickled at each schedule,
-so that a closure sees its arguments as they were then.
+A call is traced and pickled once; scheduling it again costs a look-up. Two calls are
+the same if function and arguments are, where arguments are compared by *value* if they
+are plain, by their number if they are handles (variables, per-worker iterators), and
+never if they can change (numpy arrays, foreign objects): those are pickled at each
+schedule, so that a closure sees its arguments as they were then.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Code:
 
 
 class Arguments:
-    """Pickled ``(args, kwargs)`` with a number. When the last closure and the cache have
-    let go of them, the number goes to ``retired`` and the workers may forget it."""
+    """Pickled ``(args, kwargs)`` with a number. When the last closure and the cache
+    have let go of them, the number is retired, and the workers may forget it."""
 
     __slots__ = ("__weakref__", "arrays", "code", "number")
     _numbers = itertools.count(1)
@@ -266,8 +266,7 @@ def _resources(tree: Any) -> list[PerWorker]:
         if isinstance(leaf, RemoteValue):
             raise ValueError(
                 "a RemoteValue is among the arguments: its result is not there yet and "
-                "may never be; pass `value.fetch()`, or return it from one function and "
-                "use it in the same one"
+                "may never be; pass `value.fetch()`, or compute both in one function"
             )
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 

@@ -95,16 +95,16 @@ class Cluster:
         patience = self._timeouts.drain if leave else LEAVING
         goodbye = CloseSession(self.session, leave)
         lanes = (*self.workers, *self.ps)  # workers first: they push while they drain
-        answers = [
-            lane.link.submit(goodbye, deadline=loop.time() + patience)
-            for lane in lanes
-            if lane.is_ready
-        ]
+        answers = []
+        for lane in lanes:
+            lane.leave()
+            if lane.is_ready:
+                answers.append(
+                    lane.link.submit(goodbye, deadline=loop.time() + patience)
+                )
+                answers[-1].add_done_callback(_heed)
         if answers:
             await asyncio.wait(answers, timeout=patience)
-        for answer in answers:
-            if answer.done() and not answer.cancelled() and answer.exception():
-                log.info("closing the session: %s", answer.exception())
         await asyncio.gather(*(lane.close() for lane in lanes))
 
     @property
@@ -159,25 +159,28 @@ class Cluster:
     # ---- private ---------------------------------------------------------------------
 
     async def _any_worker(self, deadline: float) -> None:
-        waiting = {
+        tasks = [
             asyncio.ensure_future(lane.wait_ready(deadline)) for lane in self.workers
-        }
-        errors: list[BaseException] = []
+        ]
+        waiting = set(tasks)
         try:
             while waiting:
                 ended, waiting = await asyncio.wait(
                     waiting, return_when=asyncio.FIRST_COMPLETED
                 )
-                failed = [error for task in ended if (error := task.exception())]
-                if len(failed) < len(ended):
+                if any(task.exception() is None for task in ended):
                     return
-                errors += failed
         finally:
             for task in waiting:
                 task.cancel()
             if waiting:
                 await asyncio.wait(waiting)
-        _raise_all(errors)
+        _raise_all([error for task in tasks if (error := task.exception())])
+
+
+def _heed(answer: asyncio.Future[Message]) -> None:
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("closing the session: %s", error)
 
 
 def _raise_all(errors: Sequence[BaseException]) -> None:

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
+from zstrat.errors import ClosedError
+
 from ._calls import Arguments, Call, Calls, Code
 from ._dispatch import Dispatcher
 from ._engine import Engine
@@ -55,20 +57,22 @@ class Control:
         self.strategy = strategy
         self.session: ClusterSession = strategy.session
         portal = self.portal = self.session.portal
+        if portal.is_closed:
+            raise ClosedError("the strategy is closed; make a new one")
         queue = Queue(
             MAX_QUEUED if max_queued is None else max_queued,
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
             self.session.next_step,
         )
-        fetching = _Fetching(portal, self.session.settings.timeouts.request)
+        errands = _Errands(portal, self.session.settings.timeouts.request)
         self.engine = Engine(
             queue,
-            wake=lambda: portal.call_soon(fetching.dispatcher_turn),
-            cancel=lambda: portal.call_soon(fetching.dispatcher_cancel),
-            bring=fetching.bring,
-            bring_async=fetching.bring_async,
+            wake=lambda: portal.call_soon(errands.dispatcher_turn),
+            cancel=lambda: portal.call_soon(errands.dispatcher_cancel),
+            bring=errands.bring,
+            bring_async=errands.bring_async,
         )
-        self.dispatcher = fetching.dispatcher = Dispatcher(
+        self.dispatcher = errands.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
             self.session.cluster.workers,
@@ -146,7 +150,7 @@ class Control:
             "low_water": queue.steps.low_water,
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,
-            "stale_completions": dispatcher.stale,
+            "stale_completions": dispatcher.outcomes.stale,
             "recoverable_worker_failures": sum(
                 member.losses for member in dispatcher.members.members
             ),
@@ -173,7 +177,7 @@ class Control:
             self.portal.run(call(), STOPPING, function.__name__)
 
 
-class _Fetching:
+class _Errands:
     """What the engine may ask of the loop; does not keep the `Control` alive."""
 
     def __init__(self, portal: Portal, timeout: float) -> None:

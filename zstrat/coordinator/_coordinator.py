@@ -74,7 +74,7 @@ class ClusterCoordinator:
 
     @property
     def errors(self) -> list[Exception]:
-        """All errors that came with the last one that was raised, the first one first."""
+        """All errors that came with the one that was raised last, the first first."""
         with self._control.engine.lock:
             return list(self._control.engine.queue.errors)
 

@@ -1,15 +1,14 @@
 """Datasets of which every worker makes its own.
 
-The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh pass:
-one iterator on every worker. The handle of an iterator is what scheduled functions take;
-when the user drops it the workers forget theirs. An iterator begins from the start when
-its worker returns from a loss.
+The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh
+pass: one iterator on every worker. The handle of an iterator is what scheduled
+functions take; when the user has dropped it and no closure needs it, the workers forget
+theirs. An iterator begins from the start when its worker returns from a loss.
 """
 
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
@@ -38,7 +37,8 @@ class PerWorkerDataset:
 
     def __init__(self, control: Control, maker: Code, name: str) -> None:
         self._control, self._maker, self._name = control, maker, name
-        self._latest: weakref.ref[PerWorkerIterator] | None = None
+        self._spec: Any = None
+        """Of an element, once a worker has told: that of every pass."""
 
     def __iter__(self) -> PerWorkerIterator:
         """A fresh pass on every worker. Returns before the iterators are built.
@@ -48,13 +48,11 @@ class PerWorkerDataset:
         """
         if recorder.get() is not None:
             raise RuntimeError(
-                "iter() of a per-worker dataset inside a step function: call it outside "
-                "and pass the iterator as an argument"
+                "iter() of a per-worker dataset inside a step function: call it "
+                "outside and pass the iterator as an argument"
             )
         record = self._control.create_resource("iterator", self._name, self._maker)
-        iterator = PerWorkerIterator(self._control, record)
-        self._latest = weakref.ref(iterator)
-        return iterator
+        return PerWorkerIterator(self, self._control, record)
 
     @property
     def element_spec(self) -> Any:
@@ -62,8 +60,7 @@ class PerWorkerDataset:
 
         Waits for a worker to tell; begins a pass for that if none is under way.
         """
-        latest = self._latest and self._latest()
-        return (latest or iter(self)).element_spec
+        return iter(self).element_spec if self._spec is None else self._spec
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -81,10 +78,11 @@ class PerWorkerDataset:
 class PerWorkerIterator(PerWorker):
     """One iterator on every worker; what ``next()`` gives in a scheduled function."""
 
-    def __init__(self, control: Control, record: Record) -> None:
+    def __init__(
+        self, dataset: PerWorkerDataset, control: Control, record: Record
+    ) -> None:
         self.resource = record.number
-        self._control, self._record = control, record
-        self._spec: Any = None
+        self._dataset, self._control, self._record = dataset, control, record
         self.claim = Claim(control.drop_resource, record.number)
 
     @property
@@ -129,8 +127,8 @@ class PerWorkerIterator(PerWorker):
 
     def __next__(self) -> NoReturn:
         raise NotImplementedError(
-            "next() of a per-worker iterator on the coordinator: its elements are on the "
-            "workers; pass it to a scheduled function and call next() on that argument"
+            "next() of a per-worker iterator on the coordinator: its elements are on "
+            "the workers; pass it to a scheduled function, and call next() there"
         )
 
     def get_next(self) -> NoReturn:
@@ -138,10 +136,11 @@ class PerWorkerIterator(PerWorker):
         self.__next__()
 
     def _stand_in_spec(self) -> Any:
-        if self._spec is None and _wait_known(self._control, self._record):
-            assert self._record.layout is not None
-            self._spec = spec_of(self._record.layout)
-        return self._spec
+        dataset, record = self._dataset, self._record
+        if dataset._spec is None and _wait_known(self._control, record):
+            assert record.layout is not None
+            dataset._spec = spec_of(record.layout)
+        return dataset._spec
 
     def _stand_in(self) -> StepIterator | None:
         spec = self._stand_in_spec()
@@ -167,8 +166,8 @@ def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
         name = f"the dataset {type(dataset_fn).__name__}"
     else:
         raise TypeError(
-            "create_per_worker_dataset takes a function that returns an iterable, or an "
-            f"iterable; got {type(dataset_fn).__name__}"
+            "create_per_worker_dataset takes a function that returns an iterable, or "
+            f"an iterable; got {type(dataset_fn).__name__}"
         )
     return PerWorkerDataset(control, Code(dump_code(dataset_fn)), name)
 
@@ -191,8 +190,9 @@ def make_resources(
 
 def spec_of(layout: Layout) -> Any:
     """The element that the layout describes, with `jax.ShapeDtypeStruct` as leaves."""
+    leaf: Any = jax.ShapeDtypeStruct  # it has no types of its own
     leaves = [
-        jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+        leaf(tuple(shape), jnp.dtype(dtype))
         for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
     ]
     return rebuild(layout.structure, leaves)

@@ -1,46 +1,39 @@
 """The loop's side of the coordinator: hands closures out and takes their outcomes.
 
-Decisions are `Queue`'s, `Members`' and `Trouble`'s; this shell carries them out. It runs
-on the loop thread alone and takes the engine's lock once per turn and once per message,
-never per closure. A *turn* fills all workers that have room with one `Dispatch` each; it
-follows a burst of schedules, and every loop iteration that brought outcomes.
+Decisions are `Queue`'s and `Members`'; this shell carries them out. It runs on the loop
+thread alone and takes the engine's lock once per turn and once per message, never per
+closure. A *turn* fills all workers that have room with one `Dispatch` each; it follows
+a burst of schedules, and every loop iteration that brought outcomes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Final, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
     ClosedError,
     ClosureAbortedError,
     PeerLostError,
-    PSUnavailableError,
-    StaleSessionError,
     UnavailableError,
-    from_wire,
 )
 from zstrat.wire import (
     CancelSteps,
-    Completion,
     Completions,
     DropResults,
     Fetch,
     Fetched,
     Message,
-    Outcome,
 )
 
 from ._builder import Builder
 from ._members import Grant, Members
-from ._queue import Closure, Ended, Phase
+from ._outcomes import SETBACK, Outcomes
+from ._queue import Closure, Ended
 from ._seat import Seat
-from ._trouble import Trouble
-from ._values import Kept, RemoteValue
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,15 +42,11 @@ if TYPE_CHECKING:
 
     from ._engine import Engine
     from ._lane import Lane
+    from ._values import Kept
 
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
-OK: Final = int(Outcome.OK)
-FAILED: Final = int(Outcome.FAILED)
-SETBACK: Final = 0.05
-"""Seconds before a closure is tried again that its worker dropped by itself: a worker
-that is shutting down says so before it is gone."""
 
 
 @final
@@ -85,10 +74,10 @@ class Dispatcher:
         self.unfetched: deque[Kept] = deque()
         """Kept results that nobody can fetch any more; anyone may append."""
         self.builder = Builder(engine, self.members, self.seats, self.turn_soon)
-        self.turns = self.dispatches = self.stale = 0
+        self.outcomes = Outcomes(engine, self.members, self.unfetched)
+        self.turns = self.dispatches = 0
         self._session = session
         self._patience = worker_wait_timeout
-        self._troubles: dict[str, Trouble] = {}
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._alarm: asyncio.TimerHandle | None = None
@@ -185,7 +174,9 @@ class Dispatcher:
         match message:
             case Completions(session=session) if session == self._session:
                 if not self._stopped:
-                    self._completed(self.seats[lane.index], message)
+                    seat = self.seats[lane.index]
+                    self.outcomes.take(seat, message, self._now())
+                    self.turn_soon()
             case _:
                 log.warning("%s sent a %s", lane.name, type(message).__name__)
 
@@ -279,73 +270,6 @@ class Dispatcher:
             self.engine.notify()
         self.turn_soon()
 
-    # ---- outcomes --------------------------------------------------------------------
-
-    def _completed(self, seat: Seat, message: Completions) -> None:
-        for layout in message.layouts:
-            seat.layouts[layout.layout] = layout
-        now, offset, ended = self._now(), 0, 0
-        member, results = seat.member, message.results
-        in_flight, layouts, queue = member.in_flight, seat.layouts, self.queue
-        failures: list[tuple[Closure, Completion]] = []
-        with self.engine.lock:
-            for completion in message.completions:
-                step, outcome, layout_id, size, _ = completion
-                start = offset
-                if size > 0:
-                    offset += size
-                closure = in_flight.pop(step, None)
-                if closure is None:
-                    self.stale += 1  # it was given to another worker in the meantime
-                    continue
-                ended += 1
-                if outcome != OK:
-                    failures.append((closure, completion))
-                    continue
-                queue.end(closure)
-                value = closure.value
-                if size >= 0:
-                    value._settle(layouts.get(layout_id), results[start:offset])
-                else:
-                    kept = Kept(
-                        member.index, member.epoch, step, layouts.get(layout_id)
-                    )
-                    value._settle_kept(kept)
-                    self._watch(value, kept)
-            stale = [self._failed(seat, *failure, now) for failure in failures]
-            self.members.ended(member, ended, now)
-            self.engine.notify()
-        if any(stale):
-            seat.lane.reopen("it serves another session")
-        self.turn_soon()
-
-    def _failed(
-        self, seat: Seat, closure: Closure, completion: Completion, now: float
-    ) -> bool:
-        """One closure that did not end well; True: the worker is not ours. Lock held."""
-        queue, settle = self.queue, self.engine.settle
-        if completion.outcome != FAILED:
-            settle(queue.retry(closure, now, SETBACK))
-            return False
-        error = from_wire(completion.error)
-        if queue.phase is not Phase.DRAINING:
-            if isinstance(error, StaleSessionError):
-                settle(queue.retry(closure, now, SETBACK))
-                return True
-            if isinstance(error, PSUnavailableError):
-                trouble = self._troubles.setdefault(error.task, Trouble())
-                delay = trouble.reported(now)
-                if delay is not None:
-                    settle(queue.retry(closure, now, delay))
-                    return False
-        queue.end(closure, error)
-        settle([Ended(closure, error)])
-        return False
-
-    def _watch(self, value: RemoteValue, kept: Kept) -> None:
-        """When nobody holds the value any more, its worker may drop the result."""
-        weakref.finalize(value, self.unfetched.append, kept).atexit = False
-
     # ---- upkeep ----------------------------------------------------------------------
 
     def _clean(self) -> None:
@@ -385,7 +309,7 @@ class Dispatcher:
 
     def _set_alarm(self, now: float) -> None:
         """Ends the wait for a worker when nobody is there and there is work."""
-        waits = self.members.alone_since is not None and not self.queue.is_idle
+        waits = self.members.alone_since is not None and self.engine.needs_worker
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(now + self._patience, self._deserted)
@@ -395,12 +319,13 @@ class Dispatcher:
 
     def _deserted(self) -> None:
         self._alarm = None
-        if self.members.usable or self.queue.is_idle:
+        if self.members.usable or not self.engine.needs_worker:
             return
         self.engine.fail(
             UnavailableError(
-                f"no worker was there for {self._patience:.0f} s: {self.members.absent()}; "
-                "start one, or give worker_wait_timeout= more seconds"
+                f"no worker was there for {self._patience:.0f} s "
+                f"({self.members.absent()}): start one, or give worker_wait_timeout= "
+                "more seconds"
             )
         )
 

@@ -61,12 +61,15 @@ class Engine:
         """The loop has taken all that waited: the next `put` must wake it."""
         self.bring, self.bring_async = bring, bring_async
         self._wake, self._cancel = wake, cancel
+        self._wanted = 0
+        self._over = 0
+        """At the end: all steps below this one ended by themselves."""
         self._watchers: dict[Bell, Ready] = {}
 
     # ---- calls of the user -----------------------------------------------------------
 
     def put(self, call: Call) -> RemoteValue:
-        """Queues the call; blocks only while the queue is full or an error is drained."""
+        """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):
@@ -143,8 +146,20 @@ class Engine:
                 value._unlisten(bell)
 
     def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
-        """Waits for something that the loop tells with `notify`; pending errors win."""
-        self._block(partial(self._try_until, ready), timeout, what)
+        """Waits for something that a worker does; pending errors win."""
+        with self.lock:
+            self._wanted += 1
+        self._wake()  # if nobody is there, the loop has to count the seconds
+        try:
+            self._block(partial(self._try_until, ready), timeout, what)
+        finally:
+            with self.lock:
+                self._wanted -= 1
+
+    @property
+    def needs_worker(self) -> bool:
+        """Whether somebody waits for something that only a worker can do."""
+        return self._wanted > 0 or not self.queue.is_idle
 
     # ---- the loop --------------------------------------------------------------------
 
@@ -180,6 +195,7 @@ class Engine:
         with self.lock:
             if self.queue.phase is Phase.CLOSED:
                 return
+            self._over = self.queue.steps.low_water
             self.settle(self.queue.close(cause))
             self.notify()
 
@@ -217,7 +233,7 @@ class Engine:
 
     def _try_join(self, mark: int) -> Ready | None:
         queue = self.queue
-        if queue.phase is Phase.CLOSED and queue.steps.low_water >= mark:
+        if queue.phase is Phase.CLOSED and self._over >= mark:
             return None
         ready = self._try_raise()
         if ready is not None:

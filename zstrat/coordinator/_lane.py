@@ -162,10 +162,14 @@ class Lane:
             self._leave(reason)
             self._ask()
 
-    async def close(self) -> None:
-        """Closes the link; nothing is told any more."""
+    def leave(self) -> None:
+        """We go: nothing is told any more."""
         self._closed = True
         self._stop_asking()
+
+    async def close(self) -> None:
+        """Closes the link."""
+        self.leave()
         await self.link.close()
 
     # ---- told by the link ------------------------------------------------------------
@@ -199,10 +203,12 @@ class Lane:
         self._asked.add_done_callback(self._answered)
 
     def _answered(self, asked: asyncio.Future[Message]) -> None:
-        if asked is not self._asked or asked.cancelled():
+        if asked.cancelled():
+            return
+        error = asked.exception()
+        if asked is not self._asked:
             return
         self._asked = None
-        error = asked.exception()
         if error is None:
             self._enter(asked.result())
         elif isinstance(error, PeerLostError):

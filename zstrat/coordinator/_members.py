@@ -5,8 +5,8 @@ closures only while it is OPEN: connected, in our session, and with all its per-
 resources built. Nobody waits for anybody else's recovery.
 
     CONNECTING ──connected──▶ BUILDING ──built──▶ OPEN
-        ▲                        │  ▲──new resource─┤
-        └────────── LOST ◀───────┴──────────────────┘   (and again, for ever)
+        │                      ▲  │  ▲──new resource─┤  └─shuts down─▶ LEAVING
+        └────────── LOST ──────┘  └──────────────────┴──────▶ LOST ◀──────┘
 
 Each worker holds about 20 ms of work, so that the round trip to it is hidden and little
 is lost with it: the depth follows the rate at which its closures end. Everything is
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -30,8 +31,10 @@ WORK_AHEAD: Final = 0.020
 a busy user thread keeps Python's interpreter lock from our loop."""
 MIN_DEPTH: Final = 2
 MAX_DEPTH: Final = 512
-SMOOTHING: Final = 0.2
-"""Weight of the newest measurement of a worker's rate."""
+HORIZON: Final = 0.25
+"""Seconds after which what was measured of a worker's rate counts for a third. Outcomes
+come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
+quotients, which one short interval would blow up."""
 
 
 class State(enum.Enum):
@@ -40,6 +43,8 @@ class State(enum.Enum):
     CONNECTING = "connecting"
     BUILDING = "building"
     OPEN = "open"
+    LEAVING = "leaving"
+    """It finishes what it runs and takes nothing more."""
     LOST = "lost"
 
 
@@ -61,11 +66,16 @@ class Member:
     """Runs a suspect: gets nothing beside it."""
     building: int = 0
     """Resources that it is building."""
-    rate: float = 0.0
-    """Closures that end here per second while there is work."""
     completed: int = 0
     losses: int = 0
     _measured_at: float = 0.0
+    _count: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Closures that end here per second while there is work; 0 if not known yet."""
+        return self._count / self._seconds if self._seconds else 0.0
 
     @property
     def depth(self) -> int:
@@ -99,8 +109,8 @@ class Members:
     ) -> None:
         if closures_in_flight is not None and closures_in_flight < 1:
             raise ValueError(
-                f"closures_in_flight={closures_in_flight}: expected at least 1, or None "
-                "to let it follow the speed of each worker"
+                f"closures_in_flight={closures_in_flight}: expected at least 1, or "
+                "None to let it follow the speed of each worker"
             )
         self.members = [
             Member(index, name, closures_in_flight) for index, name in enumerate(names)
@@ -136,12 +146,13 @@ class Members:
         assert not member.in_flight, member
         member.state, member.reason = State.BUILDING, ""
         member.epoch += 1
-        member.building, member.alone, member.rate = 0, False, 0.0
+        member.building, member.alone = 0, False
+        member._count = member._seconds = 0.0
         self.alone_since = None
         return member.epoch
 
     def build(self, index: int, count: int = 1) -> None:
-        """So many resources are being built there: it gets no closure before they are."""
+        """So many resources are being built there: no closure goes there before."""
         member = self.members[index]
         assert member.state in (State.OPEN, State.BUILDING), member
         member.building += count
@@ -157,8 +168,15 @@ class Members:
         if member.building == 0:
             member.state = State.OPEN
 
+    def leaving(self, index: int, reason: str, now: float) -> None:
+        """The worker shuts down: it takes no more closures."""
+        member = self.members[index]
+        if member.state in (State.OPEN, State.BUILDING):
+            member.state, member.reason = State.LEAVING, reason
+            self._missing(member, now)
+
     def lost(self, index: int, reason: str, now: float) -> list[Closure]:
-        """The worker is gone; returns what it had in flight, in the order of dispatch."""
+        """The worker is gone; returns what it had in flight, in order of dispatch."""
         member = self.members[index]
         if member.state in (State.CONNECTING, State.LOST):
             member.reason = reason
@@ -168,10 +186,7 @@ class Members:
         member.building, member.alone = 0, False
         orphans = list(member.in_flight.values())
         member.in_flight.clear()
-        if self._reserved is member:
-            self._reserved = None
-        if not self.usable:
-            self.alone_since = now
+        self._missing(member, now)
         return orphans
 
     # ---- closures --------------------------------------------------------------------
@@ -194,7 +209,8 @@ class Members:
         alone: bool = False,
     ) -> None:
         """The closures are on their way to the member."""
-        assert member.state is State.OPEN and not member.alone, member
+        assert member.state is State.OPEN, member
+        assert not member.alone, member
         assert not (alone and member.in_flight), member
         member.alone = alone
         if not member.in_flight:
@@ -210,11 +226,16 @@ class Members:
             return
         member.completed += count
         elapsed = max(now - member._measured_at, 1e-6)
-        rate = count / elapsed
-        member.rate = (
-            rate if not member.rate else member.rate + SMOOTHING * (rate - member.rate)
-        )
+        kept = math.exp(-elapsed / HORIZON)
+        member._count = member._count * kept + count
+        member._seconds = member._seconds * kept + elapsed
         member._measured_at = now
+
+    def _missing(self, member: Member, now: float) -> None:
+        if self._reserved is member:
+            self._reserved = None
+        if not self.usable and self.alone_since is None:
+            self.alone_since = now
 
     def _grant_alone(self, suspects: int) -> list[Grant]:
         """One worker at a time is emptied for suspects, until none waits."""

@@ -4,9 +4,9 @@ Scripts, notebooks and async programs all keep their own thread; heartbeats go o
 jax compiles or the user thinks. The law of this file: nothing of the user runs on this
 thread, and nothing waits for it without a deadline.
 
-The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that is
-still open when the interpreter exits is closed before: a thread that is frozen in the
-middle of a socket call could otherwise hang or crash the exit.
+The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
+is still open when the interpreter exits is closed before: a thread that is frozen in
+the middle of a socket call could otherwise hang or crash the exit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError
 from zstrat.transport import new_event_loop
+
+from ._waiting import ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -76,14 +78,14 @@ class Portal:
             ClosedError: The portal is closed.
         """
         future = self._submit(work, what)
+        bell = ThreadBell()
+        future.add_done_callback(lambda _: bell.ring())
         try:
-            return future.result(timeout)
-        except concurrent.futures.TimeoutError as error:
-            if future.done():
-                raise  # the coroutine's own
-            raise DeadlineExceededError(
-                f"{what} did not end within {timeout} s"
-            ) from error
+            if not bell.wait(timeout):
+                raise DeadlineExceededError(f"{what} did not end within {timeout} s")
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise ClosedError(f"{what}: the session was closed") from None
         finally:
             future.cancel()
 

@@ -3,10 +3,11 @@
 The law of this file: every closure that was `put` ends exactly once, as done, failed or
 cancelled, and nobody else ends one.
 
-Theory of operation. Fresh closures wait in a bounded first-in-first-out queue. A closure
-that comes back (its worker was lost, a parameter server was unreachable) waits in a
-separate queue that is *outside* the bound and goes first: whoever hands closures back
-never has to wait for a free slot, so a full queue cannot lock up when all workers fail.
+Theory of operation. Fresh closures wait in a bounded first-in-first-out queue. A
+closure that comes back (its worker was lost, a parameter server was unreachable) waits
+in a separate queue that is *outside* the bound and goes first: whoever hands closures
+back never has to wait for a free slot, so a full queue cannot lock up when all workers
+fail.
 
 A closure that was in flight on a lost worker is retried at once. From the second loss
 on it is a *suspect*: it may be what kills workers. Suspects run alone on a worker, so
@@ -187,7 +188,7 @@ class Queue:
         return min(heads, default=None)
 
     def take(self, limit: int, now: float) -> list[Closure]:
-        """At most ``limit`` ordinary closures for a worker: those that came back first."""
+        """At most ``limit`` ordinary closures, those that came back first."""
         assert self.runs, f"nothing is handed out while {self.phase.value}"
         taken: list[Closure] = []
         retries, fresh = self._retries, self._fresh
@@ -241,10 +242,10 @@ class Queue:
         if lost >= self.max_attempts and self.runs:
             error = WorkerLostError(
                 ", ".join(closure.losses),
-                f"{closure.name} (step {closure.step}) was given up: in {lost} attempts "
-                "each worker that ran it was lost, so it seems to be what kills them "
-                "(out of memory, a crash in native code?); raise max_attempts= if "
-                "workers are often lost for other reasons",
+                f"{closure.name} (step {closure.step}) was given up: in {lost} "
+                "attempts each worker that ran it was lost, so it seems to be what "
+                "kills them (out of memory, a crash in native code?); raise "
+                "max_attempts= if workers are often lost for other reasons",
             )
             self.end(closure, error)
             return [Ended(closure, error)]

@@ -91,6 +91,7 @@ class Record:
         """The worker is gone, or not there yet."""
         self.values[worker]._abort(
             ClosureAbortedError(
-                f"{self.name} is not on {task} ({reason}); it is built when that returns"
+                f"{self.name} is not on {task} ({reason}); it is built when "
+                "that returns"
             )
         )

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from zstrat.errors import BusyError, ClosedError, PeerLostError
+from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
 from zstrat.wire import (
     Batch,
     Dispatch,
@@ -126,5 +126,8 @@ class Seat:
     def _told(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason
         that the worker gives there."""
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            log.warning("%s did not take code: %s", self.member.name, error)
+        if answer.cancelled() or (error := answer.exception()) is None:
+            return
+        log.warning("%s did not take code: %s", self.member.name, error)
+        if isinstance(error, StaleSessionError):
+            self.lane.reopen("it is not in our session any more")

@@ -124,7 +124,7 @@ class ClusterSession:
     def create_variables(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
-        """Creates the variables with these values on the servers that their specs name."""
+        """Creates the variables with these values, where their specs say."""
         self._run(self._create(variables), "creating variables")
 
     async def create_variables_async(
@@ -180,7 +180,7 @@ class ClusterSession:
 
     # ---- the end ---------------------------------------------------------------------
 
-    def close(self, exit: bool = False) -> None:  # noqa: A002: the message's own word
+    def close(self, exit: bool = False) -> None:  # noqa: A002
         """Leaves the cluster. Idempotent, and safe at the exit of the interpreter.
 
         Args:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class RemoteValueStatus(enum.Enum):
-    """NOT_READY; ABORTED: gone with its worker; READY: there, or failed with an error."""
+    """NOT_READY; ABORTED: gone with its worker; READY: there, or failed."""
 
     NOT_READY = "NOT_READY"
     ABORTED = "ABORTED"
@@ -65,8 +65,8 @@ class Result:
 class RemoteValue:
     """The result, some time, of a scheduled closure.
 
-    ``value.fetch()`` blocks and gives numpy arrays, ``value.get()`` blocks and gives jax
-    arrays, ``await value`` is ``fetch`` for coroutines, on any event loop.
+    ``value.fetch()`` blocks and gives numpy arrays, ``value.get()`` blocks and gives
+    jax arrays, ``await value`` is ``fetch`` for coroutines, on any event loop.
     """
 
     __slots__ = (
@@ -104,7 +104,7 @@ class RemoteValue:
         return self._error
 
     def fetch(self, timeout: float | None = None) -> Any:
-        """The result with numpy arrays as leaves; arrays of rank 0 become numpy scalars.
+        """The result with numpy arrays as leaves; those of rank 0 are numpy scalars.
 
         Args:
             timeout: Seconds to wait at most; None waits for as long as it takes.
@@ -182,11 +182,11 @@ class RemoteValue:
     # ---- private ---------------------------------------------------------------------
 
     def _settled(self, bring: Any) -> _Opened:
-        """The arrays, or the error. Two threads may open it at once: both get the same."""
+        """The arrays, or the error. Two threads may open it at once: no harm."""
         if self.state is _ABORTED:
             raise CancelledError(
-                f"The corresponding function is aborted. Please reschedule the function. "
-                f"({self._error})"
+                "The corresponding function is aborted. Please reschedule the function."
+                f" ({self._error})"
             ) from self._error
         if self._error is not None:
             # Without this each raise would lengthen the traceback of the one before.
@@ -284,7 +284,8 @@ class PerWorkerValues(PerWorker):
         for value in self._values:
             if not isinstance(value, RemoteValue):
                 raise AssertionError(
-                    f"PerWorkerValues is made of RemoteValues; got {type(value).__name__}"
+                    "PerWorkerValues is made of RemoteValues; got "
+                    f"{type(value).__name__}"
                 )
         self.resource = resource
         self.claim = claim or Claim(_nothing, resource)

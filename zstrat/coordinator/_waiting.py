@@ -1,15 +1,22 @@
 """How a thread or a coroutine of the user waits for the loop thread.
 
 A bell is made only when somebody really has to wait, is rung at most once, and is rung
-with the engine's lock held. Waiting on a thread's bell is one acquire of a lock: Ctrl-C
-interrupts it at once, and nobody wakes up to look.
+with the engine's lock held. Waiting on a thread's bell is an acquire of a lock, which
+Ctrl-C interrupts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import threading
-from typing import Protocol
+import time
+from typing import Final, Protocol
+
+GLANCE: Final = 1.0
+"""Seconds. A signal that arrives just before the acquire begins to block does not
+interrupt it: Python would see Ctrl-C at the next acquire only."""
 
 
 class Bell(Protocol):
@@ -32,7 +39,13 @@ class ThreadBell:
 
     def wait(self, timeout: float | None) -> bool:
         """Blocks the thread; False when ``timeout`` seconds have passed."""
-        return self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0))
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left, GLANCE))):
+                return True
+            if left <= GLANCE:
+                return False
 
 
 class LoopBell:
@@ -45,10 +58,9 @@ class LoopBell:
         self.future: asyncio.Future[None] = self._loop.create_future()
 
     def ring(self) -> None:
-        try:
+        # A closed loop raises, and has nobody who waits on it any more.
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._set)
-        except RuntimeError:
-            pass  # the waiter's loop is closed, so nobody waits there any more
 
     def _set(self) -> None:
         if not self.future.done():
