@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 MiB = 2**20
 LAYERS = (784, 512, 512, 10)
-MLP_SIZES = [
-    4 * n for a, b in pairwise(LAYERS) for n in (a * b, b)
-]
+MLP_SIZES = [4 * n for a, b in pairwise(LAYERS) for n in (a * b, b)]
 BATCH = 256
 
 
@@ -56,12 +54,8 @@ def cluster(
     import zstrat as zs
 
     with zs.LocalCluster(num_ps, num_workers, lane=lane) as local:
-        strategy = zs.ParameterServerStrategy(local.resolver)
-        coordinator = zs.ClusterCoordinator(strategy)
-        try:
-            yield strategy, coordinator
-        finally:
-            coordinator.shutdown()
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            yield strategy, zs.ClusterCoordinator(strategy)
 
 
 def _per_second(coordinator: Any, function: Any, count: int) -> float:
@@ -256,7 +250,7 @@ with zs.LocalCluster(num_ps=1, num_workers=2) as local:
         return jnp.float32(1.0)
     assert coordinator.schedule(one).fetch() == 1.0
     print(time.perf_counter() - began)
-    coordinator.shutdown()
+    strategy.close()
 """
 
 
@@ -278,12 +272,10 @@ def _idle_memory(job: str) -> float:
     import zstrat as zs
 
     with zs.LocalCluster(num_ps=1, num_workers=1) as local:
-        strategy = zs.ParameterServerStrategy(local.resolver)
-        coordinator = zs.ClusterCoordinator(strategy)
-        coordinator.schedule(_trivial()).fetch()
-        pid = local.pid(f"{job}:0")
-        coordinator.shutdown()
-        return _resident(pid)
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+            coordinator.schedule(_trivial()).fetch()
+            return _resident(local.pid(f"{job}:0"))
 
 
 def _resident(pid: int) -> float:

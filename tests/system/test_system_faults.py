@@ -48,9 +48,8 @@ def patient(monkeypatch):
 
 @pytest.fixture
 def coordinator(patient, local):
-    strategy = zs.ParameterServerStrategy(local.resolver)
-    with zs.ClusterCoordinator(strategy) as coordinator:
-        yield coordinator
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        yield zs.ClusterCoordinator(strategy)
 
 
 def test_a_killed_worker_costs_no_step_and_doubles_none(local, coordinator):
@@ -110,8 +109,8 @@ def test_a_killed_ps_is_named(local, coordinator):
 
 
 def test_all_workers_gone_is_reported_within_the_bound(patient, local):
-    strategy = zs.ParameterServerStrategy(local.resolver)
-    with zs.ClusterCoordinator(strategy, worker_wait_timeout=1.0) as coordinator:
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy, worker_wait_timeout=1.0)
         _, bump = _counting(strategy)
         coordinator.schedule(bump, args=(0,)).fetch()
         local.kill("worker:0")
@@ -143,7 +142,7 @@ _PROGRAM = """
     assert v.numpy() == 10, v.numpy()
     print("ready", flush=True)
     sys.stdin.read()
-    coordinator.shutdown()
+    strategy.close()
 """
 
 

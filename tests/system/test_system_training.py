@@ -23,9 +23,8 @@ def local():
 
 @pytest.fixture(scope="module")
 def strategy(local):
-    strategy = zs.ParameterServerStrategy(local.resolver)
-    yield strategy
-    zs.ClusterCoordinator(strategy).shutdown()
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        yield strategy
 
 
 @pytest.fixture
@@ -93,8 +92,7 @@ def test_every_increment_counts_once(strategy, coordinator):
     np.testing.assert_array_equal(counts.numpy(), np.ones(500))
 
 
-def test_one_worker_reads_what_it_wrote(local):
-    strategy = None
+def test_one_worker_reads_what_it_wrote():
     with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
         strategy = zs.ParameterServerStrategy(cluster.resolver)
         coordinator = zs.ClusterCoordinator(strategy)
@@ -111,7 +109,7 @@ def test_one_worker_reads_what_it_wrote(local):
         # One worker runs one closure after the other: no read may be stale.
         assert [float(value.fetch()) for value in values] == list(range(1, 101))
         assert v.numpy() == 100.0
-        coordinator.shutdown()
+        strategy.close()
 
 
 def test_training_equals_plain_optax_on_one_worker():
@@ -151,7 +149,7 @@ def test_training_equals_plain_optax_on_one_worker():
         np.testing.assert_allclose(params["w"].numpy(), expected["w"], rtol=1e-5)
         np.testing.assert_allclose(params["b"].numpy(), expected["b"], atol=1e-6)
         assert step.trace_count == 1
-        coordinator.shutdown()
+        strategy.close()
 
 
 def test_each_worker_has_its_own_dataset(coordinator):
@@ -279,7 +277,7 @@ def test_run_and_reduce_inside_a_step(strategy, coordinator):
     assert coordinator.schedule(step, args=(np.float32(4.0),)).fetch() == 8.0
 
 
-def test_the_same_through_the_async_client(local):
+def test_the_same_through_the_async_client():
     import asyncio
 
     async def program(strategy):
@@ -297,5 +295,5 @@ def test_the_same_through_the_async_client(local):
             return [float(await value) for value in values]
 
     with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
-        strategy = zs.ParameterServerStrategy(cluster.resolver)
-        assert asyncio.run(program(strategy)) == [2.0 * i for i in range(20)]
+        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+            assert asyncio.run(program(strategy)) == [2.0 * i for i in range(20)]

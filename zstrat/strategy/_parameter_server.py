@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
@@ -26,6 +26,7 @@ from ._strategy import Extended, Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.variables import Creator, Variable
@@ -148,8 +149,19 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
-        coordinator. Closing twice is fine."""
+        coordinator. Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _creator(self) -> Creator | None:
         return self._variables

@@ -107,7 +107,7 @@ def new_socket(
         socket.router_mandatory = 1
         socket.backlog = 1024
     else:
-        # Not `immediate`: with it libzmq throws unread messages away when the peer closes,
+        # Not `immediate`: with it libzmq throws away what is unread when the peer closes,
         # and with them the last answers. A link sends nothing before the handshake.
         socket.immediate = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
