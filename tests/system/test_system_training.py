@@ -227,7 +227,6 @@ def test_after_an_error_everything_else_is_cancelled(coordinator):
             coordinator.join()
     assert coordinator.done()
     assert coordinator.schedule(fine).fetch() == 1.0
-    del value
 
 
 def test_misuse_is_refused_with_words(coordinator):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,36 +24,14 @@ from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundErro
 from zstrat.wire import UpdateOp, VariableEntry
 
 from ._arithmetic import is_floating
+from ._slots import is_wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ._cell import Cell
+    from ._slots import Slots, Step
     from ._xla import Programs
-
-LAYOUTS: Final = 4096
-"""Distinct (shape, dtype, slots) that a session may have compiled programs for."""
-
-
-@dataclass(slots=True)
-class Slots:
-    """What an optimizer keeps for one variable: flat leaves, on the device of the ps.
-
-    ``layout`` numbers (shape and dtype of the variable; structure, shapes and dtypes of
-    the leaves): two variables of one layout share a program.
-    """
-
-    leaves: tuple[object, ...]
-    layout: int
-    nbytes: int
-
-
-class Step(NamedTuple):
-    """One gradient for one variable. ``slots`` is the variable's, by optimizer."""
-
-    cell: Cell
-    slots: dict[int, Slots]
-    gradient: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +197,6 @@ def fitting(gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
     if is_wide(gradient.dtype) and not is_wide(dtype):
         return gradient.astype(np.complex64 if dtype.kind == "c" else np.float32)
     return gradient
-
-
-def is_wide(dtype: np.dtype) -> bool:
-    return dtype.itemsize > (8 if dtype.kind == "c" else 4)
 
 
 def _is_differentiable(value: np.dtype, gradient: np.dtype) -> bool:

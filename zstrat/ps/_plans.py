@@ -14,7 +14,8 @@ from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
 from ._cell import Cell
-from ._engine import OptimizerEngine, Registered, Slots, Step, fitting
+from ._engine import OptimizerEngine, Registered, fitting
+from ._slots import Slots, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

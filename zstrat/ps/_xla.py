@@ -18,7 +18,7 @@ import optax
 
 from zstrat.errors import BusyError, InvalidArgumentError
 
-from ._engine import LAYOUTS, Slots, Step, is_wide
+from ._slots import LAYOUTS, Slots, Step, is_wide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
