@@ -13,6 +13,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast, get_args
 
@@ -89,6 +90,8 @@ class Endpoint:
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._parting: set[int] = set()
+        self._parted = asyncio.Event()
 
     async def bind(self, address: str) -> str:
         """Binds and serves from now on; returns the address that others connect to.
@@ -135,27 +138,40 @@ class Endpoint:
 
         Cancellation: the endpoint is closed all the same.
         """
-        self._closed = True
-        if self._pump is None:
+        pump, self._pump, self._closed = self._pump, None, True
+        if pump is None:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for connection in list(self._connections.values()):
-            connection.outlet.peer.leave(reason)
-            connection.outlet.flush()
-        self._connections.clear()
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()
-        self._monitor.close()
-        self._pump.close(LINGER)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._authenticator is not None:
-            self._authenticator.close()
+        try:
+            await self._part(reason)
+        finally:
+            self._monitor.close()
+            pump.close(LINGER)
+            if self._authenticator is not None:
+                self._authenticator.close()
         await end_context(self._context)
+
+    async def _part(self, reason: str) -> None:
+        """Says goodbye, and waits until the peers have hung up: a socket that is closed
+        with unread data resets its connection, and the goodbye may be lost with it."""
+        connections = list(self._connections.values())
+        self._connections.clear()
+        self._parting = {connection.descriptor for connection in connections}
+        for connection in connections:
+            connection.outlet.peer.leave(reason)
+            connection.outlet.flush()
+        if connections:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER):
+                    await self._parted.wait()
 
     def statistics(self) -> dict[str, object]:
         """Counts since the start, and what is connected now."""
@@ -176,8 +192,8 @@ class Endpoint:
         ):
             raise PermissionDeniedError(
                 f"{task_name(self._me)} will not bind {address.host}:{address.port}: "
-                "other machines can reach it, it has no keys, and whoever can may "
-                "run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
+                "other machines can reach it, it has no keys, and whoever reaches it "
+                "can run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
                 "(ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure if only you use "
                 "the network"
             )
@@ -192,6 +208,8 @@ class Endpoint:
     # ---- what arrives -----------------------------------------------------------
 
     def _received(self, frames: list[zmq.Frame]) -> None:
+        if self._closed:
+            return
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
@@ -242,6 +260,9 @@ class Endpoint:
         match event.happening:
             case Happening.BROKEN:
                 now = self._loop.time()
+                self._parting.discard(event.value)
+                if self._closed and not self._parting:
+                    self._parted.set()
                 for connection in self._connections.values():
                     if connection.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)

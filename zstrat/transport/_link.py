@@ -46,6 +46,9 @@ _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts after a connection that ended; doubled each time."""
 
+_LAST_WORDS: Final = 0.01
+"""Seconds in which what arrived before the end of a connection can still be read."""
+
 Reply = asyncio.Future[Message]
 
 
@@ -259,7 +262,9 @@ class Link:
             case Happening.READY:
                 self._greet()
             case Happening.BROKEN:
-                self._broke()
+                # Said before the last message can be read, which may be the goodbye.
+                if self._outlet is not None:
+                    self._loop.call_later(_LAST_WORDS, self._broke, self._outlet)
             case Happening.UNAUTHORISED:
                 assert self._security is not None
                 self._refuse(self._security.denied(self._target))
@@ -292,10 +297,8 @@ class Link:
         self._outlet.flush()
         self._arm(peer.due)
 
-    def _broke(self) -> None:
-        if self._pump is not None:
-            self._pump.drain()  # the last words may be there already
-        if self._outlet is None:
+    def _broke(self, outlet: Outlet) -> None:
+        if self._outlet is not outlet:
             return
         reason = "its connection broke"
         self._obey(self._outlet.peer.disconnected(reason, self._loop.time()))
