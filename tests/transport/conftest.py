@@ -20,7 +20,6 @@ from zstrat.wire import (
     Pull,
     Pulled,
     Push,
-    Pushed,
     Statistics,
 )
 
@@ -123,7 +122,7 @@ class Relay:
 
     async def start(self):
         self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
-        self.address = "127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _join(self, reader, writer):
         host, port = self._target.rsplit(":", 1)

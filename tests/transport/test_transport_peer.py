@@ -115,7 +115,7 @@ def kinds(frames):
     return decode_header(frames[0], SMALL).message_kind
 
 
-# ---- greeting --------------------------------------------------------------------
+# ---- greeting ----
 
 
 def test_the_initiator_speaks_first_and_both_know_each_other(pair):
@@ -175,7 +175,7 @@ def test_whoever_does_not_greet_is_told_and_forgotten():
     assert kinds(server.transmit(0.0)) is Goodbye
 
 
-# ---- requests ----------------------------------------------------------------------
+# ---- requests ----
 
 
 def test_requests_are_answered_by_number_in_any_order(pair):
@@ -249,7 +249,7 @@ def test_too_many_open_requests_are_refused_on_both_sides(pair):
     assert isinstance(error, BusyError)
 
 
-# ---- bodies -----------------------------------------------------------------------
+# ---- bodies ----
 
 
 def big(nbytes, seed=0):
@@ -365,7 +365,7 @@ def test_a_body_without_memory_ends_the_connection(pair):
     )
 
 
-# ---- time -----------------------------------------------------------------------
+# ---- time ----
 
 
 def test_a_quiet_connection_beats_and_a_busy_one_does_not(pair):
@@ -436,7 +436,7 @@ def test_goodbye_ends_both_sides_with_the_reason(pair):
     assert flow(pair.client, pair.server) == [Closed("it left: the program ended")]
 
 
-# ---- hostile ----------------------------------------------------------------------
+# ---- hostile ----
 
 
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=4))

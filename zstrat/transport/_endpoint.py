@@ -30,9 +30,9 @@ from zstrat.wire._greeting import described, mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer, failure
 
-from ._address import Address, check_directory, is_local, parse
+from ._address import Address, check_directory, check_unused, is_local, parse
 from ._monitor import Event, Happening, Monitor
-from ._pool import Pool
+from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Remote
 from ._roster import Identity, Roster, identity_of
@@ -82,7 +82,7 @@ class Endpoint:
         self._on_lost, self._security = on_lost, security
         self._connections: dict[bytes, Connection] = {}
         self._remotes: dict[Identity, Remote] = {}
-        self._roster, self._pool = Roster(), Pool()
+        self._roster = Roster()
         self._tasks: set[asyncio.Task[Message]] = set()
         self._counts: Counter[str] = Counter()
         self._complained_at = -_COMPLAINTS
@@ -179,12 +179,13 @@ class Endpoint:
             "remotes": [remote.name for remote in self._remotes.values()],
             "handlers": len(self._tasks),
             "counts": dict(self._counts),
-            "pool": self._pool.statistics(),
+            "pool": POOL.statistics(),
         }
 
     async def _check_exposure(self, address: Address) -> None:
         if address.scheme == "ipc":
             check_directory(address)
+            check_unused(address)
         elif (
             self._security is None
             and not self._settings.insecure
@@ -193,9 +194,9 @@ class Endpoint:
             raise PermissionDeniedError(
                 f"{task_name(self._me)} will not bind {address.host}:{address.port}: "
                 "other machines can reach it, it has no keys, and whoever reaches it "
-                "can run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
-                "(ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure if only you use "
-                "the network"
+                "can run code here; make keys with `zstrat keygen DIR` and pass them "
+                "with --keys DIR (ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure "
+                "if only you use the network"
             )
 
     def _admits(self, key: str) -> bool:
@@ -243,7 +244,7 @@ class Endpoint:
             timeouts=self._settings.timeouts,
             limits=self._settings.limits,
             now=self._loop.time(),
-            allocate=self._pool.allocate,
+            allocate=POOL.allocate,
         )
         try:
             descriptor = int(frames[1].get("__fd"))
@@ -274,6 +275,7 @@ class Endpoint:
         if self._authenticator is not None:
             self._authenticator.revive()
         now = self._loop.time()
+        POOL.age(now)
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
@@ -371,7 +373,10 @@ class Endpoint:
         self._roster.leave(identity)
         self._remotes.pop(identity, None)
         self._counts["lost"] += 1
-        self._on_lost(remote, reason)
+        try:
+            self._on_lost(remote, reason)
+        except Exception:  # to the log: one bad callback must not stop the others
+            _LOG.exception("%s: on_lost of %s", task_name(self._me), remote.name)
 
     # ---- requests -----------------------------------------------------------------
 

@@ -18,6 +18,9 @@ from zstrat.wire._body import ALIGNMENT
 KEPT: Final = 256 * 2**20
 """Bytes that may lie idle: two bodies of 64 MB in turn, with room for a second size."""
 
+SPARE: Final = 30.0
+"""Seconds: longer than a pause for a checkpoint or an evaluation."""
+
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
 
 
@@ -39,6 +42,7 @@ class Pool:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept, self._idle_bytes, self._leases = kept, 0, 0
         self._idle: dict[int, list[np.ndarray]] = {}
+        self._is_used, self._used_at = False, 0.0
         # Re-entrant: a collection that starts inside the lock may end a lease.
         self._lock = threading.RLock()
 
@@ -54,11 +58,14 @@ class Pool:
         weakref.finalize(lease, self._give_back, memory).atexit = False
         return lease.data
 
-    def trim(self) -> None:
-        """Lets all idle memory go."""
-        with self._lock:
-            self._idle.clear()
-            self._idle_bytes = 0
+    def age(self, now: float) -> None:
+        """Lets idle memory go that nobody asked for in `SPARE` seconds."""
+        if self._is_used:
+            self._is_used, self._used_at = False, now
+        elif self._idle_bytes and now - self._used_at > SPARE:
+            with self._lock:
+                self._idle.clear()
+                self._idle_bytes = 0
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -66,7 +73,7 @@ class Pool:
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
-            self._leases += 1
+            self._leases, self._is_used = self._leases + 1, True
             idle = self._idle.get(size)
             if idle:
                 self._idle_bytes -= size
@@ -82,3 +89,7 @@ class Pool:
             if self._idle_bytes + size <= self._kept:
                 self._idle.setdefault(size, []).append(memory)
                 self._idle_bytes += size
+
+
+POOL: Final = Pool()
+"""Of the process, because memory is: links and endpoints receive into the same."""

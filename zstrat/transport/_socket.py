@@ -93,6 +93,8 @@ def new_socket(
     times, limits = settings.timeouts, settings.limits
     socket.linger = 0
     socket.maxmsgsize = max(limits.frame, limits.chunk, limits.header)
+    # Messages, not bytes: those with large bodies are bounded by credits before.
+    socket.sndhwm = socket.rcvhwm = 500
     socket.handshake_ivl = int(times.handshake * 1000)
     # Beneath our own beats: they end connections whose machine has vanished, where the
     # beats only tell us. The peer must not be given up before we would give it up.
