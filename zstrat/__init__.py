@@ -11,18 +11,121 @@ from typing import Final
 
 __version__ = "0.1.0"
 
-_EXPORTS: Final[dict[str, str]] = {}
+_EXPORTS: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        (
+            "AlreadyExistsError",
+            "BusyError",
+            "CancelledError",
+            "ClosedError",
+            "ClosureAbortedError",
+            "ClosureInputError",
+            "CollectiveTimeoutError",
+            "DeadlineExceededError",
+            "InvalidArgumentError",
+            "NotFoundError",
+            "OutOfRangeError",
+            "PSUnavailableError",
+            "PeerLostError",
+            "PermissionDeniedError",
+            "ProtocolError",
+            "StaleSessionError",
+            "StepError",
+            "UnavailableError",
+            "VersionMismatchError",
+            "WorkerLostError",
+            "ZstratError",
+        ),
+        "zstrat.errors",
+    ),
+    **dict.fromkeys(
+        ("ClusterSpec",),
+        "zstrat.cluster",
+    ),
+    **dict.fromkeys(
+        (
+            "AsyncClusterCoordinator",
+            "ClusterCoordinator",
+            "PerWorkerDataset",
+            "PerWorkerValues",
+            "RemoteValue",
+            "RemoteValueStatus",
+        ),
+        "zstrat.coordinator",
+    ),
+    **dict.fromkeys(
+        ("InputContext",),
+        "zstrat.data",
+    ),
+    **dict.fromkeys(
+        (
+            "LocalCluster",
+            "Server",
+        ),
+        "zstrat.launch",
+    ),
+    **dict.fromkeys(
+        (
+            "RetraceWarning",
+            "WorkerContext",
+            "function",
+            "get_worker_context",
+            "grad",
+            "value_and_grad",
+        ),
+        "zstrat.program",
+    ),
+    **dict.fromkeys(
+        (
+            "ParameterServerStrategy",
+            "PerReplica",
+            "ReduceOp",
+            "ReplicaContext",
+            "Strategy",
+            "ValueContext",
+            "get_cross_replica_context",
+            "get_replica_context",
+            "get_strategy",
+            "has_strategy",
+            "in_cross_replica_context",
+        ),
+        "zstrat.strategy",
+    ),
+    **dict.fromkeys(
+        (
+            "IndexedSlices",
+            "Module",
+            "Optimizer",
+            "Variable",
+            "VariableAggregation",
+            "VariableSynchronization",
+            "create_variables",
+        ),
+        "zstrat.variables",
+    ),
+}
 """Public name -> the package that defines it."""
+
+_MODULES: Final[dict[str, str]] = {
+    "cluster_resolver": "zstrat.cluster",
+    "data": "zstrat.data",
+    "errors": "zstrat.errors",
+    "initializers": "zstrat.variables.initializers",
+}
+"""Public name -> the module that it is."""
 
 
 def __getattr__(name: str) -> object:
-    package = _EXPORTS.get(name)
-    if package is None:
+    value: object
+    if name in _MODULES:
+        value = importlib.import_module(_MODULES[name])
+    elif name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    else:
         raise AttributeError(f"module 'zstrat' has no attribute {name!r}")
-    value = getattr(importlib.import_module(package), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    return sorted({*globals(), *_EXPORTS, *_MODULES})

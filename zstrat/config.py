@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MiB: Final = 2**20
 
@@ -38,7 +40,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds, each with the reason for its number. Bytes unless the name says otherwise."""
+    """Bounds, each with the reason for its number; in bytes unless the name says."""
 
     header: int = 256 * 1024
     """Real headers are below 2 KiB, but for the creation of thousands of variables."""
@@ -47,8 +49,8 @@ class Limits:
     frame: int = 4 * MiB
     """Largest frame: libzmq drops the connection of a peer that sends a larger one."""
     chunk: int = MiB
-    """A larger body travels in frames of this size: the allocator serves them from pages
-    that it has touched before, which is three times faster than one large frame."""
+    """A larger body travels in frames of this size: the allocator serves them from
+    pages that it has touched before, three times faster than one large frame."""
     window: int = 12
     """Chunks of one stream in flight: enough to keep both ends busy, few enough that
     they stay in the cache and that a slow reader costs its sender little memory."""
@@ -61,7 +63,7 @@ class Limits:
     inline: int = 64 * 1024
     """Results up to this size travel with the completion of their closure."""
     arrays_zero_copy: int = 64 * 1024
-    """Smaller buffers are copied on sending: tracking one costs more than copying it."""
+    """Smaller buffers are copied on sending: tracking one costs more than its copy."""
 
 
 @dataclass(frozen=True, slots=True)

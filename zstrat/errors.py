@@ -46,7 +46,7 @@ class ProtocolError(ZstratError):
 
 
 class VersionMismatchError(ProtocolError):
-    """The two sides speak different protocols, or run versions that cannot work together."""
+    """The two sides speak different protocols, or versions that do not fit."""
 
     code = 3
 
@@ -192,10 +192,9 @@ class ClosureInputError(ZstratError):
 
     def __init__(self, message: str, original: BaseException | None = None) -> None:
         super().__init__(message)
-        root = original
-        while isinstance(root, ClosureInputError) and root.original_exception is not None:
-            root = root.original_exception
-        self.original_exception = root
+        if isinstance(original, ClosureInputError) and original.original_exception:
+            original = original.original_exception  # itself a root: wrapped only once
+        self.original_exception: BaseException | None = original
 
     def __str__(self) -> str:
         what = self.original_exception
@@ -204,13 +203,14 @@ class ClosureInputError(ZstratError):
 
 
 class ClosureAbortedError(ClosureInputError):
-    """A per-worker resource went away with its worker; it is rebuilt when that returns."""
+    """A per-worker resource went with its worker; it is rebuilt when that returns."""
 
     code = 21
 
 
 WireError = list[object]
-"""``[code, [field, ...], notes]`` or ``[0, [module, qualname, message, args], notes]``."""
+"""``[code, [field, ...], notes, cause]``, or for an exception that is not ours
+``[0, [module, qualname, message, args], notes, None]``."""
 
 
 def to_wire(error: BaseException) -> WireError:

@@ -28,8 +28,10 @@ def pytest_asyncio_loop_factories(config, item):
     return {"asyncio": asyncio.new_event_loop, "uvloop": new_event_loop}
 
 
-SWIFT = Settings(timeouts=Timeouts(beat=0.1, patience=0.6, reconnect=0.5, connect=5.0))
-"""For tests that wait for a loss; too impatient for the others."""
+@pytest.fixture
+def swift():
+    """For tests that wait for a loss; too impatient for the others."""
+    return Settings(timeouts=Timeouts(beat=0.1, patience=0.6, reconnect=0.5))
 
 
 class Service:
@@ -168,10 +170,14 @@ async def net():
     await net.close()
 
 
-def descriptors():
-    gc.collect()
-    return len(os.listdir("/proc/self/fd"))
+@pytest.fixture
+def held():
+    """A function that counts what this process holds: descriptors and threads."""
 
+    def count():
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), sorted(
+            thread.name for thread in threading.enumerate()
+        )
 
-def threads():
-    return sorted(t.name for t in threading.enumerate())
+    return count

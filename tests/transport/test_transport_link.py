@@ -7,7 +7,6 @@ import weakref
 import numpy as np
 import pytest
 import zmq
-from conftest import SWIFT, descriptors, threads
 
 from zstrat.config import Limits, Settings, Timeouts
 from zstrat.errors import (
@@ -99,9 +98,10 @@ async def test_handlers_may_answer_later(net):
         await link.request(DeleteVariables(1, []))
 
 
-async def test_odd_bodies_both_ways_among_small_requests(net):
-    _, address, _ = await net.serve()
-    link, _ = await net.open(address)
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+async def test_odd_bodies_both_ways_among_small_requests(net, lane):
+    _, address, _ = await net.serve(settings=Settings(lane=lane))
+    link, _ = await net.open(address, settings=Settings(lane=lane))
     random = np.random.default_rng(1)
     sizes = [0, 1, 63, 65_536, 1_048_576, 1_048_577, 3_000_001, 7_654_321]
     batches = [
@@ -124,9 +124,10 @@ async def test_odd_bodies_both_ways_among_small_requests(net):
         assert array.ctypes.data % 64 == 0
 
 
-async def test_large_and_small_arrive_in_the_order_of_sending(net):
-    _, address, service = await net.serve()
-    link, _ = await net.open(address)
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+async def test_large_and_small_arrive_in_the_order_of_sending(net, lane):
+    _, address, service = await net.serve(settings=Settings(lane=lane))
+    link, _ = await net.open(address, settings=Settings(lane=lane))
     for session in range(40):
         if session % 4 == 0:
             link.notify(push(np.full(2_500_000, session, np.uint8)))
@@ -140,11 +141,12 @@ async def test_large_and_small_arrive_in_the_order_of_sending(net):
     assert len(order) == 50
 
 
-async def test_replies_do_not_wait_for_a_large_push(net):
-    _, address, service = await net.serve()
-    link, _ = await net.open(address)
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+async def test_replies_do_not_wait_for_a_large_push(net, lane):
+    _, address, service = await net.serve(settings=Settings(lane=lane))
+    link, _ = await net.open(address, settings=Settings(lane=lane))
     slow = link.submit(push(np.zeros(64 * 2**20, np.uint8)))
-    other, _ = await net.open(address, index=2)
+    other, _ = await net.open(address, index=2, settings=Settings(lane=lane))
     for _ in range(5):
         await other.request(Inspect())
     assert not slow.done() or len(service.seen) == 6
@@ -179,9 +181,10 @@ async def test_too_many_open_requests_are_refused(net):
     never.cancel()
 
 
-async def test_an_array_is_held_until_its_last_byte_has_left(net):
-    _, address, _ = await net.serve()
-    link, _ = await net.open(address)
+@pytest.mark.parametrize("lane", ["tcp"])
+async def test_an_array_is_held_until_its_last_byte_has_left(net, lane):
+    _, address, _ = await net.serve(settings=Settings(lane=lane))
+    link, _ = await net.open(address, settings=Settings(lane=lane))
     array = np.zeros((10_000, 3000), np.uint8)[:, :]
     loop, gone = asyncio.get_running_loop(), asyncio.Event()
     # pyzmq lets go on a thread of its own.
@@ -282,10 +285,10 @@ async def test_a_cut_connection_fails_requests_at_once_and_comes_back(net):
     never.cancel()
 
 
-async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net):
-    _, address, service = await net.serve(settings=SWIFT)
+async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net, swift):
+    _, address, service = await net.serve(settings=swift)
     relay = await net.relay(address)
-    _, caller = await net.open(relay.address, settings=SWIFT)
+    _, caller = await net.open(relay.address, settings=swift)
     await relay.close()
     assert "connection broke" in (await caller.lost.get()).reason
     _, reason = await service.lost.get()
@@ -293,10 +296,10 @@ async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net):
     assert caller.lost.empty()
 
 
-async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net):
-    _, address, service = await net.serve(settings=SWIFT)
+async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, swift):
+    _, address, service = await net.serve(settings=swift)
     relay = await net.relay(address)
-    link, caller = await net.open(relay.address, settings=SWIFT)
+    link, caller = await net.open(relay.address, settings=swift)
     await caller.opened.get()
     with relay.held():
         waiting = link.submit(Inspect())
@@ -343,8 +346,8 @@ def greeting(job="worker", index=5):
     return encode(hello(job, index, new_incarnation()))[0]
 
 
-async def test_a_client_that_wakes_up_after_its_loss_is_told_to_greet(net):
-    _, address, service = await net.serve(settings=SWIFT)
+async def test_a_client_that_wakes_up_after_its_loss_is_told_to_greet(net, swift):
+    _, address, service = await net.serve(settings=swift)
     with Raw(address) as raw:
         raw.say(greeting())
         remote, reason = await service.lost.get()
@@ -427,8 +430,8 @@ async def test_no_address(net, address):
         net.link(address)
 
 
-async def test_garbage_bytes_are_counted_and_the_endpoint_goes_on(net):
-    endpoint, address, _ = await net.serve(settings=SWIFT)
+async def test_garbage_bytes_are_counted_and_the_endpoint_goes_on(net, swift):
+    endpoint, address, _ = await net.serve(settings=swift)
     host, port = address.split(":")
     for garbage in (
         b"GET / HTTP/1.1\r\n\r\n",
@@ -456,8 +459,8 @@ async def test_garbage_bytes_are_counted_and_the_endpoint_goes_on(net):
         assert counts["greetings"] == 1
 
 
-async def test_an_oversized_frame_drops_its_sender_alone(net):
-    _, address, service = await net.serve(settings=SWIFT)
+async def test_an_oversized_frame_drops_its_sender_alone(net, swift):
+    _, address, service = await net.serve(settings=swift)
     link, _ = await net.open(address)
     with Raw(address) as raw:
         raw.say(greeting())
@@ -572,10 +575,11 @@ async def test_a_socket_file_in_an_open_directory_is_refused(net, tmp_path):
 # ---- the end ----
 
 
-async def test_nothing_is_left_after_close(net):
+@pytest.mark.parametrize("lane", ["tcp", "shm"])
+async def test_nothing_is_left_after_close(net, lane, held):
     async def round_trip():
-        endpoint, address, _ = await net.serve()
-        link, _ = await net.open(address)
+        endpoint, address, _ = await net.serve(settings=Settings(lane=lane))
+        link, _ = await net.open(address, settings=Settings(lane=lane))
         await link.request(push(np.zeros(2_000_000, np.uint8)))
         waiting = link.submit(Inspect())
         await link.close()
@@ -584,10 +588,10 @@ async def test_nothing_is_left_after_close(net):
         waiting.exception()
 
     await round_trip()  # pyzmq starts its collector thread with the first large array
-    before = descriptors(), threads()
+    before = held()
     for _ in range(3):
         await round_trip()
-    assert (descriptors(), threads()) == before
+    assert held() == before
     assert len(asyncio.all_tasks()) == 1
 
 

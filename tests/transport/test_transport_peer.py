@@ -357,12 +357,10 @@ def test_a_body_without_memory_ends_the_connection(pair):
     def refuse(nbytes):
         raise MemoryError
 
-    pair.server._allocate = refuse
+    pair.server._inbox._allocate = refuse
     pair.client.notify(Push(1, -1, 0, 0, [Update(1, 0, 0, 1)], (big(9_000),)))
-    assert (
-        "no memory for the 9000 bytes"
-        in pair.server.received(pair.client.transmit(0.0), 0.0)[0].reason
-    )
+    (closed,) = flow(pair.client, pair.server)
+    assert "no memory for the 9000 bytes" in closed.reason
 
 
 # ---- time ----

@@ -267,7 +267,7 @@ def deep(depth: int) -> list[Any]:
         (pack(Failure, [{b"k": 1}]), r"Failure\.error: expected strings as keys"),
         (pack(Statistics, [1]), r"Statistics\.values: expected a map, got a list of 1"),
         (
-            pack(Hello, 1, "ps", 0, 1, "h", 1, {"jax": 3}),
+            pack(Hello, 1, "ps", 0, 1, "h", 1, {"jax": 3}, 0),
             r"Hello\.versions\['jax'\]: expected a string, got 3",
         ),
         (pack(Fetched, 3), r"Fetched\.arrays: expected a list, got 3"),

@@ -1,1 +1,15 @@
-"""TODO: one line."""
+"""Starting tasks: in this process, as daemons on this machine, and looking at them."""
+
+from ._child import Child as Child
+from ._doctor import Finding as Finding
+from ._doctor import examine as examine
+from ._local import LocalCluster as LocalCluster
+from ._observe import Observer as Observer
+from ._observe import Sight as Sight
+from ._observe import observe as observe
+from ._server import Server as Server
+from ._server import ServerDef as ServerDef
+from ._task import Place as Place
+from ._task import Task as Task
+from ._task import serve as serve
+from ._units import write_units as write_units

@@ -1,1 +1,31 @@
-"""TODO: one line."""
+"""Step functions: captured once, planned, compiled, run."""
+
+from ._capture import Capture as Capture
+from ._capture import Discovery as Discovery
+from ._capture import Feed as Feed
+from ._capture import Recorded as Recorded
+from ._code import Resource as Resource
+from ._code import digest as digest
+from ._code import dump as dump
+from ._code import dump_code as dump_code
+from ._code import load as load
+from ._context import WorkerContext as WorkerContext
+from ._context import get_worker_context as get_worker_context
+from ._context import worker_context as worker_context
+from ._execute import Prepared as Prepared
+from ._execute import prepare as prepare
+from ._execute import run_eager as run_eager
+from ._function import Function as Function
+from ._function import function as function
+from ._gradients import Substitution as Substitution
+from ._gradients import grad as grad
+from ._gradients import value_and_grad as value_and_grad
+from ._iterator import StepIterator as StepIterator
+from ._plan import Plan as Plan
+from ._plan import PlannedUpdate as PlannedUpdate
+from ._programs import RetraceWarning as RetraceWarning
+from ._results import StepResult as StepResult
+from ._results import StepUpdate as StepUpdate
+from ._structure import ResultLayout as ResultLayout
+from ._structure import Structure as Structure
+from ._structure import rebuild as rebuild

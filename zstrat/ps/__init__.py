@@ -1,1 +1,8 @@
-"""TODO: one line."""
+"""Parameter servers: variables with versions, updates that apply once and whole."""
+
+from ._client import PsClient as PsClient
+from ._client import PsUpdate as PsUpdate
+from ._client import Ref as Ref
+from ._engine import OptimizerEngine as OptimizerEngine
+from ._service import PsService as PsService
+from ._store import Store as Store

@@ -1,1 +1,14 @@
-"""TODO: one line."""
+"""The strategies: where variables live, where steps run, how results meet."""
+
+from ._context import ReplicaContext as ReplicaContext
+from ._default import get_cross_replica_context as get_cross_replica_context
+from ._default import get_replica_context as get_replica_context
+from ._default import get_strategy as get_strategy
+from ._default import has_strategy as has_strategy
+from ._default import in_cross_replica_context as in_cross_replica_context
+from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from ._strategy import Extended as Extended
+from ._strategy import Strategy as Strategy
+from ._values import PerReplica as PerReplica
+from ._values import ReduceOp as ReduceOp
+from ._values import ValueContext as ValueContext

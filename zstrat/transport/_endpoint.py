@@ -36,6 +36,7 @@ from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Remote
 from ._roster import Identity, Roster, identity_of
+from ._shared import lane_of
 from ._socket import LINGER, bound_to, end_context, new_context, new_socket
 from ._zap import Authenticator
 
@@ -245,6 +246,7 @@ class Endpoint:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
+            lane=lane_of(self._settings, self._me),
         )
         try:
             descriptor = int(frames[1].get("__fd"))

@@ -31,6 +31,7 @@ from ._continuity import Continuity
 from ._monitor import Event, Happening, Monitor
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
+from ._shared import lane_of
 from ._socket import LINGER, lease_context, new_socket, return_context
 
 if TYPE_CHECKING:
@@ -299,6 +300,7 @@ class Link:
             limits=self._settings.limits,
             now=self._loop.time(),
             allocate=POOL.allocate,
+            lane=lane_of(self._settings, self._me),
         )
         self._trouble = "something listens there, but it does not greet as a task does"
         self._outlet = Outlet(peer, self._pump)

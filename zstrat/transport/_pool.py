@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.wire._body import ALIGNMENT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KEPT: Final = 256 * 2**20
 """Bytes that may lie idle: two bodies of 64 MB in turn, with room for a second size."""
@@ -25,15 +28,23 @@ _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies s
 
 
 class _Memory(np.ndarray):
-    """Memory that is lent again and again."""
+    """What a lease is a view of."""
 
 
 class _Lease(np.ndarray):
-    """What the arrays of a body are views of; its death returns the memory.
+    """What the arrays of a body are views of; its death ends the loan."""
 
-    numpy makes the base of a view the base of its base, so long as these have the type
-    of the view. Lease and memory have types of their own, so an array holds its lease.
+
+def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memoryview:
+    """``memory`` (uint8 [n]), as long as any array or view made of it lives.
+
+    ``ended(what)`` is called, on any thread, when the last of them is gone.
     """
+    # numpy makes the base of a view the base of its base, so long as that has the type
+    # of the view: two types of our own keep an array from skipping its lease.
+    lease = memory.view(_Memory).view(_Lease)
+    weakref.finalize(lease, ended, what).atexit = False
+    return lease.data
 
 
 class Pool:
@@ -54,9 +65,7 @@ class Pool:
         """
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
-        lease = memory[:nbytes].view(_Lease)
-        weakref.finalize(lease, self._give_back, memory).atexit = False
-        return lease.data
+        return lend(memory[:nbytes], self._give_back, memory)
 
     def age(self, now: float) -> None:
         """Lets idle memory go that nobody asked for in `SPARE` seconds."""
@@ -80,7 +89,7 @@ class Pool:
                 return idle.pop()
         fresh = np.empty(size + ALIGNMENT, np.uint8)
         start = -fresh.ctypes.data % ALIGNMENT
-        return fresh[start : start + size].view(_Memory)
+        return fresh[start : start + size]
 
     def _give_back(self, memory: np.ndarray) -> None:
         size = memory.nbytes

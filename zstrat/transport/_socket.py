@@ -109,7 +109,9 @@ def new_socket(
         socket.router_mandatory = 1
         socket.backlog = 1024
     else:
-        socket.immediate = 1  # nothing is queued for a peer that is not there
+        # Not `immediate`: with it libzmq throws away what is unread when the peer
+        # closes, the last answers among it. A link sends only after the handshake.
+        socket.immediate = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
     return socket
 

@@ -37,9 +37,12 @@ from ._messages import Hello as Hello
 from ._messages import Inspect as Inspect
 from ._messages import Job as Job
 from ._messages import Layout as Layout
+from ._messages import Mapped as Mapped
 from ._messages import Message as Message
+from ._messages import Offer as Offer
 from ._messages import OpenSession as OpenSession
 from ._messages import Outcome as Outcome
+from ._messages import Placed as Placed
 from ._messages import PlainTree as PlainTree
 from ._messages import Pull as Pull
 from ._messages import Pulled as Pulled
@@ -48,9 +51,12 @@ from ._messages import Pushed as Pushed
 from ._messages import PutArguments as PutArguments
 from ._messages import PutCode as PutCode
 from ._messages import Read as Read
+from ._messages import Released as Released
 from ._messages import ResourceBuilt as ResourceBuilt
 from ._messages import SessionOpened as SessionOpened
 from ._messages import Statistics as Statistics
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
+from ._session import Owner as Owner
+from ._session import Ownership as Ownership

@@ -68,10 +68,17 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryvie
 class Assembly:
     """The body of one announced message, on its way in."""
 
-    __slots__ = ("_end", "_jumps", "_memory", "_offsets", "_position", "specs")
+    __slots__ = (
+        "_allocate",
+        "_jumps",
+        "_memory",
+        "_offsets",
+        "_position",
+        "nbytes",
+        "specs",
+    )
 
     def __init__(self, specs: Sequence[ArraySpec], allocate: Allocate) -> None:
-        """Raises: MemoryError: there is no memory for the body; nothing is kept."""
         self.specs = specs
         self._offsets: list[int] = []
         self._jumps: dict[int, int] = {}
@@ -83,18 +90,20 @@ class Assembly:
             if size:
                 end = position
                 self._jumps[position] = aligned(position)
-        self._end, self._position = end, 0
-        self._memory = allocate(end)
+        self.nbytes, self._position = end, 0
+        self._allocate = allocate
+        self._memory = memoryview(b"")
 
     @property
     def is_complete(self) -> bool:
-        return self._position >= self._end
+        return self._position >= self.nbytes
 
     def take(self, offset: int, chunk: Frame) -> None:
         """The next chunk.
 
         Raises:
             ProtocolError: It is not the next one, or longer than what was announced.
+            MemoryError: There is no memory for the body.
         """
         here = self._position
         # Only the padding behind an array may be left out: a hole anywhere else would
@@ -102,13 +111,21 @@ class Assembly:
         if offset != here and offset != self._jumps.get(here):
             raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")
         end = offset + len(chunk)
-        if end > self._end or end == offset:
+        if end > self.nbytes or end == offset:
             raise ProtocolError(
-                f"body: expected 1 to {self._end - offset} bytes at {offset}, "
+                f"body: expected 1 to {self.nbytes - offset} bytes at {offset}, "
                 f"got {len(chunk)}"
             )
+        if not here:
+            self._memory = self._allocate(self.nbytes)
         self._memory[offset:end] = chunk
         self._position = end
+
+    def adopt(self, memory: memoryview) -> None:
+        """Takes the whole body where it lies."""
+        if self._position:
+            raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
+        self._memory, self._position = memory, self.nbytes
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays of the complete body: read-only views that keep it alive."""

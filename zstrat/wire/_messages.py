@@ -148,6 +148,43 @@ class Statistics:
     values: dict[str, PlainTree]
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """This process has memory for bodies that the peer may map, if it is on this host:
+    the anonymous file ``descriptor`` of the process in its HELLO. It begins with
+    ``word``, which proves to the peer that it has mapped the right one."""
+
+    kind: ClassVar = 10
+    descriptor: int
+    capacity: int
+    word: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Whether the peer has mapped the memory that it was offered."""
+
+    kind: ClassVar = 11
+    yes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The body of the message announced before lies in the sender's memory."""
+
+    kind: ClassVar = 12
+    stream: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The bodies at these offsets of the peer's memory are not read any more."""
+
+    kind: ClassVar = 13
+    offsets: list[int]
+
+
 # ---- session: one coordinator owns a task at a time ---------------------------------
 
 
@@ -444,6 +481,10 @@ Message = (
     | Chunk
     | Credit
     | Goodbye
+    | Offer
+    | Mapped
+    | Placed
+    | Released
     | Failure
     | Done
     | Inspect

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ._body import Frame, cut
+from ._body import Frame, aligned, cut
 from ._codec import encode
-from ._messages import Chunk, Message
+from ._lane import LEAST, MOST
+from ._messages import Chunk, Message, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zstrat.config import Limits
+
+    from ._lane import Lane
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides
@@ -37,8 +40,11 @@ class _Waiting(NamedTuple):
 
 
 class Outbox:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, lane: Lane | None) -> None:
         self._limits, self._credit = limits, limits.window
+        self._lane = lane
+        self.wants_lane = False
+        """There was a body for a lane, and none was offered to the peer so far."""
         self._urgent: deque[Frames] = deque()
         self._ordered: deque[_Waiting] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
@@ -72,12 +78,24 @@ class Outbox:
                 f"{type(message).__name__}: {total} bytes of arrays, at most "
                 f"{self._limits.body} may be sent: split the message"
             )
+        if self._lane is not None and LEAST < total <= MOST:
+            offset = self._lane.place(raws, sum([aligned(r.nbytes) for r in raws]))
+            if offset is not None:
+                self._put_placed(header, number, offset)
+                return
+            self.wants_lane = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             self._ordered.append(_Waiting(frames, total > HEAVY, None, number))
         else:
             body = cut(raws, self._limits.chunk)
             self._ordered.append(_Waiting((header,), False, body, number))
+
+    def _put_placed(self, header: bytes, number: int, offset: int) -> None:
+        # Costs a credit, as a body in one frame does: the window bounds both.
+        placed = encode(Placed(number, offset))[0]
+        self._ordered.append(_Waiting((header,), False, None, number))
+        self._ordered.append(_Waiting((placed,), True, None, number))
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""

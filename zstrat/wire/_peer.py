@@ -37,10 +37,24 @@ from zstrat.errors import (
 )
 
 from ._arrays import array_from
-from ._body import Allocate, Assembly, Frame, allocate
+from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
 from ._greeting import Judge, described
-from ._messages import Beat, Chunk, Credit, Failure, Goodbye, Hello, Message, PlainTree
+from ._inbox import Inbox
+from ._messages import (
+    Beat,
+    Chunk,
+    Credit,
+    Failure,
+    Goodbye,
+    Hello,
+    Mapped,
+    Message,
+    Offer,
+    Placed,
+    PlainTree,
+    Released,
+)
 from ._orders import (
     Answered,
     Closed,
@@ -60,6 +74,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.config import Limits, Timeouts
+
+    from ._lane import Lane
 
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only notices
@@ -83,6 +99,7 @@ class Peer(Generic[Token]):
         limits: Limits,
         now: float,
         allocate: Allocate = allocate,
+        lane: Lane | None = None,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
@@ -91,14 +108,15 @@ class Peer(Generic[Token]):
         self.late = 0
         """Answers that came after the deadline of their request."""
         self._me, self._initiator, self._judge = me, initiator, judge
-        self._timeouts, self._limits, self._allocate = timeouts, limits, allocate
-        self._outbox = Outbox(limits)
+        self._timeouts, self._limits = timeouts, limits
+        self._lane, self._is_offered = lane, False
+        self._outbox = Outbox(limits, lane)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._bodies = 0  # of the requests that are being served
         self._taken = 0  # heavy messages since the last credit was given
         self._sent = self._received = 0
-        self._incoming: tuple[Announced, Assembly] | None = None
+        self._inbox = Inbox(allocate, lane)
         self._sent_at = self._heard_at = self._ticked_at = now
         self._broken_at: float | None = None
         if initiator:
@@ -219,10 +237,24 @@ class Peer(Generic[Token]):
 
     def transmit(self, now: float) -> Frames | None:
         """The next message to send, or None until something changes."""
+        if self._lane is not None and self.state is State.OPEN:
+            self._tend(self._lane)
         frames = self._outbox.take()
         if frames is not None:
             self._sent_at = now
         return frames
+
+    def _tend(self, lane: Lane) -> None:
+        """Says which bodies were read, and offers a lane when there is a use for it."""
+        unused = lane.take_unused()
+        if unused:
+            self._outbox.say(Released(unused))
+        if self._outbox.wants_lane and not self._is_offered:
+            self._is_offered = True
+            assert self.hello is not None
+            offer = lane.offer(self.hello)
+            if offer is not None:
+                self._outbox.say(offer)
 
     # ---- ordered messages ---------------------------------------------------------
 
@@ -232,7 +264,7 @@ class Peer(Generic[Token]):
         number, kind, specs, build = announced
         if self.state is not State.OPEN:
             raise ProtocolError(f"expected Hello, got {kind.__name__}")
-        if self._incoming is not None:
+        if self._inbox.is_busy:
             raise ProtocolError(f"{kind.__name__} inside the body of another message")
         if kind in _SPECIAL and kind is not Failure:
             raise ProtocolError(f"{kind.__name__} {number}: it has no number")
@@ -244,7 +276,8 @@ class Peer(Generic[Token]):
                 raise ProtocolError(
                     f"{kind.__name__}: expected {len(specs)} frames, got {len(raws)}"
                 )
-            return self._begin(announced)
+            self._inbox.begin(announced)
+            return self._completed()
         if not raws:
             return self._deliver(number, build(()), False)
         message = build(tuple(map(array_from, specs, raws)))
@@ -261,24 +294,6 @@ class Peer(Generic[Token]):
                 f"expected message {self._received + 1}, got {place}: some were lost"
             )
         self._received = place
-
-    def _begin(self, announced: Announced) -> Sequence[Order[Token]]:
-        try:
-            assembly = Assembly(announced.specs, self._allocate)
-        except MemoryError:
-            nbytes = sum(spec.nbytes for spec in announced.specs)
-            return self._close(f"no memory for the {nbytes} bytes that it announced")
-        self._incoming = announced, assembly
-        return self._completed()
-
-    def _completed(self) -> Sequence[Order[Token]]:
-        assert self._incoming is not None
-        announced, assembly = self._incoming
-        if not assembly.is_complete:
-            return ()
-        self._incoming = None
-        message = announced.build(assembly.arrays())
-        return self._deliver(announced.request, message, True)
 
     def _deliver(
         self, number: int, message: Message, heavy: bool
@@ -313,19 +328,60 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         chunk = header.build(())
         assert isinstance(chunk, Chunk)
-        if self._incoming is None:
-            raise ProtocolError("a chunk of a body that was not announced")
-        announced, assembly = self._incoming
-        if chunk.stream != announced.request or len(frames) != 2:
-            raise ProtocolError(
-                f"expected a chunk of body {announced.request} in one frame, "
-                f"got {len(frames) - 1} frames of {chunk.stream}"
-            )
-        assembly.take(chunk.offset, frames[1])
+        try:
+            self._inbox.take(chunk, frames[1:])
+        except MemoryError as error:
+            return self._close(str(error))
+        return self._took_part()
+
+    def _on_placed(
+        self, header: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        placed = header.build(())
+        assert isinstance(placed, Placed)
+        self._inbox.adopt(placed)
+        return self._took_part()
+
+    def _took_part(self) -> Sequence[Order[Token]]:
         self._taken += 1
         orders = self._completed()
         self._return_credit(self._threshold)
         return orders
+
+    def _completed(self) -> Sequence[Order[Token]]:
+        whole = self._inbox.whole()
+        return () if whole is None else self._deliver(*whole, True)
+
+    def _on_offer(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        offer = announced.build(())
+        assert isinstance(offer, Offer)
+        if self.hello is None:
+            raise ProtocolError("expected Hello, got Offer")
+        lane = self._lane
+        yes = lane is not None and lane.accept(offer, self.hello)
+        self._outbox.say(Mapped(yes))
+        return ()
+
+    def _on_mapped(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        mapped = announced.build(())
+        assert isinstance(mapped, Mapped)
+        if self._lane is None or not self._is_offered:
+            raise ProtocolError("it mapped memory that it was not offered")
+        self._lane.agreed(mapped.yes)
+        return ()
+
+    def _on_released(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        released = announced.build(())
+        assert isinstance(released, Released)
+        if self._lane is not None:
+            self._lane.released(released.offsets)
+        return self._if_greeted("Released")
 
     def _on_hello(
         self, announced: Announced, frames: Sequence[Frame]
@@ -430,7 +486,9 @@ class Peer(Generic[Token]):
         self.state = State.CLOSED
         self._serving.clear()
         self._outbox.drop()
-        self._incoming = None
+        self._inbox.drop()
+        if self._lane is not None:
+            self._lane.close()
         failed: list[Order[Token]] = [
             Failed(each.token, PeerLostError(self.name, reason))
             for each in self._requests.take_all()
@@ -453,4 +511,8 @@ _SPECIAL: Final[dict[type[Message], Callable[..., Sequence[Order[Any]]]]] = {
     Credit: Peer._on_credit,
     Goodbye: Peer._on_goodbye,
     Failure: Peer._on_failure,
+    Offer: Peer._on_offer,
+    Mapped: Peer._on_mapped,
+    Placed: Peer._on_placed,
+    Released: Peer._on_released,
 }

@@ -1,1 +1,5 @@
-"""TODO: one line."""
+"""The worker: runs the closures of one coordinator at a time. Imports jax."""
+
+from ._executor import Executor as Executor
+from ._pipeline import Pipeline as Pipeline
+from ._service import WorkerService as WorkerService

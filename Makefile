@@ -1,0 +1,72 @@
+# Every target sets up what it needs in .venv; a second call starts at once.
+#
+#   make run      train the digits example on 2 ps + 2 workers on this machine
+#   make test     lint, type-check, test
+#   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
+#   make bench    the benchmarks, as a table and as JSON under out/
+#   make lint | units | clean
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help run test lint pytest cluster bench units clean
+.DELETE_ON_ERROR:
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check -qq install -c constraints.txt
+ARGS ?=
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+run: $(VENV)/.run
+	@$(PY) examples/digits.py $(ARGS)
+
+cluster: $(VENV)/.run
+	@$(VENV)/bin/zstrat cluster --ps 2 --workers 2 $(ARGS)
+
+test: lint pytest
+
+lint: $(VENV)/.dev
+	@$(VENV)/bin/ruff check --quiet .
+	@$(VENV)/bin/ruff format --check --quiet . || \
+	  { echo 'not formatted: run $(VENV)/bin/ruff format .'; exit 1; }
+	@$(VENV)/bin/mypy --no-error-summary
+
+pytest: $(VENV)/.dev
+	@$(PY) -m pytest -q $(ARGS)
+
+bench: $(VENV)/.run
+	@$(PY) -m benchmarks $(ARGS)
+
+# Writes the systemd units as an installation from this checkout would need them.
+units: $(VENV)/.run
+	@$(VENV)/bin/zstrat units --bindir $(abspath $(VENV)/bin) --to out/systemd
+
+clean:
+	@rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The interpreter: $PYTHON if given, else the first of these that is new enough.
+$(PY):
+	@found=; for python in $${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11}; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then found=$$python; break; fi; done; \
+	if [ -z "$$found" ]; then \
+	  echo "zstrat needs Python 3.11 or newer; found $$($${PYTHON:-python3} --version 2>&1 || true)."; \
+	  echo "Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; \
+	  exit 1; fi; \
+	echo "setting up $(VENV) with $$($$found --version) (once)"; \
+	"$$found" -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "python -m venv failed; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(PY)
+	@echo "installing zstrat and what it needs (about a minute, once)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation -e '.[examples]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@$(PIP) --no-build-isolation -e '.[dev,examples]'
+	@touch $@

@@ -1,0 +1,376 @@
+"""The cases: each measures zstrat and its limit in one process and returns both.
+
+A case returns ``Reading(value, limit)`` in the unit of its row; `__main__` runs it in
+fresh processes and prints the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import raw
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MiB = 2**20
+LAYERS = (784, 512, 512, 10)
+MLP_SIZES = [4 * n for a, b in pairwise(LAYERS) for n in (a * b, b)]
+BATCH = 256
+
+
+@dataclass(frozen=True)
+class Reading:
+    value: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    unit: str
+    target: str
+    limit: str
+    """What the limit is, in words."""
+    measure: Callable[[], Reading]
+    higher_is_better: bool = True
+
+
+@contextlib.contextmanager
+def cluster(
+    num_ps: int, num_workers: int, lane: str | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """A local cluster on its default lane, with its strategy and coordinator."""
+    import zstrat as zs
+
+    with zs.LocalCluster(num_ps, num_workers, lane=lane) as local:
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            yield strategy, zs.ClusterCoordinator(strategy)
+
+
+def _per_second(coordinator: Any, function: Any, count: int) -> float:
+    for _ in range(count // 5):
+        coordinator.schedule(function)
+    coordinator.join()
+    began = time.perf_counter()
+    for _ in range(count):
+        coordinator.schedule(function)
+    coordinator.join()
+    return count / (time.perf_counter() - began)
+
+
+def _trivial() -> Any:
+    import jax.numpy as jnp
+
+    import zstrat as zs
+
+    @zs.function
+    def trivial() -> Any:
+        return jnp.float32(1.0)
+
+    return trivial
+
+
+def closures() -> Reading:
+    with cluster(1, 2) as (_, coordinator):
+        value = _per_second(coordinator, _trivial(), 30_000)
+    return Reading(value, raw.round_trips_per_second(2))
+
+
+def scalar_reads() -> Reading:
+    import zstrat as zs
+
+    with cluster(1, 2) as (strategy, coordinator):
+        with strategy.scope():
+            scalar = zs.Variable(np.float32(3.0), name="scalar")
+
+        @zs.function
+        def read() -> Any:
+            return scalar.value()
+
+        value = _per_second(coordinator, read, 10_000)
+    return Reading(value, raw.round_trips_per_second(1))
+
+
+def latency() -> Reading:
+    with cluster(1, 2) as (_, coordinator):
+        trivial = _trivial()
+        times = []
+        for _ in range(2000):
+            began = time.perf_counter()
+            coordinator.schedule(trivial).fetch()
+            times.append(time.perf_counter() - began)
+    return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6)
+
+
+def pull_64mb() -> Reading:
+    import jax
+
+    from benchmarks import direct
+
+    size = 64 * MiB
+    with direct.client(size // 4) as client:
+        device = jax.devices()[0]
+
+        def once() -> None:
+            jax.block_until_ready(jax.device_put(client.pull(), device))
+
+        value = _rate(size, once, 15)
+    return Reading(value / 1e9, raw.pull(size, 15) / 1e9)
+
+
+def push_64mb() -> Reading:
+    from benchmarks import direct
+
+    size = 64 * MiB
+    with direct.client(size // 4) as client:
+        delta = np.ones(size // 4, np.float32)
+        value = _rate(size, lambda: client.push(delta), 15)
+    return Reading(value / 1e9, raw.push(size, 15) / 1e9)
+
+
+def _rate(amount: float, once: Callable[[], None], repeats: int) -> float:
+    for _ in range(3):
+        once()
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - began)
+    return amount / statistics.median(times)
+
+
+def _mlp_parameters() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    arrays = []
+    for a, b in pairwise(LAYERS):
+        arrays.append((rng.standard_normal((a, b)) / a**0.5).astype(np.float32))
+        arrays.append(np.zeros(b, np.float32))
+    return arrays
+
+
+def _mlp_loss(parameters: list[Any], x: Any, y: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    for i in range(0, len(parameters) - 2, 2):
+        x = jax.nn.relu(x @ parameters[i] + parameters[i + 1])
+    logits = x @ parameters[-2] + parameters[-1]
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)
+    return -jnp.mean(picked)
+
+
+def _batch() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((BATCH, LAYERS[0])).astype(np.float32)
+    return x, rng.integers(0, LAYERS[-1], BATCH).astype(np.int32)
+
+
+def mlp_pull_push() -> Reading:
+    import zstrat as zs
+
+    with cluster(1, 1) as (strategy, coordinator):
+        with strategy.scope():
+            weights = [zs.Variable(array) for array in _mlp_parameters()]
+
+        @zs.function
+        def move() -> None:
+            for weight in weights:
+                weight.assign_sub(weight.value() * 1e-6)
+
+        value = _per_second(coordinator, move, 1000)
+    return Reading(value, raw.pull_push_per_second(MLP_SIZES, 300))
+
+
+def mlp_training() -> Reading:
+    import optax
+
+    import zstrat as zs
+
+    with cluster(1, 2) as (strategy, coordinator):
+        with strategy.scope():
+            weights = [zs.Variable(array) for array in _mlp_parameters()]
+            optimizer = zs.Optimizer(optax.adam(1e-3))
+
+        def dataset() -> Iterator[Any]:
+            batch = _batch()
+            while True:
+                yield batch
+
+        @zs.function
+        def step(iterator: Any) -> Any:
+            x, y = next(iterator)
+            loss, grads = zs.value_and_grad(_mlp_loss)(weights, x, y)
+            optimizer.apply_gradients(grads, weights)
+            return loss
+
+        iterator = iter(coordinator.create_per_worker_dataset(dataset))
+        for _ in range(100):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+        count = 1000
+        began = time.perf_counter()
+        for _ in range(count):
+            coordinator.schedule(step, args=(iterator,))
+        coordinator.join()
+        value = count / (time.perf_counter() - began)
+    return Reading(value, _local_gradients())
+
+
+def _local_gradients() -> float:
+    """The same gradient in this process on all cores, without any communication."""
+    import jax
+
+    gradient = jax.jit(jax.value_and_grad(_mlp_loss))
+    parameters = [jax.device_put(array) for array in _mlp_parameters()]
+    x, y = _batch()
+    return _rate(1, lambda: jax.block_until_ready(gradient(parameters, x, y)), 300)
+
+
+_FIRST_RESULT = """
+import time
+began = time.perf_counter()
+import zstrat as zs
+with zs.LocalCluster(num_ps=1, num_workers=2) as local:
+    strategy = zs.ParameterServerStrategy(local.resolver)
+    coordinator = zs.ClusterCoordinator(strategy)
+    @zs.function
+    def one():
+        import jax.numpy as jnp
+        return jnp.float32(1.0)
+    assert coordinator.schedule(one).fetch() == 1.0
+    print(time.perf_counter() - began)
+    strategy.close()
+"""
+
+
+def first_result() -> Reading:
+    value = float(_python("-c", _FIRST_RESULT).splitlines()[-1])
+    began = time.perf_counter()
+    _python("-c", "import jax.numpy as jnp; jnp.zeros(1) + 1")
+    return Reading(value, time.perf_counter() - began)
+
+
+def _python(*arguments: str) -> str:
+    return subprocess.run(
+        [sys.executable, *arguments], check=True, capture_output=True, text=True
+    ).stdout
+
+
+def _idle_memory(job: str) -> float:
+    """Resident MB of an idle daemon that a coordinator is connected to."""
+    import zstrat as zs
+
+    with zs.LocalCluster(num_ps=1, num_workers=1) as local:
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+            coordinator.schedule(_trivial()).fetch()
+            return _resident(local.pid(f"{job}:0"))
+
+
+def _resident(pid: int) -> float:
+    with open(f"/proc/{pid}/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _import_memory(statement: str) -> float:
+    code = f"{statement}\nimport os\nprint(open('/proc/self/statm').read().split()[1])"
+    pages = int(_python("-c", code).splitlines()[-1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def idle_ps() -> Reading:
+    return Reading(_idle_memory("ps"), _import_memory("import zmq, numpy, uvloop"))
+
+
+def idle_worker() -> Reading:
+    limit = _import_memory("import zmq, uvloop, jax.numpy as j; j.zeros(1) + 1")
+    return Reading(_idle_memory("worker"), limit)
+
+
+CASES = [
+    Case(
+        "trivial closures, scheduled to joined",
+        "/s",
+        ">= 25,000",
+        "raw round trips through 2 echo servers, windowed",
+        closures,
+    ),
+    Case(
+        "closures that read a scalar from a ps",
+        "/s",
+        ">= 8,000",
+        "raw round trips through one server, windowed",
+        scalar_reads,
+    ),
+    Case(
+        "schedule + fetch of one trivial closure, p50",
+        "us",
+        "<= 400",
+        "raw round trip, p50",
+        latency,
+        higher_is_better=False,
+    ),
+    Case(
+        "pull of 64 MB into a JAX array (TCP)",
+        "GB/s",
+        ">= 0.9 of the limit",
+        "raw pyzmq, 1 MiB messages, window 8",
+        pull_64mb,
+    ),
+    Case(
+        "push (assign_add) of 64 MB (TCP)",
+        "GB/s",
+        ">= 0.8 of the limit",
+        "raw pyzmq, 1 MiB messages, window 8",
+        push_64mb,
+    ),
+    Case(
+        "pull + push of the MLP's weights, 1 worker",
+        "steps/s",
+        ">= 600",
+        "raw pyzmq, the same bytes",
+        mlp_pull_push,
+    ),
+    Case(
+        "MLP training, batch 256, Adam on the ps, 2 workers",
+        "steps/s",
+        ">= 280",
+        "the gradient alone, one process, all cores",
+        mlp_training,
+    ),
+    Case(
+        "start to first result, 2 workers + 1 ps",
+        "s",
+        "<= 2.5",
+        "python that imports jax and adds once",
+        first_result,
+        higher_is_better=False,
+    ),
+    Case(
+        "memory of an idle ps",
+        "MB",
+        "<= 60",
+        "python with zmq, numpy, uvloop",
+        idle_ps,
+        higher_is_better=False,
+    ),
+    Case(
+        "memory of an idle worker",
+        "MB",
+        "<= 250",
+        "python with zmq, uvloop, jax, one addition",
+        idle_worker,
+        higher_is_better=False,
+    ),
+]

@@ -1,0 +1,75 @@
+"""A worker's client of one ps that holds one array, without a step around it.
+
+The transfer alone is measured: the client remembers nothing, so every pull moves all
+bytes, and a push counts when the ps has applied it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import zstrat as zs
+from zstrat.config import environment, settings_from
+from zstrat.launch import LocalCluster
+from zstrat.ps import PsClient, PsUpdate, Ref
+from zstrat.transport import Link, hello, new_event_loop, new_incarnation
+from zstrat.wire import UpdateOp
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Client:
+    """Pull and push of one float32 array of ``elements``."""
+
+    def __init__(self, address: str, session: int, key: int) -> None:
+        self._loop = new_event_loop()
+        self._key = key
+        self._loop.run_until_complete(self._open(address, session))
+
+    async def _open(self, address: str, session: int) -> None:
+        self._link = Link(
+            address,
+            hello("worker", 7, new_incarnation()),
+            name="/job:ps/task:0",
+            settings=settings_from(environment()),
+        )
+        self._link.start()
+        await self._link.wait_open(self._loop.time() + 10)
+        self._client = PsClient([self._link], session, memory=0)
+
+    def pull(self) -> np.ndarray:
+        return self._loop.run_until_complete(self._pull())
+
+    async def _pull(self) -> np.ndarray:
+        (array,) = await self._client.pull([Ref(0, self._key)])
+        return array
+
+    def push(self, delta: np.ndarray) -> None:
+        self._loop.run_until_complete(self._push(delta))
+
+    async def _push(self, delta: np.ndarray) -> None:
+        update = PsUpdate(0, self._key, UpdateOp.ADD, 0, (delta,))
+        await self._client.push(-1, 0, 0, [update])
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._link.close())
+        self._loop.close()
+
+
+@contextlib.contextmanager
+def client(elements: int, lane: str = "tcp") -> Iterator[Client]:
+    with LocalCluster(num_ps=1, num_workers=1, lane=lane) as local:
+        strategy = zs.ParameterServerStrategy(local.resolver)
+        with strategy.scope():
+            variable = zs.Variable(np.zeros(elements, np.float32), name="large")
+        address = local.spec.task_address("ps", 0)
+        direct = Client(address, strategy.session.session, variable.spec.key)
+        try:
+            yield direct
+        finally:
+            direct.close()
+            strategy.session.close()

@@ -1,0 +1,111 @@
+"""What the daemons are told: arguments, TF_CONFIG, a cluster file; each wrong value
+ends with a message that names it and with exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zstrat import __version__
+from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
+from zstrat.config import environment, settings_from
+from zstrat.launch import Place
+
+from ._main import Order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zstrat.cluster import ClusterResolver
+    from zstrat.config import Settings
+
+
+def parser(job: str, what: str) -> argparse.ArgumentParser:
+    """The arguments that every daemon takes."""
+    made = argparse.ArgumentParser(
+        prog=f"zstrat-{job}",
+        description=f"{what} Told which task it is by TF_CONFIG, or by --cluster and "
+        "--index, or by --bind and --index alone.",
+    )
+    add = made.add_argument
+    add("--cluster", metavar="FILE.toml", help="cluster file; TF_CONFIG is not read")
+    add("--job", default=job, help=f"default: {job}")
+    add("--index", type=int, metavar="N", help="task index within the job")
+    add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
+    add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
+    add("--insecure", action="store_true", help="serve other machines without keys")
+    add("--log-json", action="store_true", help="log one JSON object a line")
+    add("--version", action="version", version=f"zstrat {__version__}")
+    # For LocalCluster: who must not be outlived, and where the address is told.
+    add("--parent", type=int, default=0, help=argparse.SUPPRESS)
+    add("--report", type=int, default=-1, help=argparse.SUPPRESS)
+    return made
+
+
+def order(parsed: argparse.Namespace, job: str) -> Order:
+    """The order that the arguments give.
+
+    Raises:
+        ValueError: Something is missing or wrong; says what and what was expected.
+    """
+    env = environment()
+    return Order(
+        place=_place(parsed, job, env),
+        settings=_settings(parsed, env),
+        parent=parsed.parent,
+        report=parsed.report,
+    )
+
+
+def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
+    settings = settings_from(env)
+    return dataclasses.replace(
+        settings,
+        keys=parsed.keys or settings.keys,
+        insecure=parsed.insecure or settings.insecure,
+        log_json=parsed.log_json or settings.log_json,
+    )
+
+
+def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Place:
+    if parsed.job != job:
+        raise ValueError(f"--job {parsed.job}: zstrat-{job} runs tasks of job {job!r}")
+    if parsed.cluster is not None:
+        source = str(parsed.cluster)
+        resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
+    elif parsed.bind is not None and parsed.index is not None:
+        return Place(job, _index(parsed.index), parsed.bind)
+    elif env.get("TF_CONFIG"):
+        source, resolver = "TF_CONFIG", TFConfigClusterResolver()
+        _check_job(resolver, job)
+    else:
+        raise ValueError(
+            "which task is this? Set TF_CONFIG, or give --cluster FILE.toml --index N, "
+            "or --bind HOST:PORT --index N"
+        )
+    spec = resolver.cluster_spec()
+    if job not in spec.jobs:
+        raise ValueError(f"{source} has no job {job!r}, only {sorted(spec.jobs)}")
+    index = parsed.index if parsed.index is not None else resolver.task_id
+    if index is None:
+        raise ValueError(f"{source} does not say which {job} this is: give --index N")
+    indices = spec.task_indices(job)
+    if index not in indices:
+        raise ValueError(f"{source}: job {job!r} has tasks {indices}, none is {index}")
+    return Place(job, index, parsed.bind or spec.task_address(job, index))
+
+
+def _check_job(resolver: ClusterResolver, job: str) -> None:
+    told = resolver.task_type
+    if told is not None and told != job:
+        raise ValueError(
+            f"TF_CONFIG: task.type is {told!r}; zstrat-{job} runs tasks of type {job!r}"
+        )
+
+
+def _index(index: int) -> int:
+    if index < 0:
+        raise ValueError(f"--index {index}: expected 0 or more")
+    return index

@@ -1,0 +1,164 @@
+"""The life of a daemon: start, say so, serve, drain, exit code.
+
+Law: only this package knows signals, logging set-up, the service manager and exit
+codes. The first SIGTERM or SIGINT drains what was accepted, within
+``timeouts.drain``; the second one ends the process at once, as the kernel does it.
+
+Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
+address), trying again will not help; 75 ended before all that was accepted was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from zstrat.config import environment
+from zstrat.errors import ZstratError
+from zstrat.launch import Place, Task
+from zstrat.transport import new_incarnation
+from zstrat.transport import run as run_loop
+
+from ._leash import tie, watch
+from ._log import start_logging
+from ._notify import Notifier
+
+if TYPE_CHECKING:
+    from zstrat.config import Settings
+
+DRAINED: Final = 0
+CRASHED: Final = 1
+MISTAKEN: Final = 2
+TRY_AGAIN: Final = 75
+
+log = logging.getLogger("zstrat.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """All that the arguments of a daemon say.
+
+    ``parent`` is the process that it must not outlive, 0 for none; ``report`` is the
+    descriptor that the bound address is written to, -1 for none.
+    """
+
+    place: Place
+    settings: Settings
+    parent: int = 0
+    report: int = -1
+
+
+def run(order: Order) -> int:
+    """Serves the task of the order until it is told to end; returns the exit code."""
+    incarnation = new_incarnation()
+    start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
+    if order.parent and not tie(order.parent):
+        log.error("the program that started me is gone already")
+        return CRASHED
+    notifier = Notifier(environment())
+    try:
+        return run_loop(_live(order, incarnation, notifier))
+    except Exception:
+        # Goes to the log and, as the exit code, to whoever restarts us.
+        log.exception("crashed")
+        return CRASHED
+    finally:
+        notifier.close()
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process, even if user code still holds a thread."""
+    logging.shutdown()
+    sys.stdout.flush()
+    others = set(threading.enumerate()) - {threading.current_thread()}
+    if any(not thread.daemon for thread in others):
+        os._exit(code)
+    sys.exit(code)
+
+
+async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
+    loop = asyncio.get_running_loop()
+    try:
+        task = Task(order.place, order.settings, incarnation)
+        await task.start()
+    except (ZstratError, OSError, ValueError) as error:
+        log.error("cannot start: %s", error)
+        return MISTAKEN
+    _listen_to_signals(loop, task)
+    if order.parent:
+        watch(loop, lambda: task.end("the program that started me is gone"))
+    _report(order.report, task)
+    log.info("ready at %s, pid %d", task.address, os.getpid())
+    notifier.send("READY=1", f"STATUS=serving at {task.address}")
+    pulse = Pulse(loop, task, notifier)
+    reason = await task.wait_end()
+    log.info("ending: %s", reason)
+    notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
+    drained = await task.stop()
+    pulse.stop()
+    _ignore_signals(loop)
+    log.info("ended" if drained else "ended before everything was done")
+    return DRAINED if drained else TRY_AGAIN
+
+
+class Pulse:
+    """Tells the manager from the event loop itself that the loop turns, and how it is.
+
+    A loop that hangs sends no WATCHDOG=1, and the manager restarts the daemon.
+    """
+
+    interval: Final = 5.0
+    """Seconds between two STATUS lines when the manager keeps no watchdog."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, task: Task, notifier: Notifier
+    ) -> None:
+        self._loop, self._task, self._notifier = loop, task, notifier
+        self._timer: asyncio.TimerHandle | None = None
+        if notifier.is_heard:
+            self._beat()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        self._notifier.send("WATCHDOG=1", f"STATUS={self._task.summary()}")
+        self._timer = self._loop.call_later(
+            self._notifier.watchdog or self.interval, self._beat
+        )
+
+
+def _listen_to_signals(loop: asyncio.AbstractEventLoop, task: Task) -> None:
+    signals = (signal.SIGTERM, signal.SIGINT)
+
+    def first(number: signal.Signals) -> None:
+        for each in signals:
+            loop.remove_signal_handler(each)
+            signal.signal(each, signal.SIG_DFL)
+        task.end(f"{number.name} (once more ends at once)")
+
+    for each in signals:
+        loop.add_signal_handler(each, first, each)
+
+
+def _ignore_signals(loop: asyncio.AbstractEventLoop) -> None:
+    """All is done: a signal now must not turn the exit code into a failure."""
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(each)
+        signal.signal(each, signal.SIG_IGN)
+
+
+def _report(descriptor: int, task: Task) -> None:
+    if descriptor < 0:
+        return
+    line = {"address": task.address, "incarnation": task.hello.incarnation}
+    with os.fdopen(descriptor, "w") as out:
+        out.write(json.dumps(line) + "\n")

@@ -1,0 +1,31 @@
+"""``zstrat-ps``: holds variables, answers pulls and pushes, runs optimizers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from ._arguments import order, parser
+from ._main import MISTAKEN, leave, run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
+    try:
+        told = order(parsed, "ps")
+    except ValueError as error:
+        print(f"zstrat-ps: {error}", file=sys.stderr)
+        leave(MISTAKEN)
+    # Optimizers run where the variables are, in this machine's memory: a ps that took
+    # an accelerator would take it from the worker beside it.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    leave(run(told))
+
+
+if __name__ == "__main__":
+    main()

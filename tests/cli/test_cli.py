@@ -1,0 +1,199 @@
+"""The program ``zstrat``: what it prints, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from zstrat import cli
+from zstrat.cluster import ClusterSpec, TomlClusterResolver
+from zstrat.launch import LocalCluster, Sight
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in ("TF_CONFIG", "ZSTRAT_KEYS", "ZSTRAT_LANE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def zstrat(*argv):
+    return CliRunner().invoke(cli.main, argv)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with LocalCluster(1, 1) as running:
+        yield running
+
+
+@pytest.fixture
+def file(cluster, tmp_path):
+    path = tmp_path / "cluster.toml"
+    path.write_text(cli.toml(cluster.spec))
+    return str(path)
+
+
+def test_status_lines(file):
+    ran = zstrat("status", "--cluster", file)
+    assert ran.exit_code == 0, ran.output
+    ps, worker = ran.output.splitlines()
+    assert re.match(r"task=ps:0 address=\S+ incarnation=[0-9a-f]{8} uptime=\d+s", ps)
+    assert " variables=0 held=0 B" in ps
+    assert worker.startswith("task=worker:0 ")
+    assert "variables" not in worker
+
+
+def test_status_json(file, cluster):
+    ran = zstrat("status", "--cluster", file, "--json")
+    ps, worker = json.loads(ran.output)
+    assert (ps["task"], worker["task"]) == ("ps:0", "worker:0")
+    assert ps["values"]["task"]["pid"] == cluster.pid("ps:0")
+    assert worker["values"]["task"]["memory_bytes"] > 2**20
+
+
+def test_status_of_tf_config(cluster, monkeypatch):
+    config = {"cluster": cluster.spec.as_dict()}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert zstrat("status").exit_code == 0
+
+
+def test_status_names_who_does_not_answer(cluster, tmp_path):
+    spec = cluster.spec.as_dict()
+    spec["worker"].append("127.0.0.1:9")
+    file = tmp_path / "cluster.toml"
+    file.write_text(cli.toml(ClusterSpec(spec)))
+    ran = zstrat("status", "--cluster", str(file), "--timeout", "0.5")
+    assert ran.exit_code == 1
+    *_, last = ran.output.splitlines()
+    assert last.startswith("task=worker:1 address=127.0.0.1:9 incarnation=unreachable:")
+
+
+def test_status_of_what():
+    ran = zstrat("status")
+    assert ran.exit_code == 2
+    assert "--cluster" in ran.output
+
+
+def test_doctor(file):
+    ran = zstrat("doctor", "--cluster", file)
+    assert ran.exit_code == 0, ran.output
+    assert "ok    ps:0" in ran.output
+    assert "ok    worker:0" in ran.output
+    assert "WRONG" not in ran.output
+
+
+def test_doctor_of_a_wrong_file(tmp_path):
+    file = tmp_path / "cluster.toml"
+    file.write_text("[cluster]\nps = 7\n")
+    ran = zstrat("doctor", "--cluster", str(file))
+    assert ran.exit_code == 2
+    assert "cluster.ps" in ran.output
+
+
+def test_keygen(tmp_path):
+    ran = zstrat("keygen", str(tmp_path / "keys"))
+    assert ran.exit_code == 0, ran.output
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
+    secret = tmp_path / "keys" / "worker.secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert "worker.public" in ran.output
+    key = secret.read_text().split()[-1]
+    assert key not in ran.output
+
+
+def test_status_of_a_cluster_with_keys(tmp_path):
+    keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
+    zstrat("keygen", str(keys))
+    with LocalCluster(1, 1, lane="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
+        file.write_text(cli.toml(cluster.spec))
+        command = ("--cluster", str(file), "--timeout")
+        known = zstrat("status", *command, "30", "--keys", str(keys))
+        assert known.exit_code == 0, known.output
+        healthy = zstrat("doctor", *command, "30", "--keys", str(keys))
+        assert healthy.exit_code == 0, healthy.output
+        assert "secret of chief, worker, ps, evaluator, observer" in healthy.output
+        stranger = zstrat("status", *command, "1")
+    assert stranger.exit_code == 1
+    assert stranger.output.count("incarnation=unreachable: ") == 2
+
+
+def test_units(tmp_path):
+    bindir = tmp_path / "bin"
+    bindir.mkdir()
+    ran = zstrat("units", "--bindir", str(bindir), "--to", str(tmp_path / "units"))
+    assert ran.exit_code == 2
+    assert "zstrat-ps does not exist" in ran.output
+    for name in ("zstrat-ps", "zstrat-worker"):
+        (bindir / name).touch()
+    ran = zstrat("units", "--bindir", str(bindir), "--to", str(tmp_path / "units"))
+    assert ran.exit_code == 0
+    assert len(ran.output.splitlines()) == 3
+
+
+def test_cluster_in_the_foreground(tmp_path):
+    folder = tmp_path / "cluster"
+    command = ["cluster", "--ps", "1", "--workers", "1", "--dir", str(folder)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zstrat.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"},
+    )
+    try:
+        head = [process.stdout.readline() for _ in range(6)]
+        assert head[0].startswith("connect with"), process.stderr.read()
+        export = shlex.split(head[1])
+        config = json.loads(export[1].removeprefix("TF_CONFIG="))
+        spec = TomlClusterResolver(shlex.split(head[2])[1]).cluster_spec()
+        assert ClusterSpec(config["cluster"]) == spec
+        assert [line.split()[0] for line in head[4:]] == ["task=ps:0", "task=worker:0"]
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, errors) == (0, "")
+    assert rest == "ending all tasks\n"
+    assert "ended" in (folder / "ps-0.log").read_text()
+
+
+def test_table_and_lines_say_the_same():
+    values = {
+        "task": {"incarnation": 1 << 62, "uptime": 3700.0, "memory_bytes": 3 << 20},
+        "service": {"variables": 2, "bytes": 2048},
+    }
+    seen = [
+        Sight("ps:0", "h:1", values=values),
+        Sight("worker:0", "h:2", problem="nothing answers"),
+    ]
+    assert cli.lines(seen) == [
+        "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
+        "variables=2 held=2.0 KiB",
+        "task=worker:0 address=h:2 incarnation=unreachable: nothing answers",
+    ]
+    assert cli.table(seen).row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0s"), (61, "1m 01s"), (3600, "1h 00m"), (90000, "1d 01h")],
+)
+def test_spans(seconds, words):
+    assert cli.span(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")]
+)
+def test_sizes(number, words):
+    assert cli.size(number) == words

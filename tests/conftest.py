@@ -1,0 +1,59 @@
+"""What every test gets: a quiet JAX, repeatable examples, and a look for leftovers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Before anything imports jax, and inherited by the daemons that tests start: one XLA
+# thread per process, or the processes of a test fight for the cores of a small machine.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, print_blob=True
+)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """Fails a test that leaves a thread of ours or a child process behind.
+
+    Fixtures of a wider scope are set up before this one: what they hold is theirs.
+    """
+    threads, children = set(threading.enumerate()), _children()
+    yield
+    left = [t for t in threading.enumerate() if t not in threads and _is_ours(t)]
+    for thread in left:
+        thread.join(5.0)  # it may be on its way out; a join is no sleep
+    names = [t.name for t in left if t.is_alive()]
+    assert not names, f"the test left threads behind: {names}"
+    orphans = {pid: _command(pid) for pid in _children() - children}
+    assert not orphans, f"the test left processes behind: {orphans}"
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    """Daemon threads of libraries may stay; everything else must end."""
+    return not thread.daemon or thread.name.startswith("zstrat")
+
+
+def _children() -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(int(pid) for pid in path.read_text().split())
+        except OSError:  # the thread ended between the listing and the reading
+            continue
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
+    except OSError:
+        return "(ended)"

@@ -1,0 +1,142 @@
+"""The same coordinator, awaited: on any event loop, beside the blocking one."""
+
+import asyncio
+import contextlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import AsyncClusterCoordinator, ClusterCoordinator
+from zstrat.errors import CancelledError
+
+
+@zs.function
+def double(x):
+    return x * 2
+
+
+@zs.function
+def large(n):
+    return jnp.zeros(1000) + n
+
+
+@zs.function(eager=True)
+def bad():
+    raise ValueError("boom")
+
+
+def hold(world):
+    for worker in world.workers:
+        worker.held = True
+
+
+def release(world):
+    for worker in world.workers:
+        worker.held = False
+        worker.work()
+
+
+@pytest.fixture
+def strategy(world):
+    world.coordinator().shutdown()
+    return world.strategy
+
+
+async def test_schedule_await_and_join(strategy):
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        values = [await coordinator.schedule(double, args=(i,)) for i in range(50)]
+        assert await values[3] == 6
+        results = await asyncio.gather(*list(values))
+        assert [int(x) for x in results] == list(range(0, 100, 2))
+        assert await coordinator.fetch({"a": values[1], "b": "c"}) == {"a": 2, "b": "c"}
+        await coordinator.join()
+        assert await coordinator.done()
+        assert coordinator.metrics()["scheduled_closures"] == 50
+
+
+async def test_large_results_are_awaited_too(strategy):
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        value = await coordinator.schedule(large, args=(2,))
+        np.testing.assert_array_equal(await value, np.full(1000, 2))
+        assert (await value).shape == (1000,)
+
+
+async def test_an_error_is_raised_once(strategy):
+    coordinator = AsyncClusterCoordinator(strategy)
+    value = await coordinator.schedule(bad)
+    with pytest.raises(ValueError, match="boom"):
+        await value
+    with pytest.raises(ValueError, match="boom"):
+        await coordinator.schedule(double, args=(1,))
+    await coordinator.join()
+    assert await coordinator.done()
+    assert [str(error) for error in coordinator.errors] == ["boom"]
+    await coordinator.shutdown()
+
+
+async def test_the_loop_is_free_while_it_waits(world, strategy):
+    async with AsyncClusterCoordinator(strategy, max_queued=2) as coordinator:
+        await asyncio.to_thread(world.on_loop, hold, world)
+
+        async def many():
+            return [await coordinator.schedule(double, args=(1,)) for _ in range(20)]
+
+        scheduling = asyncio.ensure_future(many())
+        joining = asyncio.ensure_future(coordinator.join())
+        await asyncio.to_thread(
+            world.until, lambda: sum(len(w.queue) for w in world.workers) >= 2
+        )
+        assert not scheduling.done()
+        await asyncio.to_thread(world.on_loop, release, world)
+        values = await scheduling
+        await joining
+        assert {int(await value) for value in values} == {2}
+
+
+async def test_a_wait_that_is_cancelled_loses_nothing(world, strategy):
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        await asyncio.to_thread(world.on_loop, hold, world)
+        value = await coordinator.schedule(double, args=(4,))
+        for wait in (coordinator.join(), coordinator.fetch(value)):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(wait, 0.01)
+        assert not coordinator._control.engine._watchers
+        assert not value._bells
+        await asyncio.to_thread(world.on_loop, release, world)
+        assert await value == 8
+
+
+async def test_leaving_with_an_error_cancels(world, strategy):
+    with contextlib.suppress(KeyError):
+        async with AsyncClusterCoordinator(strategy) as coordinator:
+            await asyncio.to_thread(world.on_loop, hold, world)
+            value = await coordinator.schedule(double, args=(4,))
+            raise KeyError
+    with pytest.raises(CancelledError):
+        await value
+
+
+async def test_both_faces_share_one_queue(strategy):
+    blocking = ClusterCoordinator(strategy)
+    awaited = AsyncClusterCoordinator(strategy)
+    assert awaited.strategy is blocking.strategy
+    await awaited.schedule(bad)
+    with pytest.raises(ValueError, match="boom"):
+        blocking.join()
+    await awaited.join()
+
+
+async def test_datasets(strategy):
+    def ones():
+        return [{"x": np.ones(3, np.float32)}] * 3
+
+    @zs.function
+    def step(iterator):
+        return next(iterator)["x"].sum()
+
+    async with AsyncClusterCoordinator(strategy) as coordinator:
+        dataset = await coordinator.create_per_worker_dataset(ones)
+        value = await coordinator.schedule(step, args=(iter(dataset),))
+        assert await value == 3

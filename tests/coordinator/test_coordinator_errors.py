@@ -1,0 +1,211 @@
+"""First error wins, once, when nothing runs; everything else is cancelled."""
+
+import signal
+import threading
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import ClusterCoordinator
+from zstrat.errors import CancelledError, OutOfRangeError
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@zs.function(eager=True)
+def bad(text):
+    raise ValueError(text)
+
+
+@zs.function(eager=True)
+def exhausted():
+    raise OutOfRangeError("End of sequence")
+
+
+def hold(world):
+    for worker in world.workers:
+        worker.held = True
+
+
+def release(world):
+    for worker in world.workers:
+        worker.held = False
+        worker.work()
+
+
+def running(world):
+    return sum(len(worker.queue) for worker in world.workers)
+
+
+@pytest.mark.parametrize("call", ["join", "done", "schedule"])
+def test_the_error_is_raised_once_by_the_next_call(world, call):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(bad, args=("boom",))
+    with pytest.raises(ValueError, match="boom"):
+        value.fetch()
+    calls = {
+        "join": coordinator.join,
+        "done": coordinator.done,
+        "schedule": lambda: coordinator.schedule(good),
+    }
+    with pytest.raises(ValueError, match="boom") as raised:
+        calls[call]()
+    assert "Traceback of the other task" in "".join(raised.value.__notes__)
+    coordinator.join()
+    assert coordinator.done()
+    assert coordinator.schedule(good).fetch() == 1, "and it is usable again"
+    for _ in range(2):
+        with pytest.raises(ValueError, match="boom"):
+            value.fetch()
+
+
+def test_everything_else_is_cancelled_and_nothing_runs(world):
+    coordinator = world.coordinator(closures_in_flight=3)
+    world.on_loop(hold, world)
+    failing = coordinator.schedule(bad, args=("boom",))
+    others = [coordinator.schedule(good) for _ in range(20)]
+    world.until(lambda: running(world) == 6)
+    world.on_loop(next(w for w in world.workers if w.queue[0][3] == 1).work, 1)
+    with pytest.raises(ValueError, match="boom"):
+        coordinator.join()
+    assert running(world) == 0
+    assert failing.error is not None
+    for value in others:
+        assert value.is_ready
+        with pytest.raises(CancelledError, match="Please reschedule"):
+            value.fetch()
+    metrics = coordinator.metrics()
+    assert metrics["queued_closures"] == metrics["inflight_closures"] == 0
+    assert metrics["low_water"] == 22
+
+
+def test_what_cannot_be_cancelled_is_waited_for(world):
+    coordinator = world.coordinator(closures_in_flight=1)
+    world.on_loop(hold, world)
+    coordinator.schedule(bad, args=("boom",))
+    slow = coordinator.schedule(good)
+    world.until(lambda: running(world) == 2)
+    failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
+    # The busy one has begun: a cancellation finds nothing in its queue.
+    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(failing.work)
+    joined = threading.Event()
+
+    def join():
+        with pytest.raises(ValueError, match="boom"):
+            coordinator.join()
+        joined.set()
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    world.until(lambda: coordinator._control.engine.queue.phase.value == "draining")
+    assert not joined.is_set()
+
+    def finish():
+        busy.queue.append(begun)
+        busy.work()
+
+    world.on_loop(finish)
+    thread.join(20)
+    assert joined.is_set()
+    assert slow.fetch() == 1, "its result counts"
+
+
+def test_the_first_error_wins_and_all_are_listed(world):
+    coordinator = world.coordinator()
+    values = [coordinator.schedule(bad, args=(str(i),)) for i in range(3)]
+    for i, value in enumerate(values):
+        with pytest.raises(ValueError, match=str(i)):
+            value.fetch()
+    with pytest.raises(ValueError, match=r"[012]") as raised:
+        coordinator.join()
+    assert coordinator.errors[0] is raised.value
+    assert sorted(str(error) for error in coordinator.errors) == ["0", "1", "2"]
+
+
+def test_the_end_of_data_surfaces_at_join(world):
+    coordinator = world.coordinator()
+    coordinator.schedule(exhausted)
+    with pytest.raises(OutOfRangeError):
+        coordinator.join()
+
+
+def test_of_two_threads_that_join_one_gets_the_error(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    coordinator.schedule(bad, args=("boom",))
+    outcomes = []
+
+    def join():
+        try:
+            coordinator.join()
+        except ValueError:
+            outcomes.append("error")
+        else:
+            outcomes.append("joined")
+
+    threads = [threading.Thread(target=join) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    world.until(lambda: len(coordinator._control.engine._watchers) == 4)
+    world.on_loop(release, world)
+    for thread in threads:
+        thread.join(20)
+    assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
+
+
+def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    value = coordinator.schedule(good)
+    main = threading.main_thread().ident
+
+    def interrupt():
+        world.until(lambda: coordinator._control.engine._watchers)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.join()
+    thread.join()
+    assert not coordinator._control.engine._watchers
+    world.on_loop(release, world)
+    assert value.fetch() == 1
+    coordinator.shutdown()
+    assert ClusterCoordinator(world.strategy) is not coordinator
+
+
+def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
+    coordinator = world.coordinator(closures_in_flight=1)
+    world.on_loop(hold, world)
+    coordinator.schedule(bad, args=("boom",))
+    coordinator.schedule(good)
+    world.until(lambda: running(world) == 2)
+    failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
+    begun = world.on_loop(busy.queue.pop)
+    world.on_loop(failing.work)
+    main = threading.main_thread().ident
+    engine = coordinator._control.engine
+
+    def interrupt():
+        world.until(lambda: engine.queue.phase.value == "draining" and engine._watchers)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.join()
+    thread.join()
+
+    def finish():
+        busy.queue.append(begun)
+        busy.work()
+
+    world.on_loop(finish)
+    with pytest.raises(ValueError, match="boom"):
+        coordinator.join()

@@ -1,0 +1,181 @@
+"""The background thread: blocking calls, and every way in which a program ends."""
+
+import asyncio
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator._portal import Portal
+from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
+
+
+@zs.function
+def good():
+    return 1.0
+
+
+@pytest.fixture
+def portal():
+    portal = Portal("test")
+    yield portal
+    portal.close()
+
+
+async def for_ever():
+    await asyncio.get_running_loop().create_future()
+
+
+async def answer():
+    return 42
+
+
+def test_run_gives_the_outcome(portal):
+    assert portal.run(answer(), 20.0, "a test") == 42
+
+    async def fail():
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        portal.run(fail(), 20.0, "a test")
+
+
+def test_run_has_a_deadline(portal):
+    with pytest.raises(DeadlineExceededError, match="a test"):
+        portal.run(for_ever(), 0.01, "a test")
+
+
+def test_a_blocking_call_on_the_loop_itself_is_refused(portal):
+    async def wrong():
+        portal.run(answer(), 1.0, "a test")
+
+    with pytest.raises(RuntimeError, match="own thread"):
+        portal.run(wrong(), 20.0, "a test")
+
+
+def test_closing_ends_what_runs_and_is_idempotent(portal):
+    ended = []
+
+    async def farewell():
+        ended.append(threading.current_thread().name)
+
+    portal.at_close(farewell)
+    portal.close()
+    portal.close()
+    assert ended == ["test"]
+    assert not portal._thread.is_alive()
+    with pytest.raises(ClosedError, match="a test"):
+        portal.run(answer(), 1.0, "a test")
+    assert not portal.call_soon(print)
+
+
+def test_a_farewell_that_fails_does_not_keep_the_thread(portal, caplog):
+    async def farewell():
+        raise ValueError("boom")
+
+    portal.at_close(farewell)
+    portal.close()
+    assert not portal._thread.is_alive()
+    assert "boom" in caplog.text
+
+
+async def test_it_can_be_awaited_from_any_loop(portal):
+    assert await portal.run_async(answer(), "a test") == 42
+
+
+def test_ctrl_c_in_a_blocking_run(portal):
+    begun = threading.Event()
+
+    async def wait():
+        begun.set()
+        await for_ever()
+
+    def interrupt():
+        begun.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        portal.run(wait(), 20.0, "a test")
+    thread.join()
+
+
+def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
+    world = make_world()
+    coordinator = world.coordinator()
+    for worker in world.workers:
+        worker.held = True
+    value = coordinator.schedule(good)
+    thread = world.session.portal._thread
+    session = weakref.ref(world.session)
+    coordinator._control.engine._watchers = {}  # the world's own knows the session
+    world.session = world.strategy = None
+    del coordinator
+    gc.collect()
+    assert session() is None
+    thread.join(20)
+    assert not thread.is_alive()
+    with pytest.raises(CancelledError):
+        value.fetch()
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+from conftest import World
+import zstrat.program as zs
+
+@zs.function
+def f():
+    return 1.0
+
+world = World()
+coordinator = world.coordinator()
+assert coordinator.schedule(f).fetch() == 1
+for worker in world.workers:
+    worker.held = True
+values = [coordinator.schedule(f) for _ in range(100)]
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("print('end')", 0),
+        ("raise SystemExit(3)", 3),
+        ("import threading; threading.Thread(target=coordinator.shutdown).start()", 0),
+        ("del coordinator, values", 0),
+    ],
+)
+def test_a_program_that_just_ends_does_not_hang(end, code):
+    text = PROGRAM.format(folder=str(Path(__file__).parent), end=end)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text],
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.decode()) == (code, "")
+
+
+def test_ctrl_c_ends_a_program_in_a_join():
+    text = PROGRAM.format(
+        folder=str(Path(__file__).parent),
+        end="import sys; print('joining', flush=True); coordinator.join()",
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as program:
+        assert program.stdout.readline() == b"joining\n"
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=60)
+    assert b"KeyboardInterrupt" in errors
+    assert program.returncode in (1, 130, -signal.SIGINT)

@@ -1,0 +1,377 @@
+"""Workers and parameter servers that go, come back, hang on, and change hands."""
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import _trouble
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PSUnavailableError,
+    UnavailableError,
+    WorkerLostError,
+)
+from zstrat.wire import Outcome
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+@zs.function
+def poison():
+    return jnp.float32(2)
+
+
+def hold(world):
+    for worker in world.workers:
+        worker.held = True
+
+
+def release(world):
+    for worker in world.workers:
+        worker.held = False
+        worker.work()
+
+
+def running(world):
+    return sum(len(worker.queue) for worker in world.workers)
+
+
+# ---- workers
+
+
+def test_the_closures_of_a_lost_worker_go_to_the_others(world):
+    coordinator = world.coordinator(closures_in_flight=4)
+    world.on_loop(hold, world)
+    values = [coordinator.schedule(good) for _ in range(20)]
+    world.until(lambda: running(world) == 8)
+    first, second = world.workers
+    lost = [step for *_, step in first.queue]
+
+    def lose():
+        first.kill()
+        second.held = False
+        second.work()
+
+    world.on_loop(lose)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 20
+    assert sorted(step for step, _ in second.ran) == list(range(1, 21))
+    assert {step for step, attempt in second.ran if attempt == 2} == set(lost)
+    assert [s for s, a in second.ran if a == 2] == lost, "in their order"
+    assert coordinator.metrics()["recoverable_worker_failures"] == 1
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_worker_that_returns_works_again(make_world, same):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    coordinator.schedule(good).fetch()
+    (worker,) = world.workers
+    world.on_loop(worker.kill)
+    value = coordinator.schedule(good)
+    world.on_loop(worker.come_back, same=same)
+    assert value.fetch() == 1
+    assert len(worker.sessions) == 2, "it had to be taken anew"
+    assert worker.sessions[0].session == worker.sessions[1].session
+
+
+def test_what_a_lost_worker_reports_late_changes_nothing(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    value = coordinator.schedule(good)
+    world.until(lambda: running(world) == 1)
+    owner = next(w for w in world.workers if w.queue)
+    other = next(w for w in world.workers if w is not owner)
+    ((*_, step),) = owner.queue
+
+    def lose_and_return():
+        owner.kill()
+        other.held = False
+        other.work()
+
+    world.on_loop(lose_and_return)
+    assert value.fetch() == 1
+
+    world.on_loop(owner.come_back, same=True)
+    world.until(lambda: world.session.cluster.workers[owner.index].is_ready)
+
+    def zombie():
+        owner.tell([(step, Outcome.OK, jnp.float32(99))])
+        owner.tell([(step, Outcome.FAILED, ValueError("late"))])
+
+    world.on_loop(zombie)
+    coordinator.schedule(good)
+    world.on_loop(release, world)
+    coordinator.join()
+    assert value.fetch() == 1
+    # The two, and the cancellation of what the worker still held when it returned.
+    assert coordinator.metrics()["stale_completions"] == 3
+
+
+def test_duplicate_completions_count_once(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(good)
+    coordinator.join()
+    (worker,) = [w for w in world.workers if w.ran]
+    world.on_loop(worker.tell, [(1, Outcome.OK, jnp.float32(5))])
+    coordinator.schedule(good).fetch()
+    assert value.fetch() == 1
+    coordinator.join()
+
+
+def test_a_closure_that_kills_workers_is_reported_and_bystanders_are_spared(world):
+    coordinator = world.coordinator(closures_in_flight=4, max_attempts=3)
+    for worker in world.workers:
+        worker.dies_of = ("poison",)
+    world.on_loop(hold, world)
+    deadly = coordinator.schedule(poison)
+    bystanders = [coordinator.schedule(good) for _ in range(6)]
+    world.until(lambda: running(world) == 7)
+
+    def back():
+        for worker in world.workers:
+            if not worker.alive:
+                worker.come_back()
+
+    world.on_loop(release, world)
+    # Every crash is followed by a return; in the end the poison is found.
+    for _ in range(3):
+        world.until(lambda: deadly.is_ready or not all(w.alive for w in world.workers))
+        world.on_loop(back)
+    with pytest.raises(WorkerLostError, match=r"poison.*3 attempts") as raised:
+        deadly.fetch()
+    assert raised.value.peer.count("/job:worker/task:") == 3
+    with pytest.raises(WorkerLostError):
+        coordinator.join()
+    errors = [value.error for value in bystanders]
+    assert not any(isinstance(error, WorkerLostError) for error in errors)
+
+
+def test_a_worker_that_shuts_down_gets_nothing_more(world):
+    coordinator = world.coordinator(closures_in_flight=2)
+    world.on_loop(hold, world)
+    values = [coordinator.schedule(good) for _ in range(4)]
+    world.until(lambda: running(world) == 4)
+    leaving, staying = world.workers
+
+    def drain():
+        queue, leaving.queue = leaving.queue, []
+        why = WorkerLostError("/job:worker/task:0", "it is shutting down")
+        leaving.tell([(step, Outcome.CANCELLED, why) for *_, step in queue])
+        staying.held = False
+        staying.work()
+
+    world.on_loop(drain)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 4
+    assert leaving.ran == []
+    assert not leaving.queue
+    assert coordinator.metrics()["workers"]["/job:worker/task:0"]["state"] == "leaving"
+    world.on_loop(leaving.kill)
+    world.on_loop(leaving.come_back)
+    leaving.held = False
+    for _ in range(10):
+        coordinator.schedule(good)
+    coordinator.join()
+    assert leaving.ran
+
+
+def test_join_waits_for_a_worker_only_so_long(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.05)
+    for worker in world.workers:
+        world.on_loop(worker.kill, "power cut")
+    value = coordinator.schedule(good)
+    with pytest.raises(UnavailableError, match=r"task:0: power cut; .*task:1"):
+        coordinator.join()
+    assert value.error is not None
+    again = coordinator.schedule(good)
+    with pytest.raises(UnavailableError):
+        coordinator.join()
+    assert again.error is not None
+    world.on_loop(world.workers[1].come_back)
+    assert coordinator.schedule(good).fetch() == 1
+
+
+def test_a_trace_waits_for_a_worker_only_so_long(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.05)
+    for worker in world.workers:
+        world.on_loop(worker.kill, "power cut")
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: [jnp.ones(3)]))
+
+    @zs.function
+    def step(iterator):
+        return next(iterator)
+
+    with pytest.raises(UnavailableError, match="power cut"):
+        coordinator.schedule(step, args=(iterator,))
+    coordinator.join()
+
+
+def test_an_idle_coordinator_does_not_mind_that_nobody_is_there(world):
+    coordinator = world.coordinator(worker_wait_timeout=0.0)
+    for worker in world.workers:
+        world.on_loop(worker.kill)
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_a_late_worker_joins(make_world):
+    world = make_world(workers=2)
+    world.workers[1].alive = False
+    coordinator = world.coordinator(closures_in_flight=1)
+    world.workers[0].held = True
+    first = coordinator.schedule(good)
+    second = coordinator.schedule(good)
+    world.until(lambda: running(world) == 1)
+    world.on_loop(world.workers[1].come_back)
+    assert second.fetch() == 1
+    assert not first.is_ready
+    world.on_loop(release, world)
+    coordinator.join()
+
+
+def test_a_worker_that_serves_another_coordinator_joins_when_it_is_free(make_world):
+    world = make_world(workers=2)
+    world.workers[1].busy = True
+    coordinator = world.coordinator()
+    assert coordinator.schedule(good).fetch() == 1
+    states = coordinator.metrics()["workers"]
+    assert states["/job:worker/task:1"]["state"] == "connecting"
+    world.workers[1].busy = False
+    world.until(lambda: bool(world.workers[1].sessions))
+
+
+# ---- parameter servers
+
+
+def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    value = coordinator.schedule(good)
+    world.until(lambda: running(world) == 1)
+    (ps,) = world.ps
+    world.on_loop(ps.kill, "killed")
+    calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
+    for call in calls * 2:
+        with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
+            call()
+    with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
+        world.session.read([])
+    assert value.error is not None
+    world.on_loop(ps.come_back, same=True)
+    world.on_loop(release, world)
+    assert coordinator.schedule(good).fetch() == 1, "a cut line is mended"
+
+
+def test_a_ps_that_was_started_again_has_lost_the_variables(world):
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    world.on_loop(ps.kill)
+    world.on_loop(ps.come_back)
+    with pytest.raises(PSUnavailableError, match="killed"):
+        coordinator.join()
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="was started again"):
+            coordinator.join()
+    assert len(ps.sessions) == 1, "it is not taken as if nothing had happened"
+
+
+def test_a_coordinator_made_after_the_loss_knows_it(world):
+    world.connect()
+    world.on_loop(world.ps[0].kill)
+    coordinator = world.coordinator()
+    with pytest.raises(PSUnavailableError):
+        coordinator.schedule(good)
+
+
+def failing_ps(world, times):
+    """Workers report, so often, that they do not reach the parameter server."""
+    left = [times]
+    for worker in world.workers:
+        run = worker._run
+
+        def flaky(function, arguments, run=run):
+            if left[0]:
+                left[0] -= 1
+                error = PSUnavailableError("/job:ps/task:0", "second-hand")
+                return Outcome.FAILED, error
+            return run(function, arguments)
+
+        worker._run = flaky
+
+
+def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, 3)
+    values = [coordinator.schedule(good) for _ in range(10)]
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 10
+
+
+def test_trouble_that_lasts_is_raised(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, -1)
+    coordinator.schedule(good)
+    with pytest.raises(PSUnavailableError, match="second-hand"):
+        coordinator.join()
+
+
+# ---- connecting
+
+
+def test_whoever_does_not_answer_is_named(make_world):
+    world = make_world(ps=3)
+    world.ps[0].alive = world.ps[2].alive = False
+    with pytest.raises(DeadlineExceededError, match=r"task:0.*ps0:1.*task:2") as raised:
+        world.connect(connect=0.05)
+    assert "task:1" not in str(raised.value)
+
+
+def test_without_any_worker_there_is_no_session(make_world):
+    world = make_world(workers=2)
+    for worker in world.workers:
+        worker.alive = False
+    with pytest.raises(DeadlineExceededError, match=r"task:0.*task:1"):
+        world.connect(connect=0.05)
+
+
+def test_a_cluster_of_another_coordinator_is_busy(make_world):
+    world = make_world()
+    world.ps[0].busy = True
+    with pytest.raises(BusyError, match="taken"):
+        world.connect(connect=0.05)
+
+
+def test_a_cluster_that_becomes_free_is_taken(make_world):
+    world = make_world()
+    (ps,) = world.ps
+    ps.busy = True
+    handle = ps.handle
+
+    def once(message):
+        try:
+            return handle(message)
+        finally:
+            ps.busy = False
+
+    ps.handle = once
+    world.connect()
+    assert ps.sessions
+
+
+def test_the_session_tells_tasks_who_they_are(make_world):
+    world = make_world(ps=2, workers=3)
+    world.connect()
+    world.until(lambda: all(task.sessions for task in world.tasks.values()))
+    assert [w.sessions[0].index for w in world.workers] == [0, 1, 2]
+    assert {w.sessions[0].worker_count for w in world.workers} == {3}
+    assert world.workers[0].sessions[0].ps == ["ps0:1", "ps1:1"]
+    session = world.session
+    assert (session.ps_count, session.worker_count) == (2, 3)
+    assert (session.platform, session.devices) == ("cpu", 2)

@@ -1,0 +1,192 @@
+"""Workers as a state machine: a closure is at one of them at most, and only if open."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from zstrat.coordinator._members import MAX_DEPTH, MIN_DEPTH, Members, State
+from zstrat.coordinator._queue import Closure
+
+NAMES = [f"/job:worker/task:{index}" for index in range(3)]
+
+
+def closures(count, first=1):
+    return [Closure(None, None, step=first + i) for i in range(count)]
+
+
+class MembersMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.members = Members(NAMES)
+        self.members.start(0.0)
+        self.now, self.next_step = 0.0, 1
+        self.waiting: list[Closure] = []
+        self.suspects: list[Closure] = []
+        self.building = dict.fromkeys(range(3), 0)
+        self.over = 0
+
+    def _member(self, index):
+        return self.members.members[index]
+
+    @rule(count=st.integers(1, 50))
+    def schedule(self, count):
+        self.waiting += closures(count, self.next_step)
+        self.next_step += count
+
+    @rule(index=st.integers(0, 2), resources=st.integers(0, 3))
+    def connect(self, index, resources):
+        if self._member(index).state in (State.CONNECTING, State.LOST):
+            epoch = self._member(index).epoch
+            assert self.members.connected(index) == epoch + 1
+            self.members.build(index, resources)
+            self.members.built(index, epoch + 1, 0)
+            self.building[index] = resources
+
+    @rule(index=st.integers(0, 2))
+    def new_resource(self, index):
+        if self._member(index).state in (State.OPEN, State.BUILDING):
+            self.members.build(index)
+            self.building[index] += 1
+
+    @rule(index=st.integers(0, 2), stale=st.booleans())
+    def built(self, index, stale):
+        member = self._member(index)
+        if stale:
+            self.members.built(index, member.epoch - 1)
+        elif self.building[index]:
+            self.members.built(index, member.epoch)
+            self.building[index] -= 1
+
+    @rule(index=st.integers(0, 2))
+    def lose(self, index):
+        orphans = self.members.lost(index, "killed", self.now)
+        assert [c.step for c in orphans] == [c.step for c in orphans]
+        self.suspects += orphans[:1]
+        self.waiting += orphans[1:]
+        self.building[index] = 0
+
+    @rule()
+    def turn(self):
+        grants = self.members.grants(len(self.waiting), len(self.suspects))
+        room = sum(m.free for m in self.members.members if m is not self._reserved)
+        ordinary = sum(grant.count for grant in grants if not grant.alone)
+        assert ordinary == min(len(self.waiting), room)
+        for grant in grants:
+            source = self.suspects if grant.alone else self.waiting
+            batch = [source.pop(0) for _ in range(grant.count)]
+            self.members.dispatched(grant.member, batch, self.now, alone=grant.alone)
+
+    @property
+    def _reserved(self):
+        return self.members._reserved
+
+    @rule(index=st.integers(0, 2), count=st.integers(1, 5))
+    def finish(self, index, count):
+        member = self._member(index)
+        steps = list(member.in_flight)[:count]
+        for step in steps:
+            del member.in_flight[step]
+        self.over += len(steps)
+        self.members.ended(member, len(steps), self.now)
+
+    @rule(seconds=st.floats(0.0, 0.1))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self):
+        flying = [s for m in self.members.members for s in m.in_flight]
+        assert len(set(flying)) == len(flying) == self.members.in_flight
+        total = len(flying) + len(self.waiting) + len(self.suspects) + self.over
+        assert total == self.next_step - 1
+
+    @invariant()
+    def only_workers_that_are_there_hold_closures(self):
+        for member in self.members.members:
+            assert MIN_DEPTH <= member.depth <= MAX_DEPTH
+            assert member.building == self.building[member.index]
+            if member.state in (State.LOST, State.CONNECTING):
+                assert not member.in_flight
+                assert member.reason
+            assert not (member.alone and len(member.in_flight) > 1)
+
+    @invariant()
+    def absence_is_known(self):
+        assert (self.members.alone_since is None) == bool(self.members.usable)
+
+
+TestMembers = MembersMachine.TestCase
+TestMembers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def opened(count=2, **options):
+    members = Members(NAMES[:count], **options)
+    for index in range(count):
+        members.connected(index)
+        members.built(index, 1, 0)
+    return members
+
+
+def give(members, ordinary, suspects=0, first=1, now=0.0):
+    given = {}
+    for grant in members.grants(ordinary, suspects):
+        batch = closures(grant.count, first)
+        first += grant.count
+        members.dispatched(grant.member, batch, now, alone=grant.alone)
+        given[grant.member.index] = grant.count
+    return given
+
+
+def test_the_least_loaded_worker_is_next():
+    members = opened(closures_in_flight=8)
+    assert give(members, 1) == {0: 1}
+    assert give(members, 1, first=10) == {1: 1}
+    assert give(members, 6, first=20) == {0: 3, 1: 3}
+    assert give(members, 100, first=40) == {0: 4, 1: 4}
+
+
+def test_depth_follows_the_rate_and_is_about_20_ms_of_work():
+    members = opened(1)
+    (member,) = members.members
+    now = 0.0
+    for _ in range(60):
+        give(members, member.free, first=round(now * 1e6) + 1, now=now)
+        ended = len(member.in_flight)
+        now += ended * 0.001
+        member.in_flight.clear()
+        members.ended(member, ended, now)
+    assert member.depth == 20
+    members.lost(0, "killed", now)
+    members.connected(0)
+    assert member.depth == MIN_DEPTH, "what comes back may be slower"
+
+
+def test_a_suspect_runs_alone_and_the_others_go_on_elsewhere():
+    members = opened(closures_in_flight=4)
+    assert give(members, 2) == {0: 1, 1: 1}
+    assert give(members, 10, suspects=1, first=10) == {1: 3}
+    first = members.members[0]
+    first.in_flight.clear()
+    members.ended(first, 1, 1.0)
+    assert give(members, 10, suspects=1, first=20) == {0: 1}
+    assert first.alone
+    assert first.free == 0
+    assert give(members, 10, first=30) == {}
+    first.in_flight.clear()
+    members.ended(first, 1, 2.0)
+    assert give(members, 10, first=40) == {0: 4}
+
+
+def test_those_who_are_missing_are_named_with_the_reason():
+    members = opened()
+    members.lost(1, "silent for 5.0s", 3.0)
+    assert members.absent() == "/job:worker/task:1: silent for 5.0s"
+    assert members.alone_since is None
+    members.lost(0, "killed", 4.0)
+    assert members.alone_since == 4.0
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="closures_in_flight=0"):
+        Members(NAMES, 0)

@@ -1,0 +1,204 @@
+"""The queue as a state machine: each closure ends exactly once, whatever happens."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from zstrat.coordinator._queue import Closure, Phase, Queue
+from zstrat.errors import CancelledError, WorkerLostError
+
+BOUND, ATTEMPTS = 6, 3
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Plays the user and the workers; keeps its own books."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = Queue(BOUND, ATTEMPTS)
+        self.now = 0.0
+        self.open: dict[int, Closure] = {}
+        self.running: list[Closure] = []
+        self.ended: Counter = Counter()
+        self.first_error: Exception | None = None
+
+    def _end(self, closure):
+        self.ended[closure.step] += 1
+        del self.open[closure.step]
+
+    def _settle(self, ended):
+        for item in ended:
+            self._end(item.closure)
+            if not isinstance(item.error, CancelledError):
+                self._failed(item.error)
+
+    def _failed(self, error):
+        if self.first_error is None and self.queue.phase is not Phase.DRAINING:
+            self.first_error = error
+
+    # ---- the user
+
+    @precondition(lambda self: self.queue.accepts)
+    @rule()
+    def put(self):
+        closure = Closure(call=None, value=None)
+        self.queue.put(closure)
+        assert closure.step not in self.ended
+        self.open[closure.step] = closure
+
+    @precondition(lambda self: self.queue.phase is Phase.FAILED)
+    @rule()
+    def drain(self):
+        self._settle(self.queue.drain())
+        assert self.queue.queued == 0
+
+    @precondition(lambda self: self.queue.is_drained)
+    @rule()
+    def raise_error(self):
+        assert not self.running, "nothing runs when the error is raised"
+        assert not self.open, "and nothing waits"
+        assert self.queue.take_error() is self.first_error
+        self.first_error = None
+        assert self.queue.is_idle
+
+    # ---- the workers
+
+    @rule(limit=st.integers(1, 4))
+    def take(self, limit):
+        ordinary, suspects = self.queue.ready(self.now)
+        if ordinary:
+            taken = self.queue.take(limit, self.now)
+            assert 1 <= len(taken) <= limit
+            self.running += taken
+        elif suspects:
+            self.running.append(self.queue.take_suspect(self.now))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), fails=st.booleans())
+    def end(self, data, fails):
+        closure = self._stop(data)
+        error = ValueError(closure.step) if fails else None
+        if error is not None:
+            self._failed(error)
+        self.queue.end(closure, error)
+        self._end(closure)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def lose(self, data):
+        closure = self._stop(data)
+        self._settle(self.queue.lost(closure, "/job:worker/task:1", self.now))
+        assert len(closure.losses) <= ATTEMPTS
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def retry(self, data):
+        self._settle(self.queue.retry(self._stop(data), self.now, 0.5))
+
+    @rule(seconds=st.floats(0.0, 3.0))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def fail(self):
+        error = RuntimeError("from outside")
+        self._failed(error)
+        self.queue.fail(error)
+
+    def _stop(self, data):
+        return self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+
+    # ---- what always holds
+
+    @invariant()
+    def books_agree(self):
+        queue = self.queue
+        assert queue.running == len(self.running) >= 0
+        assert queue.queued + queue.running == len(self.open)
+        assert all(count == 1 for count in self.ended.values())
+        assert queue.steps.low_water == min(self.open, default=queue.steps.next)
+        assert (queue.phase is Phase.OPEN) == (self.first_error is None)
+        assert queue.waiting_fresh <= BOUND
+
+    def teardown(self):
+        self._settle(self.queue.close("the test is over"))
+        for closure in list(self.running):
+            self._settle(self.queue.retry(closure, self.now))
+        self.running.clear()
+        assert not self.open
+        assert self.queue.is_idle
+        assert self.queue.running == 0
+
+
+TestQueue = QueueMachine.TestCase
+TestQueue.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def filled(count, **options):
+    queue = Queue(**options)
+    closures = [Closure(None, None, name=f"f{i}") for i in range(count)]
+    for closure in closures:
+        queue.put(closure)
+    return queue, closures
+
+
+def test_closures_that_come_back_go_first_and_do_not_need_a_slot():
+    queue, closures = filled(2, max_queued=2)
+    (first,) = queue.take(1, 0.0)
+    queue.put(Closure(None, None))
+    assert queue.is_full
+    assert queue.lost(first, "w", 0.0) == []
+    assert queue.is_full
+    assert queue.queued == 3
+    assert queue.take(2, 0.0) == [first, closures[1]]
+    assert first.attempt == 2
+
+
+def test_a_closure_that_kills_its_workers_is_reported_with_their_names():
+    queue, (poison,) = filled(1, max_attempts=3)
+    queue.take(1, 0.0)
+    assert queue.lost(poison, "w0", 0.0) == []
+    queue.take(1, 0.0)
+    assert queue.lost(poison, "w1", 0.0) == []
+    assert queue.ready(0.0) == (0, 0), "it waits before it may run again"
+    assert queue.next_due() == pytest.approx(0.1)
+    assert queue.ready(0.1) == (0, 1), "and then alone"
+    assert queue.take_suspect(0.1) is poison
+    (ended,) = queue.lost(poison, "w0", 0.2)
+    assert isinstance(ended.error, WorkerLostError)
+    for word in ("w0", "w1", "f0", "max_attempts"):
+        assert word in str(ended.error)
+    assert queue.phase is Phase.FAILED
+    assert queue.running == 0
+
+
+def test_losses_that_the_closure_survives_do_not_stay_with_the_next():
+    queue, (closure,) = filled(1, max_attempts=2)
+    queue.take(1, 0.0)
+    queue.retry(closure, 0.0, 0.0)
+    queue.take(1, 0.0)
+    assert closure.losses == ()
+    assert closure.attempt == 2
+    assert queue.lost(closure, "w", 0.0) == []
+
+
+def test_later_errors_are_listed_but_the_first_is_raised():
+    queue, closures = filled(3)
+    queue.take(3, 0.0)
+    errors = [ValueError("one"), ValueError("two")]
+    for closure, error in zip(closures, errors, strict=False):
+        queue.end(closure, error)
+    queue.drain()
+    assert not queue.is_drained, "one still runs"
+    queue.end(closures[2], ValueError("provoked by cancelling"))
+    assert queue.take_error() is errors[0]
+    assert list(queue.errors) == errors
+    assert queue.accepts, "and the queue is usable again"
+
+
+def test_options_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="max_queued=0"):
+        Queue(max_queued=0)

@@ -1,0 +1,402 @@
+"""Scheduling through the whole shell, on fakes: results, refusals, the cache."""
+
+import contextlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import (
+    AsyncClusterCoordinator,
+    ClusterCoordinator,
+    PerWorkerValues,
+    RemoteValueStatus,
+)
+from zstrat.errors import (
+    CancelledError,
+    ClosedError,
+    ClosureAbortedError,
+    DeadlineExceededError,
+)
+
+
+@zs.function
+def add(a, b):
+    return {"sum": a + b, "parts": (a, [b]), "none": None}
+
+
+@zs.function
+def constant():
+    return jnp.float32(7)
+
+
+@zs.function
+def large(n):
+    return jnp.zeros(1000, jnp.float32) + n
+
+
+def test_a_result_comes_back_in_its_structure(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(add, args=(np.float32(1.5), np.arange(3.0)))
+    result = value.fetch()
+    np.testing.assert_array_equal(result["sum"], [1.5, 2.5, 3.5])
+    assert result["parts"][0] == np.float32(1.5)
+    assert result["none"] is None
+    assert isinstance(result["parts"][0], np.float32)
+    assert not result["sum"].flags.writeable
+    assert value.state is RemoteValueStatus.READY
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_get_gives_jax_arrays(world):
+    value = world.coordinator().schedule(add, kwargs={"a": 1, "b": np.ones(2)})
+    assert isinstance(value.get()["sum"], jax.Array)
+
+
+def test_fetch_maps_nested_structures(world):
+    coordinator = world.coordinator()
+    values = {"x": [coordinator.schedule(constant)], "y": 3, "z": "text"}
+    assert coordinator.fetch(values) == {"x": [np.float32(7)], "y": 3, "z": "text"}
+
+
+def test_all_workers_work_and_steps_are_unique(world):
+    coordinator = world.coordinator()
+    for _ in range(500):
+        coordinator.schedule(constant)
+    coordinator.join()
+    steps = [step for worker in world.workers for step, _ in worker.ran]
+    assert sorted(steps) == list(range(1, 501))
+    assert all(worker.ran for worker in world.workers)
+    for worker in world.workers:
+        assert worker.low_waters == sorted(worker.low_waters)
+        assert len(worker.code) == 1
+
+
+def test_plain_functions_are_refused(world):
+    coordinator = world.coordinator()
+    for plain in (lambda: 1, print, 3):
+        with pytest.raises(TypeError, match="only accepts"):
+            coordinator.schedule(plain)
+
+
+def test_remote_values_are_no_arguments(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(constant)
+    with pytest.raises(ValueError, match="RemoteValue"):
+        coordinator.schedule(add, args=(1, {"deep": [value]}))
+
+
+def test_args_are_a_tuple(world):
+    with pytest.raises(TypeError, match="tuple"):
+        world.coordinator().schedule(add, args=np.ones(3))
+
+
+def test_mistakes_in_the_function_are_raised_by_schedule(world):
+    @zs.function
+    def wrong(x):
+        return x @ jnp.ones((7, 7))
+
+    coordinator = world.coordinator()
+    with pytest.raises(TypeError):
+        coordinator.schedule(wrong, args=(np.ones((2, 2)),))
+    assert coordinator.done()
+
+
+def test_what_cannot_be_pickled_is_refused_by_schedule(world):
+    lock = threading.Lock()
+
+    @zs.function
+    def locked(x):
+        return x + bool(lock)
+
+    with pytest.raises(TypeError, match="lock"):
+        world.coordinator().schedule(locked, args=(1,))
+
+
+def test_other_strategies_are_refused():
+    for kind in (ClusterCoordinator, AsyncClusterCoordinator):
+        with pytest.raises(ValueError, match="parameter servers"):
+            kind(object())
+
+
+def test_there_is_one_coordinator_per_strategy(world):
+    coordinator = world.coordinator(max_queued=10)
+    assert ClusterCoordinator(world.strategy) is coordinator
+    assert ClusterCoordinator(world.strategy, max_queued=10) is coordinator
+    assert coordinator.strategy is world.strategy
+    with pytest.raises(ValueError, match="one per strategy"):
+        ClusterCoordinator(world.strategy, max_queued=11)
+
+
+def test_threads_that_make_it_at_once_get_the_same(world):
+    world.coordinator().shutdown()
+    start, made = threading.Barrier(8), []
+
+    def make():
+        start.wait()
+        made.append(ClusterCoordinator(world.strategy))
+
+    threads = [threading.Thread(target=make) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(coordinator) for coordinator in made}) == 1
+
+
+def test_per_worker_values_are_made_of_remote_values(world):
+    value = world.coordinator().schedule(constant)
+    assert PerWorkerValues([value]).values == (value,)
+    with pytest.raises(AssertionError, match="int"):
+        PerWorkerValues([value, 3])
+
+
+# ---- the cache of calls
+
+
+def test_the_same_call_is_traced_and_shipped_once(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def scale(x, factor, *, flag=False):
+        return x * factor if flag else x
+
+    for _ in range(20):
+        coordinator.schedule(scale, args=(2, (1.5, None)[:1][0]), kwargs={"flag": True})
+    coordinator.join()
+    assert scale.trace_count == 1
+    assert len({n for w in world.workers for n in w.arguments}) == 1
+
+
+def test_equal_numbers_of_other_types_are_other_arguments(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def echo(x):
+        return x
+
+    values = [coordinator.schedule(echo, args=(x,)) for x in (1, 1.0, True, 0.0, -0.0)]
+    results = [value.fetch() for value in values]
+    assert [np.asarray(x).dtype.kind for x in results] == list("ifbff")
+    assert np.signbit(results[4])
+    assert not np.signbit(results[3])
+
+
+def test_arguments_are_taken_as_they_are_at_schedule(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+
+    @zs.function
+    def total(x):
+        return x.sum()
+
+    small, big, changing = np.ones(4), np.ones(100_000), [1.0]
+    values = []
+    for _ in range(3):
+        arguments = (small, big, np.asarray(changing))
+        values += [coordinator.schedule(total, args=(x,)) for x in arguments]
+        small += 1
+        big += 1
+        changing[0] += 1
+    world.on_loop(release, world)
+    assert [v.fetch() for v in values] == [4, 1e5, 1, 8, 2e5, 2, 12, 3e5, 3]
+
+
+def test_workers_forget_arguments_that_nobody_needs(world):
+    coordinator = world.coordinator()
+    for i in range(20):
+        coordinator.schedule(add, args=(np.float32(i), np.ones(3))).fetch()
+    coordinator.schedule(constant).fetch()
+    coordinator.join()
+    world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)
+
+
+# ---- large results
+
+
+def test_large_results_stay_until_they_are_fetched(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    assert sum(len(worker.kept) for worker in world.workers) == 1
+    np.testing.assert_array_equal(value.fetch(), np.full(1000, 3, np.float32))
+    np.testing.assert_array_equal(value.fetch(), np.full(1000, 3, np.float32))
+
+
+def test_a_large_result_that_nobody_holds_is_dropped(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    del value
+    coordinator.schedule(constant).fetch()
+    world.until(lambda: not any(worker.kept for worker in world.workers))
+
+
+def test_a_large_result_goes_with_its_worker(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    (owner,) = [worker for worker in world.workers if worker.kept]
+    world.on_loop(owner.kill)
+    for _ in range(2):
+        with pytest.raises(ClosureAbortedError, match=f"task:{owner.index}.*again"):
+            value.fetch()
+
+
+# ---- bounds and deadlines
+
+
+def hold(world):
+    for worker in world.workers:
+        worker.held = True
+
+
+def release(world):
+    for worker in world.workers:
+        worker.held = False
+        worker.work()
+
+
+def test_schedule_waits_while_the_queue_is_full(world):
+    coordinator = world.coordinator(max_queued=3, closures_in_flight=1)
+    world.on_loop(hold, world)
+    scheduled = []
+
+    def schedule_many():
+        for _ in range(10):
+            coordinator.schedule(constant)
+            scheduled.append(1)
+
+    thread = threading.Thread(target=schedule_many)
+    thread.start()
+    world.until(lambda: coordinator._control.engine._watchers)
+    assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
+    assert thread.is_alive()
+    world.on_loop(release, world)
+    thread.join(20)
+    coordinator.join()
+    assert sum(len(worker.ran) for worker in world.workers) == 10
+
+
+def test_join_and_fetch_take_a_timeout_and_lose_nothing(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    value = coordinator.schedule(constant)
+    with pytest.raises(DeadlineExceededError, match="join"):
+        coordinator.join(timeout=0.01)
+    with pytest.raises(DeadlineExceededError, match="constant"):
+        value.fetch(timeout=0.01)
+    assert not coordinator.done()
+    world.on_loop(release, world)
+    assert value.fetch() == 7
+    coordinator.join(timeout=20)
+
+
+def test_a_join_does_not_hold_up_other_threads(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    coordinator.schedule(constant)
+    joiner = threading.Thread(target=coordinator.join)
+    joiner.start()
+    world.until(lambda: coordinator._control.engine._watchers)
+    later = coordinator.schedule(constant)
+    world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
+    first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
+    world.on_loop(first.work, 1)
+    joiner.join(20)
+    assert not joiner.is_alive(), "it waits for what was scheduled before it alone"
+    assert not later.is_ready
+    world.on_loop(release, world)
+    assert later.fetch() == 7
+
+
+# ---- the end
+
+
+def test_shutdown_cancels_and_a_new_coordinator_goes_on(world):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    values = [coordinator.schedule(constant) for _ in range(50)]
+    coordinator.shutdown()
+    coordinator.shutdown()
+    for value in values:
+        with pytest.raises(CancelledError, match="reschedule"):
+            value.fetch()
+    with pytest.raises(ClosedError):
+        coordinator.schedule(constant)
+    world.on_loop(release, world)
+    again = ClusterCoordinator(world.strategy)
+    assert again is not coordinator
+    assert again.schedule(constant).fetch() == 7
+    (step,) = [s for w in world.workers for s, _ in w.ran if s > 50]
+    assert step == 51, "a session never uses a step twice"
+
+
+def test_shutdown_of_the_cluster_ends_the_daemons(world):
+    coordinator = world.coordinator()
+    coordinator.shutdown(cluster=True)
+    assert all(task.exited for task in world.tasks.values())
+    coordinator.shutdown(cluster=True)
+    with pytest.raises(ClosedError):
+        world.session.read([])
+
+
+def test_leaving_the_block_joins(world):
+    with world.coordinator() as coordinator:
+        value = coordinator.schedule(constant)
+    assert value.is_ready
+    assert value.fetch() == 7
+
+
+def test_leaving_the_block_with_an_error_does_not_wait(world):
+    with contextlib.suppress(KeyError), world.coordinator() as coordinator:
+        world.on_loop(hold, world)
+        value = coordinator.schedule(constant)
+        raise KeyError
+    with pytest.raises(CancelledError):
+        value.fetch()
+
+
+def test_metrics_are_plain_numbers(world):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    coordinator.join()
+    metrics = coordinator.metrics()
+    assert metrics["scheduled_closures"] == 1
+    assert metrics["inflight_closures"] == 0
+    workers = metrics["workers"]
+    assert sum(worker["completed"] for worker in workers.values()) == 1
+    assert {worker["state"] for worker in workers.values()} == {"open"}
+
+
+def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    coordinator.join()
+    world.on_loop(hold, world)
+    coordinator.schedule(constant)
+    raised = []
+
+    def join():
+        try:
+            coordinator.join()
+        except ClosedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    world.until(lambda: coordinator._control.engine._watchers)
+    coordinator.shutdown()
+    thread.join(20)
+    assert raised
+
+
+def test_a_closed_session_has_no_coordinator(world):
+    world.coordinator().shutdown()
+    world.session.close()
+    with pytest.raises(ClosedError):
+        ClusterCoordinator(world.strategy)

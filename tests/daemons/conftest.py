@@ -1,0 +1,63 @@
+"""Real daemons, told who they are by arguments, heard through a notify socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass
+class Daemon:
+    """A daemon and the manager's end of its notify socket."""
+
+    process: subprocess.Popen[bytes]
+    manager: socket.socket
+    log: Path
+
+    def hear(self, word: str) -> str:
+        """The datagram that contains ``word``; those before it are thrown away."""
+        while True:
+            states = self.manager.recv(4096).decode()
+            if word in states:
+                return states
+
+    def words(self) -> str:
+        return self.log.read_text()
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a daemon: ``start("ps", "--index", "0", ...)``; kills it afterwards."""
+    running: list[Daemon] = []
+
+    def begin(job, *argv, **env):
+        manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        manager.bind(str(tmp_path / f"notify-{len(running)}"))
+        manager.settimeout(60)
+        log = tmp_path / f"log-{len(running)}"
+        inherited = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"zstrat.daemons.{job}", *argv],
+                env={**inherited, "NOTIFY_SOCKET": manager.getsockname(), **env},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        running.append(Daemon(process, manager, log))
+        return running[-1]
+
+    yield begin
+    for daemon in running:
+        daemon.process.kill()
+        daemon.process.wait()
+        daemon.manager.close()

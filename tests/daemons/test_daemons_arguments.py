@@ -1,0 +1,149 @@
+"""What a daemon understands of its arguments, and how it says what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from zstrat.daemons import worker
+from zstrat.daemons._arguments import order, parser
+
+CLUSTER = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in ("TF_CONFIG", "ZSTRAT_KEYS", "ZSTRAT_INSECURE", "ZSTRAT_LOG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def told(*argv, job="ps"):
+    return order(parser(job, "").parse_args(argv), job)
+
+
+def tf_config(monkeypatch, value):
+    text = value if isinstance(value, str) else json.dumps(value)
+    monkeypatch.setenv("TF_CONFIG", text)
+
+
+def cluster_file(tmp_path, text='[cluster]\nps = ["h:1", "h:2"]\nworker = ["h:3"]\n'):
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_tf_config(monkeypatch):
+    task = {"type": "ps", "index": 1}
+    tf_config(monkeypatch, {"cluster": CLUSTER, "task": task})
+    place = told().place
+    assert (place.job, place.index, place.bind) == ("ps", 1, "127.0.0.1:2")
+    assert place.task == "ps:1"
+
+
+def test_arguments_go_before_tf_config(monkeypatch):
+    tf_config(monkeypatch, {"cluster": CLUSTER, "task": {"type": "ps", "index": 1}})
+    place = told("--index", "0", "--bind", "0.0.0.0:9").place
+    assert (place.index, place.bind) == (0, "0.0.0.0:9")
+
+
+def test_cluster_file(tmp_path):
+    place = told("--cluster", cluster_file(tmp_path), "--index", "1").place
+    assert (place.index, place.bind) == (1, "h:2")
+
+
+def test_address_alone():
+    place = told("--index", "3", "--bind", "127.0.0.1:0").place
+    assert (place.job, place.index, place.bind) == ("ps", 3, "127.0.0.1:0")
+
+
+def test_settings(monkeypatch):
+    where = ("--index", "0", "--bind", "127.0.0.1:0")
+    monkeypatch.setenv("ZSTRAT_KEYS", "/keys")
+    assert told(*where).settings.keys == Path("/keys")
+    assert told(*where, "--keys", "/other").settings.keys == Path("/other")
+    settings = told(*where, "--insecure", "--log-json").settings
+    assert settings.insecure
+    assert settings.log_json
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{", "TF_CONFIG: expected JSON"),
+        ([1], "TF_CONFIG: expected an object"),
+        ({"cluster": [1]}, "TF_CONFIG: cluster"),
+        ({"cluster": {"ps": "h:1"}}, "TF_CONFIG: cluster.ps"),
+        ({"cluster": {"ps": [7]}}, "TF_CONFIG: cluster.ps"),
+        ({"cluster": CLUSTER, "task": {"type": "worker"}}, "task.type is 'worker'"),
+        ({"cluster": CLUSTER, "task": {"type": "ps"}}, "give --index"),
+        ({"cluster": CLUSTER, "task": {"type": "ps", "index": 9}}, "none is 9"),
+        ({"cluster": CLUSTER, "task": {"type": "ps", "index": "x"}}, "task.index"),
+        ({"cluster": {"worker": ["h:1"]}, "task": {"type": "ps"}}, "no job 'ps'"),
+    ],
+)
+def test_wrong_tf_config(monkeypatch, value, words):
+    tf_config(monkeypatch, value)
+    with pytest.raises(ValueError, match=words):
+        told()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("x = ", "no valid TOML"),
+        ("[nodes]\n", "nodes"),
+        ("[cluster]\nps = 7\n", "cluster.ps"),
+        ("[cluster]\nserver = ['h:1']\n", "server"),
+        ("[cluster]\nps = ['h:1']\n", "give --index"),
+    ],
+)
+def test_wrong_cluster_file(tmp_path, text, words):
+    with pytest.raises(ValueError, match=words):
+        told("--cluster", cluster_file(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "which task is this"),
+        (("--job", "worker"), "zstrat-ps runs tasks of job 'ps'"),
+        (("--index", "-1", "--bind", "127.0.0.1:0"), "--index -1"),
+        (("--cluster", "/nowhere.toml"), "cannot read /nowhere.toml"),
+    ],
+)
+def test_wrong_arguments(argv, words):
+    with pytest.raises(ValueError, match=words):
+        told(*argv)
+
+
+def test_wrong_environment(monkeypatch):
+    monkeypatch.setenv("ZSTRAT_DRAIN", "soon")
+    with pytest.raises(ValueError, match="ZSTRAT_DRAIN='soon'"):
+        told("--index", "0", "--bind", "127.0.0.1:0")
+
+
+@pytest.mark.parametrize(
+    ("platform", "given", "variables"),
+    [
+        (None, None, {}),
+        ("tpu", None, {"JAX_PLATFORMS": "tpu"}),
+        ("cpu", "4", {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}),
+        ("cuda", "0,2", {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "0,2"}),
+    ],
+)
+def test_devices(platform, given, variables):
+    assert worker.devices(platform, given) == variables
+
+
+@pytest.mark.parametrize(
+    ("platform", "given"), [("cpu", "0"), ("cpu", "0,1"), ("tpu", "1"), (None, "1")]
+)
+def test_devices_that_cannot_be(platform, given):
+    with pytest.raises(ValueError, match=f"--devices {given}"):
+        worker.devices(platform, given)
+
+
+def test_devices_are_numbers():
+    with pytest.raises(ValueError, match="expected numbers"):
+        worker.devices("cpu", "many")

@@ -1,0 +1,170 @@
+"""The life of real daemons: ready, watched, drained, ended, and refused starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from zstrat.config import Settings
+from zstrat.transport import Link, generate_keys, hello, new_incarnation, run
+from zstrat.wire import CloseSession, OpenSession
+
+LOCAL = ("--index", "0", "--bind", "127.0.0.1:0")
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_ready_watched_and_drained(start, job):
+    daemon = start(job, *LOCAL, WATCHDOG_USEC="100000")
+    assert re.search(r"STATUS=serving at 127\.0\.0\.1:\d+", daemon.hear("READY=1"))
+    for _ in range(3):
+        assert "MiB in memory" in daemon.hear("WATCHDOG=1")
+    daemon.process.send_signal(signal.SIGTERM)
+    assert "SIGTERM" in daemon.hear("STOPPING=1")
+    assert daemon.process.wait(30) == 0
+    lines = daemon.words().splitlines()
+    head = rf"^\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{3}}Z I {job}:0 [0-9a-f]{{8}} "
+    assert all(re.match(head, line) for line in lines), lines
+    assert lines[-1].endswith("ended")
+
+
+def test_interrupt_from_the_keyboard(start):
+    daemon = start("ps", *LOCAL)
+    daemon.hear("READY=1")
+    daemon.process.send_signal(signal.SIGINT)
+    assert daemon.process.wait(30) == 0
+
+
+def test_its_coordinator_ends_it(start):
+    daemon = start("ps", *LOCAL)
+    address = daemon.hear("READY=1").split()[-1]
+
+    async def end():
+        me = hello("chief", 0, new_incarnation())
+        link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
+        link.start()
+        try:
+            await link.wait_open(asyncio.get_running_loop().time() + 30)
+            await link.request(OpenSession(me.incarnation, 0, 1, []))
+            await link.request(CloseSession(me.incarnation, exit=True))
+        finally:
+            await link.close()
+
+    run(end())
+    assert "the coordinator shut the cluster down" in daemon.hear("STOPPING=1")
+    assert daemon.process.wait(30) == 0
+
+
+def test_a_parent_that_is_gone_already(start):
+    daemon = start("ps", *LOCAL, "--parent", "1")
+    assert daemon.process.wait(30) == 1
+    assert "gone already" in daemon.words()
+
+
+def test_json_log(start):
+    daemon = start("ps", *LOCAL, "--log-json")
+    daemon.hear("READY=1")
+    daemon.process.terminate()
+    assert daemon.process.wait(30) == 0
+    entries = [json.loads(line) for line in daemon.words().splitlines()]
+    assert {entry["task"] for entry in entries} == {"ps:0"}
+    assert len({entry["incarnation"] for entry in entries}) == 1
+    assert entries[0]["message"].startswith("ready at 127.0.0.1:")
+
+
+def test_two_lives_have_two_incarnations(start):
+    first, second = start("ps", *LOCAL), start("ps", *LOCAL)
+    lives = set()
+    for daemon in (first, second):
+        daemon.hear("READY=1")
+        lives.add(daemon.words().split()[3])
+    assert len(lives) == 2
+
+
+def test_port_taken(start):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        daemon = start("ps", "--index", "0", "--bind", address)
+        assert daemon.process.wait(30) == 2
+    assert f"cannot bind {address}" in daemon.words()
+    assert "Traceback" not in daemon.words()
+
+
+def test_other_machines_need_keys(start):
+    daemon = start("ps", "--index", "0", "--bind", "0.0.0.0:0")
+    assert daemon.process.wait(30) == 2
+    assert "zstrat keygen" in daemon.words()
+    assert "Traceback" not in daemon.words()
+    insecure = start("ps", "--index", "0", "--bind", "0.0.0.0:0", "--insecure")
+    insecure.hear("READY=1")
+
+
+def test_keys_that_are_not_there(start, tmp_path):
+    daemon = start("ps", *LOCAL, "--keys", str(tmp_path / "nowhere"))
+    assert daemon.process.wait(30) == 2
+    assert "nowhere" in daemon.words()
+    assert "Traceback" not in daemon.words()
+
+
+def test_keys_from_the_service_manager(start, tmp_path):
+    """systemd's access control lists look like group permissions."""
+    keys = tmp_path / "keys"
+    generate_keys(keys)
+    keys.chmod(0o550)
+    (keys / "ps.secret").chmod(0o440)
+    where = ("--index", "0", "--bind", "0.0.0.0:0", "--keys", str(keys))
+    refused = start("ps", *where)
+    assert refused.process.wait(30) == 2
+    assert "mode 0440" in refused.words()
+    start("ps", *where, CREDENTIALS_DIRECTORY=str(keys)).hear("READY=1")
+    keys.chmod(0o700)
+
+
+@pytest.mark.parametrize("job", ["ps", "worker"])
+def test_wrong_tf_config(start, job):
+    daemon = start(job, TF_CONFIG='{"cluster": {"ps": 7}}')
+    assert daemon.process.wait(30) == 2
+    assert daemon.words().startswith(f"zstrat-{job}: TF_CONFIG: cluster.ps")
+
+
+def test_ps_does_not_load_jax(start):
+    daemon = start("ps", *LOCAL)
+    daemon.hear("READY=1")
+    with open(f"/proc/{daemon.process.pid}/maps") as maps:
+        assert "jaxlib" not in maps.read()
+
+
+def test_second_signal_ends_at_once():
+    """A drain that would last for ever, in a process that does nothing else."""
+    program = """
+import asyncio, os, signal
+from zstrat.config import Settings
+from zstrat.daemons import _main
+from zstrat.launch import Place
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Stuck(_main.Task):
+    async def start(self):
+        await super().start()
+        asyncio.get_running_loop().call_soon(terminate)
+
+    async def stop(self):
+        terminate()
+        await asyncio.get_running_loop().create_future()
+
+_main.Task = Stuck
+_main.leave(_main.run(_main.Order(Place("ps", 0, "127.0.0.1:0"), Settings())))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == -signal.SIGTERM, ran.stderr
+    assert "once more ends at once" in ran.stderr

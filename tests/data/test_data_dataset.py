@@ -1,0 +1,367 @@
+"""Dataset: TF's rules, with numpy and plain Python as the judges."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import subprocess
+import sys
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstrat.data import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    Dataset,
+    Elements,
+    InputContext,
+)
+
+
+def numbers(dataset):
+    return [np.asarray(element).tolist() for element in dataset]
+
+
+def test_jax_is_not_imported():
+    code = "import sys, zstrat.data; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# input context
+
+
+def test_input_context_defaults_and_words():
+    context = InputContext()
+    assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
+    assert context.num_replicas_in_sync == 1
+    told = str(InputContext(num_input_pipelines=4, input_pipeline_id=2))
+    assert "input pipeline id 2, total: 4" in told
+
+
+def test_per_replica_batch_size():
+    context = InputContext(num_replicas_in_sync=2)
+    assert context.get_per_replica_batch_size(12) == 6
+    with pytest.raises(ValueError, match="not divisible"):
+        context.get_per_replica_batch_size(13)
+
+
+# sources
+
+
+@pytest.mark.parametrize("args", [(5,), (2, 7), (7, 1, -2), (0,), (3, 3)])
+def test_range(args):
+    dataset = Dataset.range(*args)
+    assert numbers(dataset) == list(range(*args))
+    assert all(element.dtype == np.int64 for element in dataset)
+    assert len(dataset) == len(range(*args))
+
+
+class Pair(NamedTuple):
+    x: np.ndarray
+    y: np.ndarray
+
+
+def test_slices_of_nested_structures():
+    images, labels = np.arange(12.0).reshape(3, 2, 2), np.array([5, 6, 7])
+    tree = {"a": images, "b": (labels, Pair(labels, images)), "c": [1, 2, 3]}
+    elements = list(Dataset.from_tensor_slices(tree))
+    assert len(elements) == 3
+    np.testing.assert_array_equal(elements[1]["a"], images[1])
+    assert elements[2]["b"][0] == 7
+    assert isinstance(elements[2]["b"][1], Pair)
+    assert elements[0]["c"] == 1  # a list is an array, as in TF
+
+
+def test_slices_are_views():
+    rows = np.zeros((4, 3))
+    assert next(iter(Dataset.from_tensor_slices(rows))).base is rows
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ((), "empty structure"),
+        ({}, "empty structure"),
+        (np.float32(3), "scalar"),
+        ({"x": np.zeros(3), "y": np.zeros(4)}, r"\['x'\] has 3, \['y'\] has 4"),
+        ([np.zeros((3, 2)), np.zeros(3)], "for several components use a tuple"),
+    ],
+)
+def test_slices_refuse(tensors, words):
+    with pytest.raises(ValueError, match=words):
+        Dataset.from_tensor_slices(tensors)
+
+
+def test_generator_is_called_for_each_pass():
+    calls = []
+
+    def generate(n):
+        calls.append(n)
+        for i in range(n):
+            yield {"i": i, "row": [i, i + 1]}
+
+    dataset = Dataset.from_generator(generate, args=(2,))
+    for _ in range(2):
+        assert [e["row"].tolist() for e in dataset] == [[0, 1], [1, 2]]
+    assert calls == [2, 2]
+    with pytest.raises(TypeError, match="must be a Python callable"):
+        Dataset.from_generator(generate(2))
+    with pytest.raises(TypeError, match="unknown"):
+        len(dataset)
+
+
+def test_generator_error_passes():
+    def generate():
+        yield 1
+        raise LookupError("no such file")
+
+    with pytest.raises(LookupError, match="no such file"):
+        list(Dataset.from_generator(generate).batch(4).prefetch(2))
+
+
+# transformations
+
+
+def test_batch_stacks_and_keeps_or_drops_the_rest():
+    dataset = Dataset.from_tensor_slices((np.arange(7), np.arange(14.0).reshape(7, 2)))
+    kept, dropped = list(dataset.batch(3)), list(dataset.batch(3, drop_remainder=True))
+    assert [len(x) for x, _ in kept] == [3, 3, 1]
+    assert [y.shape for _, y in dropped] == [(3, 2), (3, 2)]
+    np.testing.assert_array_equal(kept[1][1], np.arange(6.0, 12.0).reshape(3, 2))
+    assert next(iter(dataset.batch(2).batch(2)))[1].shape == (2, 2, 2)
+
+
+def test_batch_of_generated_elements():
+    dataset = Dataset.from_generator(lambda: ({"a": i, "n": None} for i in range(3)))
+    (batch,) = dataset.batch(5)
+    assert batch["a"].tolist() == [0, 1, 2]
+    assert batch["n"] is None
+
+
+@pytest.mark.parametrize(
+    ("elements", "words"),
+    [
+        ([np.zeros(2), np.zeros(3)], r"First element had shape \[2\] and element 1"),
+        ([{"a": 1}, {"b": 1}], r"keys \['a'\], element 1 is a dict with the keys"),
+        ([(1, 2), (1, 2, 3)], "the first is a tuple of 2, element 1 is a tuple of 3"),
+        ([None, 1], "element 1 is an array"),
+    ],
+)
+def test_batch_of_unlike_elements(elements, words):
+    with pytest.raises(ValueError, match=words):
+        list(Dataset.from_generator(lambda: elements).batch(2))
+
+
+def test_repeat():
+    dataset = Dataset.range(3)
+    assert numbers(dataset.repeat(2)) == [0, 1, 2, 0, 1, 2]
+    assert numbers(dataset.repeat(0)) == []
+    for forever in (dataset.repeat(), dataset.repeat(-1)):
+        assert numbers(forever.take(7)) == [0, 1, 2, 0, 1, 2, 0]
+    assert numbers(Dataset.range(0).repeat()) == []  # and does not hang
+    with pytest.raises(TypeError, match="infinite"):
+        len(dataset.repeat())
+    assert dataset.repeat()  # nevertheless true
+
+
+@given(size=st.integers(0, 40), buffer=st.integers(1, 50), seed=st.integers(0, 99))
+def test_shuffle_is_a_permutation_within_its_buffer(size, buffer, seed):
+    order = numbers(Dataset.range(size).shuffle(buffer, seed))
+    assert sorted(order) == list(range(size))
+    # Element i can be drawn only after it came into the buffer.
+    assert all(number < place + buffer for place, number in enumerate(order))
+    assert numbers(Dataset.range(size).shuffle(buffer, seed)) == order
+
+
+def test_shuffle_is_uniform_with_a_full_buffer():
+    firsts = [0] * 4
+    dataset = Dataset.range(4).shuffle(4, seed=1)
+    for _ in range(2000):
+        firsts[numbers(dataset)[0]] += 1
+    assert all(abs(count - 500) < 100 for count in firsts)  # five sigma
+
+
+def test_shuffle_again_or_not():
+    again = Dataset.range(50).shuffle(50, seed=3)
+    assert numbers(again) != numbers(again)
+    first, second = np.split(np.array(numbers(again.repeat(2))), 2)
+    assert first.tolist() != second.tolist()
+    same = Dataset.range(50).shuffle(50, seed=3, reshuffle_each_iteration=False)
+    assert numbers(same) == numbers(same)
+    assert numbers(Dataset.range(50).shuffle(50)) != list(range(50))
+
+
+@given(size=st.integers(0, 30), shards=st.integers(1, 6))
+def test_shards_part_the_elements(size, shards):
+    parts = [Dataset.range(size).shard(shards, i) for i in range(shards)]
+    for index, part in enumerate(parts):
+        assert numbers(part) == list(range(index, size, shards))
+    assert sum(len(p) for p in parts) == size
+
+
+@given(
+    size=st.integers(0, 20),
+    steps=st.lists(
+        st.one_of(
+            st.tuples(st.just("take"), st.integers(0, 25)),
+            st.tuples(st.just("skip"), st.integers(0, 25)),
+            st.tuples(st.just("repeat"), st.integers(0, 3)),
+            st.tuples(st.just("batch"), st.integers(1, 4)),
+        ),
+        max_size=4,
+    ),
+)
+def test_chains_against_lists(size, steps):
+    dataset, model = Dataset.range(size), list(range(size))
+    for name, n in steps:
+        if name == "take":
+            dataset, model = dataset.take(n), model[:n]
+        elif name == "skip":
+            dataset, model = dataset.skip(n), model[n:]
+        elif name == "repeat":
+            dataset, model = dataset.repeat(n), model * n
+        else:
+            dataset = dataset.map(np.sum).batch(n).map(np.sum)
+            sums = [int(np.sum(m)) for m in model]
+            model = [sum(sums[i : i + n]) for i in range(0, len(sums), n)]
+    assert numbers(dataset) == model
+    assert len(dataset) == len(model)
+
+
+def test_take_and_skip_of_everything():
+    assert numbers(Dataset.range(3).take(-1)) == [0, 1, 2]
+    assert numbers(Dataset.range(3).skip(-1)) == []
+    assert Dataset.range(3).repeat().take(5).cardinality() == 5
+    assert Dataset.range(3).repeat().skip(5).cardinality() == INFINITE_CARDINALITY
+
+
+def test_map_spreads_tuples_only():
+    pairs = Dataset.from_tensor_slices((np.arange(3), np.arange(3) * 10))
+    assert numbers(pairs.map(lambda x, y: x + y)) == [0, 11, 22]
+    tree = pairs.map(lambda x, y: {"sum": x + y, "both": [x, y]})
+    assert [e["both"].tolist() for e in tree] == [[0, 0], [1, 10], [2, 20]]
+    assert numbers(tree.map(lambda e: e["sum"])) == [0, 11, 22]
+    with pytest.raises(TypeError, match="must be callable"):
+        pairs.map(3)
+
+
+def test_enumerate():
+    out = list(Dataset.range(5, 7).enumerate(start=3))
+    assert out == [(3, 5), (4, 6)]
+    assert out[0][0].dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: d.batch(0),
+        lambda d: d.shuffle(0),
+        lambda d: d.repeat(-2),
+        lambda d: d.shard(0, 0),
+        lambda d: d.shard(2, 2),
+        lambda d: d.shard(2, -1),
+        lambda d: d.take(-2),
+        lambda d: d.skip(-2),
+        lambda d: d.prefetch(-2),
+    ],
+)
+def test_bad_numbers(call):
+    with pytest.raises(ValueError, match="must be"):
+        call(Dataset.range(3))
+
+
+def test_cardinalities():
+    assert Dataset.range(10).batch(3).cardinality() == 4
+    assert Dataset.range(10).batch(3, drop_remainder=True).cardinality() == 3
+    generated = Dataset.from_generator(lambda: iter([1]))
+    for dataset in (
+        generated,
+        generated.batch(2),
+        generated.take(1),
+        generated.repeat(2),
+    ):
+        assert dataset.cardinality() == UNKNOWN_CARDINALITY
+    assert Dataset.range(0).repeat().cardinality() == 0
+
+
+def test_pipelines_pickle():
+    dataset = Dataset.range(10).shuffle(4, seed=2).shard(2, 1).batch(2).prefetch(1)
+    assert [b.tolist() for b in pickle.loads(pickle.dumps(dataset))] == [
+        b.tolist() for b in dataset
+    ]
+
+
+# prefetch
+
+
+def prefetchers():
+    return [t for t in threading.enumerate() if t.name == "zstrat prefetch"]
+
+
+def join_prefetchers():
+    for thread in prefetchers():
+        thread.join(10)
+    return not prefetchers()
+
+
+def test_prefetch_is_bounded_and_in_order():
+    made, room = [], threading.Semaphore(0)
+
+    def generate():
+        for i in itertools.count():
+            made.append(i)
+            if i == 3:
+                room.release()  # 1 read + 2 in the buffer + this one in the hand
+            yield i
+
+    iterator = iter(Dataset.from_generator(generate).prefetch(2))
+    assert next(iterator) == 0
+    assert room.acquire(timeout=10)
+    assert made == [0, 1, 2, 3]
+    assert [int(next(iterator)) for _ in range(5)] == [1, 2, 3, 4, 5]
+    del iterator
+    gc.collect()
+    assert join_prefetchers()
+
+
+def test_prefetch_thread_ends_with_the_pass():
+    for size in (1, 2, AUTOTUNE):
+        assert numbers(Dataset.range(9).prefetch(size)) == list(range(9))
+    assert join_prefetchers()
+    assert numbers(Dataset.range(2).prefetch(0)) == [0, 1]
+
+
+def test_prefetch_hands_on_the_error_after_what_came_before():
+    def generate():
+        yield 1
+        yield 2
+        raise OSError("bad sector")
+
+    elements = Elements(Dataset.from_generator(generate).prefetch(8))
+    assert [elements.draw(), elements.draw()] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(OSError, match="bad sector"):
+            elements.draw()
+
+
+def test_closing_a_prefetching_pass_closes_the_generator():
+    ended = threading.Event()
+
+    def generate():
+        try:
+            yield from itertools.count()
+        finally:
+            ended.set()
+
+    elements = Elements(Dataset.from_generator(generate).prefetch(1))
+    assert elements.draw() == 0
+    elements.close()
+    assert ended.wait(10)
+    assert join_prefetchers()

@@ -1,0 +1,53 @@
+"""What the doctor finds, without a cluster and with a broken one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zstrat.cluster import ClusterSpec
+from zstrat.config import Settings
+from zstrat.launch import Sight, examine
+from zstrat.launch._doctor import judge_versions
+from zstrat.transport import run
+
+
+def by_name(findings):
+    return {finding.what: finding for finding in findings}
+
+
+def test_without_a_cluster():
+    findings = by_name(run(examine(None, Settings(), 1.0)))
+    assert findings["python"].ok
+    assert findings["jax"].ok
+    assert findings["keys"].ok is None
+    assert "--cluster" in findings["cluster"].advice
+
+
+def test_unreachable_task_is_named():
+    spec = ClusterSpec({"ps": ["127.0.0.1:9"], "worker": ["127.0.0.1:9"]})
+    findings = by_name(run(examine(spec, Settings(), 0.2)))
+    assert findings["ps:0"].ok is False
+    assert "127.0.0.1:9" in findings["ps:0"].words
+    assert findings["worker:0"].ok is False
+
+
+def test_keys_that_are_not_there(tmp_path):
+    settings = Settings(keys=Path(tmp_path / "nowhere"))
+    keys = by_name(run(examine(None, settings, 1.0)))["keys"]
+    assert keys.ok is False
+    assert "zstrat keygen" in keys.advice
+
+
+def test_versions():
+    mine = {"jax": "0.10.2", "numpy": "2.4.6"}
+    assert judge_versions(mine, {"jax": "0.10.9", "numpy": "2.4.6"}) == []
+    assert judge_versions(mine, {"jax": "0.9.2"}) == ["jax 0.9.2 there, 0.10.2 here"]
+    assert judge_versions(mine, {}) == []
+
+
+def test_sight_reads_what_is_there():
+    sight = Sight("ps:0", "h:1", values={"task": {"job": "ps", "uptime": 1.5}})
+    assert sight.number("task", "uptime") == 1.5
+    assert sight.text("task", "job") == "ps"
+    assert sight.number("task", "job") == 0
+    assert sight.text("service", "nothing", "there") == ""

@@ -1,0 +1,233 @@
+"""Clusters of real daemons: started, looked at, hurt, ended, never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import DeadlineExceededError, UnavailableError
+from zstrat.launch import LocalCluster, observe
+from zstrat.transport import run
+
+pytestmark = pytest.mark.processes
+
+
+def look(cluster, timeout=30):
+    return run(observe(cluster.spec, Settings(), timeout))
+
+
+def wait_gone(pid, seconds=30):
+    """Waits until the process has ended, without asking again and again."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], seconds)[0])
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("lane", ["tcp", "ipc"])
+def test_a_cluster(lane):
+    with LocalCluster(2, 1, lane=lane) as cluster:
+        assert cluster.tasks == ("ps:0", "ps:1", "worker:0")
+        folder = cluster.directory
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        spec = cluster.resolver.cluster_spec()
+        assert spec == cluster.spec
+        assert (spec.num_tasks("ps"), spec.num_tasks("worker")) == (2, 1)
+        seen = look(cluster)
+        assert [sight.task for sight in seen] == list(cluster.tasks)
+        assert not [sight.problem for sight in seen if sight.problem]
+        pids = [int(sight.number("task", "pid")) for sight in seen]
+        assert pids == [cluster.pid(task) for task in cluster.tasks]
+        addresses = [sight.text("task", "address") for sight in seen]
+        assert addresses == [sight.address for sight in seen]
+        assert "ready at" in cluster.log("ps:1")
+        assert "running" in repr(cluster)
+    assert "stopped" in repr(cluster)
+    assert not folder.exists()
+    cluster.stop()
+    assert not any(cluster.is_running(task) for task in cluster.tasks)
+
+
+def test_killed_and_restarted_at_the_same_address():
+    with LocalCluster(1, 1, lane="tcp") as cluster:
+        before, spec = look(cluster)[0], cluster.spec
+        cluster.kill("ps:0")
+        assert not cluster.is_running("ps:0")
+        cluster.restart("ps:0")
+        after = look(cluster)[0]
+        assert cluster.spec == spec
+        assert after.number("task", "incarnation") != before.number(
+            "task", "incarnation"
+        )
+
+
+def test_frozen_and_thawed():
+    short = Settings(timeouts=Timeouts(patience=1.0))
+    with LocalCluster(1, 1, settings=short) as cluster:
+        cluster.stop_task("worker:0")
+        frozen = look(cluster, timeout=0.5)
+        assert [bool(sight.problem) for sight in frozen] == [False, True]
+        assert "worker:0" in frozen[1].problem
+        cluster.continue_task("worker:0")
+        assert not look(cluster)[1].problem
+        cluster.stop_task("worker:0")  # and it ends all the same
+
+
+def test_drained():
+    with LocalCluster(1, 1) as cluster:
+        assert cluster.terminate("worker:0") == 0
+        assert not cluster.is_running("worker:0")
+        assert cluster.log("worker:0").rstrip().endswith("ended")
+
+
+def test_logs_are_kept_in_a_folder_of_the_user(tmp_path):
+    folder = tmp_path / "run"
+    with LocalCluster(1, 1, lane="tcp", directory=folder):
+        pass
+    assert "ended" in (folder / "worker-0.log").read_text()
+
+
+def test_a_daemon_that_cannot_start():
+    with pytest.raises(UnavailableError) as caught:
+        LocalCluster(1, 1, env={"ZSTRAT_PATIENCE": "never"})
+    words = str(caught.value)
+    assert "exit code 2 before it was ready" in words
+    assert "ZSTRAT_PATIENCE='never'" in words  # the end of its log
+
+
+def test_daemons_that_are_not_ready_in_time():
+    hasty = Settings(timeouts=Timeouts(connect=0.001))
+    with pytest.raises(DeadlineExceededError, match="in time: ps:0, worker:0"):
+        LocalCluster(1, 1, settings=hasty)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_ps": 0}, "num_ps=0"),
+        ({"num_workers": 0}, "num_workers=0"),
+        ({"lane": "pigeon"}, "lane='pigeon'"),
+        ({"logs": "nowhere"}, "logs='nowhere'"),
+        ({"lane": "ipc", "directory": "/tmp/" + "x" * 120}, "too long a path"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        LocalCluster(**arguments)
+
+
+def test_unknown_task():
+    with (
+        LocalCluster(1, 1) as cluster,
+        pytest.raises(ValueError, match="no task 'ps:7'"),
+    ):
+        cluster.kill("ps:7")
+
+
+def program(body):
+    """A program that calls ``tell(cluster)``: it prints the ids of the daemons."""
+    head = """
+import json, signal, sys, threading
+from zstrat.launch import LocalCluster
+
+def tell(cluster):
+    print(json.dumps([cluster.pid(task) for task in cluster.tasks]), flush=True)
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", head + body],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pids(process):
+    line = process.stdout.readline()
+    assert line, process.stderr.read()
+    return json.loads(line)
+
+
+def test_no_orphans_of_a_program_that_is_killed():
+    process = program(
+        """
+cluster = LocalCluster(1, 2)
+cluster.stop_task("worker:1")
+tell(cluster)
+signal.pause()
+"""
+    )
+    daemons = pids(process)
+    process.kill()
+    process.communicate()
+    assert all(wait_gone(pid) for pid in daemons)
+
+
+def test_no_orphans_of_a_program_that_is_interrupted():
+    process = program(
+        """
+with LocalCluster(1, 1) as cluster:
+    tell(cluster)
+    signal.pause()
+"""
+    )
+    daemons = pids(process)
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert all(wait_gone(pid) for pid in daemons)
+
+
+def test_daemons_of_a_program_that_forgets_them_are_drained():
+    process = program(
+        """
+cluster = LocalCluster(1, 1)
+tell(cluster)
+"""
+    )
+    daemons = pids(process)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert all(wait_gone(pid, 0) for pid in daemons)
+
+
+def test_daemons_outlive_the_thread_that_asked_for_them():
+    """The kernel's parent-death signal goes by threads."""
+    process = program(
+        """
+made = []
+thread = threading.Thread(target=lambda: made.append(LocalCluster(1, 1)))
+thread.start()
+thread.join()
+cluster = made[0]
+tell(cluster)
+sys.stdin.read(0)
+print(all(cluster.is_running(task) for task in cluster.tasks), flush=True)
+cluster.stop()
+"""
+    )
+    daemons = pids(process)
+    assert process.stdout.readline() == "True\n"
+    process.communicate(timeout=60)
+    assert all(wait_gone(pid) for pid in daemons)
+
+
+def test_stopping_a_busy_cluster_is_bounded():
+    impatient = Settings(timeouts=Timeouts(drain=0.2))
+    cluster = LocalCluster(1, 1, settings=impatient)
+    cluster.stop_task("ps:0")
+    os.kill(cluster.pid("worker:0"), signal.SIGKILL)
+    began = time.monotonic()
+    cluster.stop()
+    assert time.monotonic() - began < 30

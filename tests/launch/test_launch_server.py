@@ -1,0 +1,121 @@
+"""Servers inside this process, with TensorFlow's rules about who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from zstrat.cluster import ClusterSpec
+from zstrat.config import Settings
+from zstrat.launch import Server, ServerDef, observe
+from zstrat.transport import Link, hello, new_incarnation, run
+from zstrat.wire import CloseSession, OpenSession
+
+ONE = {"ps": ["127.0.0.1:0"]}
+TWO = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
+
+
+def test_serves_until_it_is_stopped():
+    with Server(ONE) as server:
+        assert server.target.startswith("tcp://127.0.0.1:")
+        address = server.target.removeprefix("tcp://")
+        (seen,) = run(observe(ClusterSpec({"ps": [address]}), Settings(), 30))
+        assert seen.problem == ""
+        assert seen.text("task", "job") == "ps"
+        joining = threading.Thread(target=server.join)
+        joining.start()
+        server.stop()
+        joining.join(30)
+        assert not joining.is_alive()
+    server.stop()
+
+
+def test_starts_later():
+    server = Server(ONE, start=False)
+    assert server.target == "tcp://127.0.0.1:0"
+    with pytest.raises(RuntimeError, match="call start"):
+        server.join()
+    server.stop()
+    server.start()
+    server.start()
+    server.stop()
+
+
+def test_local_server_is_a_worker():
+    server = Server.create_local_server()
+    assert (server.server_def.job_name, server.server_def.task_index) == ("worker", 0)
+    server.stop()
+
+
+def test_coordinator_shuts_it_down():
+    server = Server(ONE)
+
+    async def close():
+        me = hello("chief", 0, new_incarnation())
+        address = server.target.removeprefix("tcp://")
+        link = Link(address, me, name="ps:0", settings=Settings())
+        link.start()
+        session = me.incarnation
+        try:
+            await link.wait_open(asyncio.get_running_loop().time() + 30)
+            await link.request(OpenSession(session, 0, 1, []))
+            await link.request(CloseSession(session, exit=True))
+        finally:
+            await link.close()
+
+    run(close())
+    server.join()
+
+
+def test_port_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(OSError, match=address):
+            Server({"ps": [address]})
+
+
+def definition(*args, **kwargs):
+    return Server(*args, **kwargs, start=False).server_def
+
+
+def test_which_task():
+    assert definition(TWO, "ps", 1).address == "127.0.0.1:2"
+    assert definition(TWO, "worker").task_index == 0
+    assert definition(ClusterSpec(TWO), "ps", 0, "grpc").protocol == "grpc"
+    given = ServerDef(ClusterSpec(TWO), "ps", 0)
+    assert definition(given) == given
+    assert definition(given, task_index=1).task_index == 1
+    assert definition(given, job_name="worker").job_name == "worker"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((TWO,), "explicit `job_name`"),
+        ((TWO, "ps"), "explicit `task_index`"),
+        ((TWO, "ps", 7), "index 7"),
+        ((TWO, "chief", 0), "chief"),
+        ((TWO, "ps", 0, "carrier pigeon"), "protocol"),
+    ],
+)
+def test_unclear_which_task(args, words):
+    with pytest.raises(ValueError, match=words):
+        definition(*args)
+
+
+def test_no_cluster():
+    with pytest.raises(TypeError):
+        definition(7, "ps", 0)
+
+
+def test_chief_is_no_server():
+    with pytest.raises(ValueError, match="programs of your own"):
+        Server({"chief": ["127.0.0.1:0"]})
+
+
+def test_target_says_the_protocol_that_was_asked_for():
+    server = Server(TWO, "ps", 0, protocol="grpc", start=False)
+    assert server.target == "grpc://127.0.0.1:1"

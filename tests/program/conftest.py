@@ -1,0 +1,82 @@
+"""A home that is a dict of numpy arrays, and variables that live in it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from zstrat.variables import Optimizer, Variable, VariableSpec, apply, creator, handle
+from zstrat.wire._messages import UpdateOp
+
+
+class DictHome:
+    """Values by key; optimizers by id, run by optax on one variable at a time."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, np.ndarray] = {}
+        self.slots: dict[tuple[int, int], Any] = {}
+        self.reads = 0
+        self._keys = itertools.count(1)
+
+    def variable(self, value: Any, name: str = "v") -> Variable:
+        value = np.array(value)
+        key = next(self._keys)
+        self.values[key] = value
+        spec = VariableSpec(key, name, value.shape, value.dtype.name, ps=0)
+        return handle(spec, self)
+
+    def optimizer(self, rule: Any) -> Optimizer:
+        """An optimizer as a scope makes it: known where the variables live."""
+        token = creator.set(self)
+        try:
+            return Optimizer(rule)
+        finally:
+            creator.reset(token)
+
+    def create_variables(self, requests):
+        return [self.variable(r.initial_value, r.name) for r in requests]
+
+    def register_optimizer(self, optimizer) -> int:
+        return next(self._keys)
+
+    def read(self, variable: Variable) -> np.ndarray:
+        self.reads += 1
+        return self.values[variable.spec.key]
+
+    async def read_async(self, variable: Variable) -> np.ndarray:
+        return self.read(variable)
+
+    def update(self, variable, op, operands, optimizer) -> None:
+        assert all(type(operand) is np.ndarray for operand in operands)
+        key = variable.spec.key
+        if op is UpdateOp.OPTIMIZE:
+            self._optimize(key, operands[0], optimizer)
+        else:
+            self.values[key] = apply(op, self.values[key], operands)
+
+    async def update_async(self, variable, op, operands, optimizer) -> None:
+        self.update(variable, op, operands, optimizer)
+
+    def _optimize(self, key: int, gradient: np.ndarray, optimizer: Optimizer) -> None:
+        rule, value = optimizer.transformation, self.values[key]
+        slots = self.slots.get((key, optimizer.id), None)
+        slots = rule.init(value) if slots is None else slots
+        with jax.numpy_dtype_promotion("standard"):  # optax itself needs it
+            delta, self.slots[key, optimizer.id] = rule.update(gradient, slots, value)
+        self.values[key] = np.asarray(value + delta)
+
+
+@pytest.fixture
+def home() -> DictHome:
+    return DictHome()
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+    """What the strictest users switch on."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield

@@ -1,0 +1,329 @@
+"""Each refusal: its words, and the user's line in it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.program as zs
+from zstrat.variables import Variable
+
+X = np.array([1.0, 2.0], np.float32)
+
+
+def line_of(function, text: str) -> str:
+    """A pattern for ``file:line`` of the line of ``function`` that contains text."""
+    lines, start = inspect.getsourcelines(function)
+    number = next(n for n, line in enumerate(lines, start) if text in line)
+    return re.escape(f"{__file__}:{number} ")
+
+
+def refused(body, *args, error, match, at):
+    """Asserts that planning the body is refused with these words, at that line."""
+    with pytest.raises(error, match=match) as caught:
+        zs.function(body).plan(args)
+    assert re.search(line_of(body, at), str(caught.value)), str(caught.value)
+    return caught.value
+
+
+class Endless:
+    """Not a builtin iterator: of those jax itself warns."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return X
+
+
+UNDER = {
+    "grad": lambda f: jax.grad(lambda x: (f(jnp.sum(x)), jnp.sum(x))[1])(X),
+    "vmap": lambda f: jax.vmap(lambda x: (f(x), x)[1])(X),
+    "jit": lambda f: jax.jit(lambda x: (f(jnp.sum(x)), x)[1])(X),
+    "cond": lambda f: jax.lax.cond(
+        jnp.asarray(True), lambda: (f(jnp.float32(1)), 1)[1], lambda: 0
+    ),
+    "scan": lambda f: jax.lax.scan(lambda c, x: ((f(x), c)[1], None), X[0], X),
+    "checkpoint": lambda f: jax.checkpoint(lambda x: (f(jnp.sum(x)), x)[1])(X),
+    "value_and_grad": lambda f: zs.value_and_grad(
+        lambda x: (f(jnp.sum(x)), jnp.sum(x))[1]
+    )(X),
+}
+
+
+@pytest.mark.parametrize("under", UNDER.values(), ids=UNDER)
+def test_an_update_under_a_transformation(home, under):
+    v = home.variable(np.float32(1), "weights")
+
+    def body():
+        under(lambda x: v.assign_add(x))  # here
+
+    refused(
+        body,
+        error=RuntimeError,
+        match=r"ADD .*of variable 'weights'.*jax\.grad.*has_aux=True.*jnp\.where",
+        at="# here",
+    )
+
+
+@pytest.mark.parametrize("under", UNDER.values(), ids=UNDER)
+def test_a_draw_under_a_transformation(under):
+    def body(it):
+        under(lambda x: next(it))  # here
+
+    it = zs.StepIterator(iter([X]))
+    match = r"next\(iterator\) inside.*Draw the element before"
+    refused(body, it, error=RuntimeError, match=match, at="# here")
+    np.testing.assert_array_equal(next(it), X)
+
+
+def test_an_optimizer_under_grad(home):
+    v, opt = home.variable(np.float32(1), "w"), home.optimizer(optax.sgd(0.1))
+
+    def body(x):
+        def loss(x):
+            opt.apply_gradients([(jnp.float32(1), v)])  # here
+            return x
+
+        return jax.grad(loss)(x)
+
+    match = "an update by an optimizer of variable 'w'"
+    refused(body, X[0], error=RuntimeError, match=match, at="# here")
+
+
+def test_an_update_under_value_and_grad_of_a_variable_outside_of_steps(home):
+    v = home.variable(np.float32(1))
+
+    def loss():
+        return v.assign_add(v.value()).value()
+
+    with pytest.raises(RuntimeError, match="ADD of variable"):
+        zs.value_and_grad(loss, variables=v)()
+
+
+LEAKED = {
+    "grad": lambda keep: jax.grad(lambda x: (keep(x * 2), jnp.sum(x))[1])(X),
+    "jit": lambda keep: jax.jit(lambda x: (keep(x * 2), x)[1])(X),
+    "vmap": lambda keep: jax.vmap(lambda x: (keep(x * 2), x)[1])(X),
+    "cond": lambda keep: jax.lax.cond(
+        jnp.asarray(True), lambda: (keep(jnp.asarray(X) * 2), 1)[1], lambda: 0
+    ),
+}
+
+
+@pytest.mark.parametrize("leak", LEAKED.values(), ids=LEAKED)
+@pytest.mark.parametrize("shape", ["direct", "computed"])
+def test_a_leaked_value_in_an_update(home, leak, shape):
+    v = home.variable(X, "w")
+
+    def body():
+        kept = []
+        leak(kept.append)
+        wide = jnp.broadcast_to(kept[0], (2,)) if kept[0].shape == () else kept[0]
+        v.assign(kept[0] if shape == "direct" and kept[0].shape else wide + 1.0)
+
+    with pytest.raises(RuntimeError, match="belongs to another function that jax"):
+        zs.function(body).plan()
+
+
+def test_a_leaked_value_names_the_update(home):
+    v = home.variable(X, "w")
+
+    def body():
+        kept = []
+        jax.grad(lambda x: (kept.append(x * 2), jnp.sum(x))[1])(X)
+        v.assign(kept[0])  # here
+
+    match = "an update of variable 'w'"
+    refused(body, error=RuntimeError, match=match, at="# here")
+
+
+def _branch(x):
+    if x[0] > 0:  # here
+        return x
+    return -x
+
+
+def _integer(x):
+    return [1, 2, 3][x[0].astype(int)]  # here
+
+
+def _float(x):
+    return float(x[0])  # here
+
+
+def _numpy(x):
+    return np.sin(x)  # here
+
+
+def _mask(x):
+    return x[x > 0]  # here
+
+
+TRACED = {
+    "branch": (_branch, jax.errors.TracerBoolConversionError, r"jnp\.where\(condition"),
+    "index": (_integer, jax.errors.TracerIntegerConversionError, "Index a jax array"),
+    "float": (_float, jax.errors.ConcretizationTypeError, "Keep it a jax array"),
+    "numpy": (_numpy, jax.errors.TracerArrayConversionError, r"Use jax\.numpy"),
+    "mask": (_mask, jax.errors.NonConcreteBooleanIndexError, r"jnp\.where\(mask"),
+}
+
+
+@pytest.mark.parametrize(("body", "cause", "match"), TRACED.values(), ids=TRACED)
+def test_python_wants_a_value(body, cause, match):
+    error = refused(body, X, error=TypeError, match=match, at="# here")
+    assert isinstance(error.__cause__, cause)
+    assert "eager=True" in str(error)
+
+
+def test_python_wants_the_value_of_a_variable(home):
+    v = home.variable(np.float32(1))
+
+    def body():
+        return 1 if v.value() > 0 else 2  # here
+
+    refused(body, error=TypeError, match="a Python branch", at="# here")
+
+
+def test_numpy_of_a_variable_in_a_step(home):
+    v = home.variable(np.float32(1))
+    with pytest.raises(RuntimeError, match=r"numpy\(\) inside a step function"):
+        zs.function(lambda: v.numpy()).plan()
+
+
+def test_a_variable_created_in_a_step():
+    with pytest.raises(ValueError, match="is created inside a step function"):
+        zs.function(lambda: Variable(1.0, name="new").value()).plan()
+
+
+def test_a_read_after_an_optimizer(home):
+    v, opt = home.variable(np.float32(1), "w"), home.optimizer(optax.sgd(0.1))
+
+    def body():
+        opt.apply_gradients([(jnp.float32(1), v)])
+        return v.value()  # here
+
+    match = r"'w'.*after an optimizer updated it.*test_program_refusals.py.*Read it be"
+    refused(body, error=RuntimeError, match=match, at="# here")
+
+
+def test_a_for_loop_over_an_iterator_ends_with_words():
+    def body(it):
+        total = jnp.float32(0)
+        for x in it:  # here
+            total = total + x
+        return total
+
+    it = zs.StepIterator(None, jax.ShapeDtypeStruct((), np.float32))
+    match = r"more than 1024 elements.*Call next"
+    refused(body, it, error=RuntimeError, match=match, at="# here")
+
+
+def test_a_captured_iterator():
+    it = zs.StepIterator(iter([X]))
+
+    def body():
+        return next(it)  # here
+
+    match = "pass the iterator as an argument"
+    refused(body, error=RuntimeError, match=match, at="# here")
+
+
+@pytest.mark.parametrize(
+    ("argument", "match"),
+    [
+        ((Endless(),), r"args\[0\] is an iterator .Endless. that.*zs\.StepIterator"),
+        (({"x": np.array(["a", "b"])},), r"args\[0\]\['x'\] is an array of dtype <U1"),
+        (([X, {1, 2}],), r"args\[0\]\[1\] is a set, which is neither"),
+    ],
+)
+def test_arguments_that_no_step_can_take(argument, match):
+    with pytest.raises(TypeError, match=match):
+        zs.function(lambda x: 1).plan(argument)
+
+
+def test_a_dataset_of_strings():
+    it = zs.StepIterator(iter([{"name": "text", "x": X}]))
+    with pytest.raises(TypeError, match="contains str"):
+        zs.function(lambda it: next(it)).plan((it,))
+
+
+@pytest.mark.parametrize(
+    ("result", "match"),
+    [
+        ({"a": object()}, r"returns object at result\['a'\]"),
+        ([1 << 70], r"at result\[0\], which is no 64-bit"),
+        (jax.random.key(0), "random key at result"),
+    ],
+    ids=["object", "integer", "key"],
+)
+def test_results_that_no_step_can_give(result, match):
+    with pytest.raises(TypeError, match=match):
+        zs.function(lambda: result).plan()
+
+
+def test_a_body_that_changes_its_mind(home):
+    v, w = home.variable(np.float32(1), "v"), home.variable(np.float32(1), "w")
+    traces = []
+
+    def reads_another():
+        traces.append(1)
+        return (v if len(traces) % 2 else w).value()
+
+    def updates_another():
+        traces.append(1)
+        (v if len(traces) % 2 else w).assign(0.0)
+
+    def returns_another():
+        traces.append(1)
+        return len(traces)
+
+    for body in (reads_another, updates_another, returns_another):
+        traces.clear()
+        with pytest.raises(RuntimeError, match="did something else when it was traced"):
+            zs.function(body)()
+
+
+def test_a_step_inside_jit(home):
+    v = home.variable(np.float32(1))
+    step = zs.function(lambda x: v.value() * x)
+    with pytest.raises(TypeError, match=r"args\[0\] is being traced by jax.*__wrapped"):
+        jax.jit(lambda x: step(x))(X[0])
+
+
+def test_what_is_no_step_function():
+    async def waits():
+        """Cannot be traced."""
+
+    with pytest.raises(TypeError, match="takes a Python function, got 3"):
+        zs.function(3)
+    with pytest.raises(TypeError, match="is a coroutine function"):
+        zs.function(waits)
+    with pytest.raises(ValueError, match="has no plan"):
+        zs.function(lambda: 1, eager=True).plan()
+
+
+def test_the_context_outside_of_steps():
+    with pytest.raises(RuntimeError, match="only on a worker"):
+        zs.get_worker_context()
+
+
+def test_errors_of_the_body_pass_unchanged(home):
+    v = home.variable(np.float32(1))
+
+    def body():
+        v.assign_add(1.0)
+        raise KeyError("mine")
+
+    step = zs.function(body)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="mine"):
+            step()
+    assert home.values[v.spec.key] == 1.0
+    assert step.trace_count == 0

@@ -1,0 +1,132 @@
+"""What names a program: traces are counted, repeated ones are warned about."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.program._programs import MAX_PROGRAMS
+
+
+@pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+def test_values_do_not_name_a_program_but_types_do():
+    @zs.function
+    def step(x, **kwargs):
+        return kwargs.get("scale", 1) * x
+
+    f32 = np.ones(3, np.float32)
+    for value in (f32, 2 * f32, jnp.ones(3), np.ones(3, np.float32)):
+        step(value)
+    assert step.trace_count == 2  # a jax array can be weakly typed, numpy's cannot
+    step(f32, scale=2)
+    step(f32, scale=3)
+    assert float(step(f32, scale=4)[0]) == 4.0
+    assert step.trace_count == 3
+    step(np.ones(4, np.float32))
+    step(np.ones(3, np.int32))
+    step([f32][0], scale=2.5)
+    assert step.trace_count == 6
+
+
+def test_python_numbers_are_weakly_typed():
+    @zs.function
+    def step(x, n):
+        return x * n
+
+    x = np.ones(2, jnp.bfloat16)
+    assert step(x, 3).dtype == jnp.bfloat16
+    assert step(x, 0.5).dtype == jnp.bfloat16
+
+
+def test_static_values_name_a_program_and_may_be_branched_on():
+    @zs.function
+    def step(x, mode, double=False):
+        x = x if mode == "plain" else -x
+        return 2 * x if double else x
+
+    x = np.float32(3)
+    calls = [("plain", False), ("other", False), ("plain", True), ("plain", False)]
+    assert [float(step(x, m, double=d)) for m, d in calls] == [3, -3, 6, 3]
+    assert step.trace_count == 3
+
+
+def test_variables_are_named_by_what_they_are(home):
+    a, b = home.variable(np.float32(1)), home.variable(np.float32(2))
+
+    @zs.function
+    def step(x, y):
+        return x.value() - 10 * y.value()
+
+    assert [float(step(*pair)) for pair in ((a, b), (b, a), (a, b))] == [-19, -8, -19]
+    assert step.trace_count == 2
+    assert len(step.plan((a, a)).reads) == 1
+
+
+def test_repeated_traces_are_warned_about_with_words():
+    @zs.function
+    def step(batch):
+        return jnp.sum(batch["x"])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(1, 5):
+            step({"x": np.ones(n, np.float32)})
+    words = (
+        r"traced 5 times.*args\[0\]\['x'\] was float32\[4\] and is float32\[5\].*pad "
+        "the last batch"
+    )
+    with pytest.warns(zs.RetraceWarning, match=words):
+        step({"x": np.ones(5, np.float32)})
+
+
+def test_changing_elements_are_named_too():
+    step = zs.function(lambda it: jnp.sum(next(it)))
+    it = zs.StepIterator(np.ones(n, np.float32) for n in range(1, 6))
+    words = r"element 0 was float32\[4\] and is float32\[5\]"
+    for _ in range(4):
+        step(it)
+    with pytest.warns(zs.RetraceWarning, match=words):
+        step(it)
+
+
+@pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+def test_programs_are_bounded():
+    step = zs.function(lambda mode: mode)
+    for n in range(MAX_PROGRAMS + 10):
+        step.plan((str(n),))
+    kept = step.programs._signatures.values()
+    assert sum(len(signature.programs) for signature in kept) == MAX_PROGRAMS
+    count = step.trace_count
+    step.plan((str(MAX_PROGRAMS + 9),))
+    assert step.trace_count == count
+
+
+def test_a_program_does_not_keep_arguments_alive():
+    import gc
+    import weakref
+
+    step = zs.function(lambda x, it: (jnp.sum(x), next(it)))
+    array = np.ones(10, np.float32)
+    it = zs.StepIterator(iter([array, array]))
+    step(array, it)
+    refs = [weakref.ref(array), weakref.ref(it)]
+    del array, it
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_step_is_compiled_once_per_signature():
+    traces = []
+
+    @zs.function
+    def step(x):
+        traces.append(1)
+        return x + 1
+
+    for _ in range(5):
+        step(np.ones(3, np.float32))
+    assert len(traces) == 2  # to plan, and to compile

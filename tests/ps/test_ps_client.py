@@ -1,0 +1,290 @@
+"""The client over real links, and over scripted ones for what real ones hardly do."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from zstrat.config import Settings
+from zstrat.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    PeerLostError,
+    ProtocolError,
+    PSUnavailableError,
+)
+from zstrat.ps import PsClient, PsService, PsUpdate, Ref
+from zstrat.ps._known import Known, Value
+from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.wire import (
+    Done,
+    Hello,
+    OpenSession,
+    Pulled,
+    Pushed,
+    UpdateOp,
+    VariableEntry,
+)
+
+SETTINGS = Settings()
+
+
+class Servers:
+    """Two parameter servers, and the links of one coordinator to them."""
+
+    def __init__(self):
+        self.session = new_incarnation()
+        self.services, self.endpoints, self.links = [], [], []
+
+    async def start(self, count: int) -> None:
+        deadline = asyncio.get_running_loop().time() + 30
+        for index in range(count):
+            me = hello("ps", index, new_incarnation())
+            service = PsService(
+                load_code=lambda code: optax.sgd(0.5),
+                settings=SETTINGS,
+                task=f"/job:ps/task:{index}",
+                incarnation=me.incarnation,
+            )
+            endpoint = Endpoint(
+                me, service.handle, settings=SETTINGS, on_lost=service.lost
+            )
+            address = await endpoint.bind("127.0.0.1:0")
+            chief = hello("chief", 0, self.session)
+            link = Link(address, chief, name=f"/job:ps/task:{index}", settings=SETTINGS)
+            link.start()
+            await link.wait_open(deadline)
+            await link.request(OpenSession(self.session, index, 1, []))
+            self.services.append(service)
+            self.endpoints.append(endpoint)
+            self.links.append(link)
+
+    async def stop(self) -> None:
+        for link in self.links:
+            await link.close()
+        for endpoint in self.endpoints:
+            await endpoint.close()
+        for service in self.services:
+            await service.drain()
+
+
+@asynccontextmanager
+async def running(count: int = 2):
+    servers = Servers()
+    try:
+        async with asyncio.timeout(60):
+            await servers.start(count)
+            yield servers, PsClient(servers.links, servers.session)
+    finally:
+        await servers.stop()
+
+
+def entry(key: int) -> VariableEntry:
+    return VariableEntry(key, f"v{key}", True, False)
+
+
+def add(ps: int, key: int, array) -> PsUpdate:
+    return PsUpdate(ps, key, UpdateOp.ADD, 0, (array,))
+
+
+async def test_values_of_all_kinds_go_to_their_servers_and_come_back():
+    values = [
+        np.float64(3).reshape(()),
+        np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3),
+        np.zeros((0, 4), np.int64),
+        np.asfortranarray(np.arange(600_000, dtype=np.float32).reshape(600, 1000)),
+    ]
+    refs = [Ref(key % 2, key) for key in range(4)]
+    async with running() as (_, client):
+        await client.create(
+            [(ref.ps, entry(ref.key), v) for ref, v in zip(refs, values, strict=True)]
+        )
+        for order in ([0, 1, 2, 3], [3, 0, 2], [1, 1]):
+            got = await client.pull([refs[i] for i in order])
+            for array, i in zip(got, order, strict=True):
+                assert array.dtype == values[i].dtype
+                assert not array.flags.writeable or not array.size
+                np.testing.assert_array_equal(array, values[i])
+        assert await client.pull([]) == []
+
+
+async def test_a_pull_right_behind_a_push_reads_what_it_wrote():
+    big = np.ones(2_000_000, np.float32)
+    async with running() as (_, client):
+        await client.create([(0, entry(0), big * 0), (1, entry(1), np.zeros(3))])
+        refs = [Ref(0, 0), Ref(1, 1)]
+        for turn in range(1, 4):
+            pushed = client.push(turn, 0, 0, [add(0, 0, big), add(1, 1, np.ones(3))])
+            pulled = client.pull(refs)
+            first, second = await pulled
+            assert (first == turn).all()
+            assert (second == turn).all()
+            assert await pushed is True
+        assert await client.push(3, 0, 0, [add(0, 0, big)]) is False
+        assert await client.push(-1, 0, 0, []) is True
+
+
+async def test_what_did_not_change_is_not_sent_again():
+    async with running() as (servers, client):
+        await client.create([(0, entry(0), np.ones(5)), (0, entry(1), np.ones(5))])
+        refs = [Ref(0, 0), Ref(0, 1)]
+        first = await client.pull(refs)
+        again = await client.pull(refs)
+        assert [a is b for a, b in zip(first, again, strict=True)] == [True, True]
+        await client.push(-1, 0, 0, [add(0, 1, np.ones(5))])
+        third = await client.pull(refs)
+        assert third[0] is first[0]
+        assert third[1].tolist() == [2] * 5
+        assert first[1].tolist() == [1] * 5
+        assert servers.services[0].statistics()["unchanged"] == 3
+
+
+async def test_optimizers_deletion_and_statistics():
+    async with running() as (_, client):
+        await client.create([(ps, entry(ps), np.ones(3, np.float32)) for ps in (0, 1)])
+        await client.create_optimizer(1, "sgd", b"any")
+        gradient = (np.ones(3, np.float32),)
+        updates = [PsUpdate(ps, ps, UpdateOp.OPTIMIZE, 1, gradient) for ps in (0, 1)]
+        assert await client.push(1, 0, 0, updates)
+        assert [v.tolist() for v in await client.pull([Ref(0, 0), Ref(1, 1)])] == [
+            [0.5] * 3
+        ] * 2
+        await client.delete([Ref(0, 0), Ref(1, 1)])
+        with pytest.raises(
+            NotFoundError, match="ps/task:0 holds no variable with key 0"
+        ):
+            await client.pull([Ref(0, 0)])
+        statistics = await client.statistics()
+        assert [each["task"] for each in statistics] == [
+            "/job:ps/task:0",
+            "/job:ps/task:1",
+        ]
+        assert [each["variables"] for each in statistics] == [0, 0]
+
+
+async def test_a_push_that_a_server_refuses_says_why():
+    async with running() as (_, client):
+        await client.create([(1, entry(1), np.ones(3))])
+        with pytest.raises(
+            InvalidArgumentError, match=r"'v1': ADD expects shape \(3,\), got \(4,\)"
+        ):
+            await client.push(1, 0, 0, [add(1, 1, np.ones(4))])
+        assert await client.push(1, 0, 0, [add(1, 1, np.ones(3))])
+
+
+async def test_a_server_that_goes_away_is_named():
+    async with running() as (servers, client):
+        await client.create([(1, entry(1), np.ones(3))])
+        await servers.endpoints.pop().close()
+        with pytest.raises(PSUnavailableError, match="/job:ps/task:1 is unavailable"):
+            await client.pull([Ref(1, 1)])
+        with pytest.raises(PSUnavailableError, match="/job:ps/task:1"):
+            await client.push(1, 0, 0, [add(1, 1, np.ones(3))])
+
+
+async def test_creation_is_cut_into_messages_that_fit():
+    count = 1300
+    async with running() as (_, client):
+        await client.create([(0, entry(key), np.full(2, key)) for key in range(count)])
+        values = await client.pull([Ref(0, key) for key in range(count)])
+        assert [v[0] for v in values] == list(range(count))
+
+
+# ---- scripted links --------------------------------------------------------------
+
+
+class Script:
+    """A link whose answers the test gives, in any order."""
+
+    def __init__(self, incarnation: int = 1):
+        self.peer = Hello(1, "ps", 0, incarnation, "here", 1)
+        self.asked = []
+
+    def submit(self, message, *, deadline=None):
+        reply = asyncio.get_running_loop().create_future()
+        self.asked.append((message, reply))
+        return reply
+
+
+A, B = np.zeros(2), np.ones(2)
+
+
+async def test_an_answer_is_matched_with_what_was_known_when_it_was_asked_for():
+    link = Script()
+    client = PsClient([link], 7, memory=A.nbytes)  # room for one value
+    first = client.pull([Ref(0, 1)])
+    link.asked[0][1].set_result(Pulled([4], (A,)))
+    assert (await first)[0] is A
+    second, other = client.pull([Ref(0, 1)]), client.pull([Ref(0, 2)])
+    assert link.asked[1][0].reads[0].known == 4
+    link.asked[2][1].set_result(Pulled([1], (B,)))
+    assert (await other)[0] is B  # drops what was known of variable 1
+    link.asked[1][1].set_result(Pulled([4], ()))
+    assert (await second)[0] is A
+
+
+async def test_a_restarted_server_is_not_asked_for_versions_of_its_former_life():
+    link = Script()
+    client = PsClient([link], 7)
+    first = client.pull([Ref(0, 1)])
+    link.asked[0][1].set_result(Pulled([4], (A,)))
+    await first
+    link.peer = Hello(1, "ps", 0, 2, "here", 1)
+    client.pull([Ref(0, 1)])
+    assert link.asked[1][0].reads[0].known == -1
+
+
+@pytest.mark.parametrize(
+    "answer", [Done(), Pulled([], ()), Pulled([3], ()), Pushed(True, [])]
+)
+async def test_an_answer_to_another_question_is_a_protocol_error(answer):
+    link = Script()
+    pulling = PsClient([link], 7).pull([Ref(0, 1)])
+    link.asked[0][1].set_result(answer)
+    with pytest.raises(
+        ProtocolError, match="/job:ps/task:0 answered Pull with something else"
+    ):
+        await pulling
+
+
+async def test_the_first_error_is_the_outcome_and_nobody_hears_the_second():
+    links = [Script(), Script()]
+    pulling = PsClient(links, 7).pull([Ref(0, 1), Ref(1, 1)])
+    links[1].asked[0][1].set_exception(PeerLostError("ps 1", "silent for 5 s"))
+    with pytest.raises(
+        PSUnavailableError, match=r"/job:ps/task:1 is unavailable: silent"
+    ):
+        await pulling
+    links[0].asked[0][1].set_exception(NotFoundError("no such key"))
+    await asyncio.sleep(0)
+
+
+async def test_giving_up_a_call_leaves_the_links_alone():
+    link = Script()
+    pulling = PsClient([link], 7).pull([Ref(0, 1)])
+    pulling.cancel()
+    link.asked[0][1].set_result(Pulled([1], (A,)))
+    await asyncio.sleep(0)
+    assert pulling.cancelled()
+
+
+def test_what_is_known_is_bounded_and_never_goes_back():
+    known = Known(3 * A.nbytes)
+    for name in "abc":
+        known.put(name, Value(1, A))
+    assert known.get("a")
+    known.put("d", Value(1, B))
+    assert known.get("b") is None
+    assert (len(known), known.nbytes) == (3, 3 * A.nbytes)
+    known.put("a", Value(3, B))
+    known.put("a", Value(2, A))
+    assert known.get("a") == (3, B)
+    known.put("a", Value(4, np.zeros(100)))
+    assert known.get("a") is None
+    known.drop("d")
+    assert (len(known), known.nbytes) == (1, A.nbytes)
+    known.clear()
+    assert (len(known), known.nbytes) == (0, 0)

@@ -1,0 +1,99 @@
+"""One coordinator at a time, and nobody else's requests."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from zstrat.errors import BusyError, StaleSessionError
+from zstrat.wire import Hello, Ownership
+
+SESSIONS = st.integers(1, 3)
+
+
+def hello(session: int) -> Hello:
+    return Hello(1, "chief", 0, session, f"host{session}", 1000 + session)
+
+
+def test_a_second_coordinator_waits_until_the_first_is_gone():
+    tasks, first, second = Ownership("/job:ps/task:0"), object(), object()
+    assert tasks.open(1, first, hello(1))
+    with pytest.raises(BusyError, match=r"ps/task:0 serves .*pid 1001 on host1.*stop"):
+        tasks.open(2, second, hello(2))
+    tasks.check(1)
+    assert tasks.lost(first)
+    tasks.check(1)  # what was sent before still counts, and workers go on
+    assert tasks.open(2, second, hello(2))
+    with pytest.raises(
+        StaleSessionError, match=r"session 0x2 of .*host2.*not session 0x1"
+    ):
+        tasks.check(1)
+    with pytest.raises(StaleSessionError):
+        tasks.close(1)
+    assert tasks.close(2)
+    assert not tasks.close(2)
+    with pytest.raises(StaleSessionError, match="no session"):
+        tasks.check(2)
+
+
+def test_a_coordinator_that_reconnects_keeps_its_session_and_old_connections_die_late():
+    tasks, old, new = Ownership("ps"), object(), object()
+    tasks.open(1, old, hello(1))
+    assert not tasks.open(1, new, hello(1))
+    assert not tasks.lost(old)
+    with pytest.raises(BusyError):
+        tasks.open(2, object(), hello(2))
+    assert tasks.lost(new)
+    assert tasks.open(2, object(), hello(2))
+
+
+class OwnershipMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.real = Ownership("ps")
+        self.owner, self.alive, self.peers = None, False, {}
+
+    @rule(session=SESSIONS)
+    def open(self, session):
+        peer = object()
+        if self.owner not in (None, session) and self.alive:
+            with pytest.raises(BusyError):
+                self.real.open(session, peer, hello(session))
+            return
+        assert self.real.open(session, peer, hello(session)) == (self.owner != session)
+        self.owner, self.alive, self.peers[session] = session, True, peer
+
+    @rule(session=SESSIONS)
+    def lose(self, session):
+        peer = self.peers.pop(session, None)
+        is_owner = peer is not None and session == self.owner
+        assert self.real.lost(peer) == is_owner
+        if is_owner:
+            self.alive = False
+
+    @rule(session=SESSIONS)
+    def close(self, session):
+        if self.owner is None:
+            assert not self.real.close(session)
+        elif session == self.owner:
+            assert self.real.close(session)
+            self.owner = None
+        else:
+            with pytest.raises(StaleSessionError):
+                self.real.close(session)
+
+    @invariant()
+    def only_the_owner_passes(self):
+        for session in (1, 2, 3):
+            if session == self.owner:
+                self.real.check(session)
+            else:
+                with pytest.raises(StaleSessionError):
+                    self.real.check(session)
+        assert self.real.session == self.owner
+
+
+TestOwnership = OwnershipMachine.TestCase
+TestOwnership.settings = settings(
+    max_examples=50, stateful_step_count=20, deadline=None
+)

@@ -1,0 +1,379 @@
+"""The service driven by messages: turns, roles, sessions, faults. No sockets."""
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+
+import numpy as np
+import optax
+import pytest
+
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import (
+    BusyError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.ps import PsService
+from zstrat.ps import _service as service_module
+from zstrat.wire import (
+    Beat,
+    CloseSession,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    Done,
+    Fetch,
+    Hello,
+    Inspect,
+    Job,
+    OpenSession,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Read,
+    SessionOpened,
+    Update,
+    UpdateOp,
+    VariableEntry,
+)
+
+SESSION = 7
+
+
+@dataclass(eq=False)
+class Peer:
+    role: Job = Job.CHIEF
+    incarnation: int = SESSION
+    name: str = field(init=False)
+    hello: Hello = field(init=False)
+
+    def __post_init__(self):
+        self.name = f"{self.role}:0"
+        self.hello = Hello(1, str(self.role), 0, self.incarnation, "here", 11)
+
+
+class Loader:
+    """Loads optimizers by name; ``gate`` holds the compute thread up meanwhile."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def __call__(self, code: bytes) -> object:
+        assert self.gate.wait(30), "the test never opened the gate"
+        match code:
+            case b"sgd":
+                return optax.sgd(0.5)
+            case b"global":
+                return optax.clip_by_global_norm(1.0)
+            case _:
+                raise KeyError(code.decode())
+
+
+class Rig:
+    def __init__(self, **timeouts):
+        self.loader, self.left, self.now = Loader(), [], 100.0
+        self.service = PsService(
+            load_code=self.loader,
+            settings=Settings(timeouts=Timeouts(**timeouts)),
+            task="/job:ps/task:0",
+            incarnation=5,
+            on_exit=lambda: self.left.append(True),
+            clock=lambda: self.now,
+        )
+        self.chief, self.worker = Peer(), Peer(Job.WORKER, 8)
+
+    def open(self) -> None:
+        opened = self.service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
+        assert opened == SessionOpened("cpu", 1)
+        values = tuple(np.zeros(4, "f4") for _ in range(3))
+        entries = [VariableEntry(key, f"v{key}", True, False) for key in range(3)]
+        assert self.ask(CreateVariables(SESSION, entries, values)) == Done()
+
+    def ask(self, message, peer=None):
+        return self.service.handle(peer or self.chief, message)
+
+    def held_up(self) -> asyncio.Future:
+        """The compute thread is busy with optimizer 9 until the gate opens."""
+        self.loader.gate.clear()
+        return self.ask(CreateOptimizer(SESSION, 9, "sgd", b"sgd"))
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    rig.open()
+    yield rig
+    rig.loader.gate.set()
+    await rig.service.drain()
+
+
+def add(*keys: int, step: int = -1, value: float = 1.0, session: int = SESSION) -> Push:
+    updates = [Update(key, int(UpdateOp.ADD), 0, 1) for key in keys]
+    return Push(
+        session, step, 0, 0, updates, tuple(np.full(4, value, "f4") for _ in keys)
+    )
+
+
+def descend(*keys: int, optimizer: int = 9) -> Push:
+    updates = [Update(key, int(UpdateOp.OPTIMIZE), optimizer, 1) for key in keys]
+    return Push(SESSION, -1, 0, 0, updates, tuple(np.ones(4, "f4") for _ in keys))
+
+
+def pull(*keys: int, known: int = -1, session: int = SESSION) -> Pull:
+    return Pull(session, [Read(key, known) for key in keys])
+
+
+async def test_small_requests_are_answered_on_the_spot(rig):
+    assert rig.ask(add(0, 1, step=1), rig.worker) == Pushed(True, [1, 1])
+    assert rig.ask(add(0, 1, step=1), rig.worker) == Pushed(False, [1, 1])
+    pulled = rig.ask(pull(0, 2), rig.worker)
+    assert isinstance(pulled, Pulled)
+    assert pulled.versions == [1, 0]
+    assert [array.tolist() for array in pulled.arrays] == [[1] * 4, [0] * 4]
+    assert rig.ask(pull(0, known=1)) == Pulled([1], ())
+    assert rig.ask(DeleteVariables(SESSION, [1])) == Done()
+    with pytest.raises(NotFoundError, match="key 1"):
+        rig.ask(pull(1))
+
+
+async def test_nobody_waits_for_what_others_compile_and_all_who_must_keep_their_order(
+    rig,
+):
+    loading = rig.held_up()
+    first = rig.ask(descend(0))
+    second = rig.ask(add(0, 1, value=10), rig.worker)
+    third = rig.ask(pull(0, 1), rig.worker)
+    fourth = rig.ask(descend(1))
+    assert rig.ask(add(2)) == Pushed(True, [1])
+    assert rig.ask(pull(2)).arrays[0].tolist() == [1] * 4
+    assert not any(later.done() for later in (loading, first, second, third, fourth))
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        assert await loading == Done()
+        assert await first == Pushed(True, [1])
+        assert await second == Pushed(True, [2, 1])
+        pulled = await third
+        assert [array[0] for array in pulled.arrays] == [9.5, 10]
+        assert await fourth == Pushed(True, [2])
+    assert rig.ask(pull(1)).arrays[0][0] == 9.5
+    assert rig.service.statistics()["waiting"] == 0
+
+
+async def test_large_pushes_and_creations_go_to_the_thread(rig, monkeypatch):
+    monkeypatch.setattr(service_module, "INLINE", 8)
+    entry = VariableEntry(5, "large", True, False)
+    creating = rig.ask(CreateVariables(SESSION, [entry], (np.ones(100),)))
+    pushing = rig.ask(
+        Push(SESSION, 3, 0, 0, [Update(5, int(UpdateOp.ADD), 0, 1)], (np.ones(100),))
+    )
+    again = rig.ask(
+        Push(SESSION, 3, 0, 0, [Update(5, int(UpdateOp.ADD), 0, 1)], (np.ones(100),))
+    )
+    pulling = rig.ask(pull(5))
+    async with asyncio.timeout(30):
+        assert await creating == Done()
+        assert await pushing == Pushed(True, [1])
+        assert await again == Pushed(False, [1])
+        assert ((await pulling).arrays[0] == 2).all()
+
+
+async def test_a_retry_that_pushes_other_variables_waits_for_the_first_try(
+    rig, monkeypatch
+):
+    rig.held_up()
+    updates = [Update(0, int(UpdateOp.OPTIMIZE), 9, 1)]
+    first = rig.ask(Push(SESSION, 4, 0, 0, updates, (np.ones(4, "f4"),)))
+    retry = rig.ask(add(1, step=4), rig.worker)
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        assert (await first).applied
+        assert await retry == Pushed(False, [0])
+
+
+async def test_what_fails_on_the_thread_frees_its_names(rig):
+    broken = rig.ask(CreateOptimizer(SESSION, 1, "unknown", b"unknown"))
+    mixed = rig.ask(CreateOptimizer(SESSION, 1, "global", b"global"))
+    unfit = rig.ask(descend(0, optimizer=1))
+    async with asyncio.timeout(60):
+        with pytest.raises(KeyError, match="unknown"):
+            await broken
+        with pytest.raises(InvalidArgumentError, match="mixes variables"):
+            await mixed
+        with pytest.raises(NotFoundError, match="no optimizer with id 1"):
+            await unfit
+    assert rig.ask(add(0)) == Pushed(True, [1])
+    assert rig.service.statistics()["failed"] == 3
+
+
+@pytest.mark.parametrize("role", list(Job))
+async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
+    peer = Peer(role)
+    may = {
+        Job.CHIEF: {
+            OpenSession,
+            CreateVariables,
+            DeleteVariables,
+            CreateOptimizer,
+            Pull,
+            Push,
+        },
+        Job.WORKER: {Pull, Push},
+        Job.EVALUATOR: {Pull},
+    }.get(role, set())
+    some = [
+        OpenSession(SESSION, 0, 1, []),
+        CreateVariables(SESSION, [], ()),
+        DeleteVariables(SESSION, []),
+        pull(0),
+        add(0),
+    ]
+    for message in some:
+        if type(message) in may:
+            rig.ask(message, peer)
+        else:
+            with pytest.raises(
+                PermissionDeniedError, match=f"takes .* from chief.*{role}:0"
+            ):
+                rig.ask(message, peer)
+    if role is not Job.CHIEF:
+        with pytest.raises(PermissionDeniedError):
+            rig.ask(CreateOptimizer(SESSION, 1, "sgd", b"sgd"), peer)
+        with pytest.raises(PermissionDeniedError):
+            rig.ask(CloseSession(SESSION, True), peer)
+    assert rig.ask(Inspect(), peer).values["task"] == "/job:ps/task:0"
+
+
+@pytest.mark.parametrize("message", [Fetch(SESSION, 1), Beat(True), Done()])
+async def test_what_a_parameter_server_does_not_answer_is_refused(rig, message):
+    with pytest.raises(
+        ProtocolError, match="is a parameter server and does not answer"
+    ):
+        rig.ask(message)
+
+
+async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig):
+    rig.ask(add(0, step=1))
+    stranger = Peer(incarnation=99)
+    with pytest.raises(BusyError, match=r"chief:0 .pid 11 on here"):
+        rig.ask(OpenSession(99, 0, 1, []), stranger)
+    rig.service.lost(rig.chief, "silent")
+    assert rig.ask(pull(0), rig.worker).versions == [1]
+    assert rig.service.statistics()["owner_alive"] is False
+    rig.ask(OpenSession(99, 0, 1, []), stranger)
+    with pytest.raises(StaleSessionError, match="not session 0x7"):
+        rig.ask(add(0), rig.worker)
+    with pytest.raises(NotFoundError):
+        rig.ask(pull(0, session=99))
+
+
+async def test_the_same_coordinator_comes_back_to_what_it_had(rig):
+    rig.ask(add(0, step=1))
+    back = Peer()
+    rig.ask(OpenSession(SESSION, 0, 1, []), back)
+    rig.service.lost(rig.chief, "its old connection timed out")
+    assert rig.ask(add(0, step=1), back) == Pushed(False, [1])
+
+
+async def test_what_computes_when_the_session_ends_is_not_applied_to_the_next(rig):
+    loading = rig.held_up()
+    waiting = rig.ask(descend(0))
+    rig.ask(CloseSession(SESSION, False))
+    rig.ask(OpenSession(SESSION, 0, 1, []))
+    entry = VariableEntry(2, "new", True, False)
+    rig.ask(CreateVariables(SESSION, [entry], (np.zeros(4, "f4"),)))
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(StaleSessionError, match="session ended"):
+            await loading
+        with pytest.raises(NotFoundError):
+            await waiting
+    assert rig.service.statistics()["optimizers"] == 0
+
+
+async def test_close_with_exit_says_so_once(rig):
+    with pytest.raises(StaleSessionError):
+        rig.ask(CloseSession(3, True))
+    assert rig.left == []
+    assert rig.ask(CloseSession(SESSION, True)) == Done()
+    assert rig.ask(CloseSession(SESSION, True)) == Done()
+    assert rig.left == [True]
+    assert rig.service.statistics()["variables"] == 0
+
+
+async def test_drain_finishes_what_was_accepted_and_refuses_the_rest():
+    rig = Rig()
+    rig.open()
+    loading = rig.held_up()
+    waiting = rig.ask(descend(0))
+    draining = asyncio.ensure_future(rig.service.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        rig.ask(descend(0))
+    with pytest.raises(UnavailableError, match="shutting down"):
+        rig.ask(OpenSession(SESSION, 0, 1, []))
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        await draining
+    assert loading.done()
+    assert await waiting == Pushed(True, [1])
+    assert "compute /job:ps/task:0" not in {
+        thread.name for thread in threading.enumerate()
+    }
+
+
+async def test_drain_does_not_wait_for_ever():
+    rig = Rig(drain=0.01)
+    rig.open()
+    loading = rig.held_up()
+    async with asyncio.timeout(30):
+        await rig.service.drain()
+    assert not loading.done()
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        await loading
+
+
+async def test_a_caller_that_gives_up_changes_nothing(rig):
+    rig.held_up()
+    pushing = rig.ask(descend(0))
+    pushing.cancel()
+    rig.loader.gate.set()
+    async with asyncio.timeout(60):
+        assert (await rig.ask(pull(0))).versions == [1]
+
+
+async def test_statistics_are_plain_and_complete(rig):
+    rig.now += 12.5
+    values = rig.ask(Inspect()).values
+    assert values == {
+        "job": "ps",
+        "task": "/job:ps/task:0",
+        "incarnation": 5,
+        "uptime": 12.5,
+        "session": SESSION,
+        "owner": "chief:0 (pid 11 on here)",
+        "owner_alive": True,
+        "optimizers": 0,
+        "programs": 0,
+        "waiting": 0,
+        "failed": 0,
+        "variables": 3,
+        "bytes": 48,
+        "held_bytes": 48,
+        "slot_bytes": 0,
+        "pulls": 0,
+        "reads": 0,
+        "unchanged": 0,
+        "pushes": 0,
+        "updates": 0,
+        "duplicates": 0,
+        "remembered_steps": 0,
+        "low_water": 0,
+    }

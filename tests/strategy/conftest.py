@@ -1,0 +1,112 @@
+"""A cluster without processes: what a strategy and a worker need of one, in numpy."""
+
+import numpy as np
+import pytest
+
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.errors import InvalidArgumentError
+from zstrat.program import digest, dump_code, load, prepare, rebuild
+from zstrat.strategy import ParameterServerStrategy
+from zstrat.variables import apply
+from zstrat.wire import UpdateOp
+
+
+class FakeSession:
+    """The blocking and awaitable methods of a session, over a dict."""
+
+    def __init__(self, ps_count, worker_count, devices):
+        self.ps_count, self.worker_count, self.devices = ps_count, worker_count, devices
+        self.platform = "cpu"
+        self.values = {}
+        self.specs = {}
+        self.slots = {}
+        self.transformations = {}
+        self.requests = []
+        self.refuse = None
+        self.is_closed = False
+
+    def create_variables(self, variables):
+        self.requests.append("create")
+        for spec, array in variables:
+            assert 0 <= spec.ps < self.ps_count
+            assert spec.key not in self.values
+            self.values[spec.key], self.specs[spec.key] = array, spec
+
+    def create_optimizer(self, optimizer_id, name, code):
+        if self.refuse is not None:
+            raise InvalidArgumentError(f"{name}: {self.refuse}")
+        assert optimizer_id > 0
+        self.transformations[optimizer_id] = load(code)
+
+    def read(self, specs):
+        self.requests.append("read")
+        return [self.values[spec.key] for spec in specs]
+
+    def update(self, spec, op, optimizer_id, arrays):
+        self.requests.append("update")
+        value = self.values[spec.key]
+        if optimizer_id == 0:
+            self.values[spec.key] = apply(op, value, tuple(arrays))
+            return
+        gradient = arrays[0]
+        if op is UpdateOp.OPTIMIZE_ROWS:
+            gradient = apply(UpdateOp.SCATTER_ADD, np.zeros_like(value), tuple(arrays))
+        transformation = self.transformations[optimizer_id]
+        slots = self.slots.get((spec.key, optimizer_id), transformation.init(value))
+        delta, slots = transformation.update(gradient, slots, value)
+        self.slots[spec.key, optimizer_id] = slots
+        self.values[spec.key] = np.asarray(value + delta)
+
+    async def read_async(self, specs):
+        return self.read(specs)
+
+    async def update_async(self, spec, op, optimizer_id, arrays):
+        self.update(spec, op, optimizer_id, arrays)
+
+    def close(self):
+        self.is_closed = True
+
+
+class FakeCluster:
+    """A strategy over a `FakeSession`, and a worker that runs its steps."""
+
+    def __init__(self, ps=2, workers=2, devices=1, **options):
+        spec = ClusterSpec(
+            {
+                "chief": ["localhost:1"],
+                "ps": [f"localhost:{10 + i}" for i in range(ps)],
+                "worker": [f"localhost:{20 + i}" for i in range(workers)],
+            }
+        )
+        self.session = FakeSession(ps, workers, devices)
+        self.resolver = SimpleClusterResolver(spec, task_type="chief", task_id=0)
+        self.strategy = ParameterServerStrategy(
+            self.resolver, connect=lambda spec, settings: self.session, **options
+        )
+
+    def ship(self, function):
+        """The function as a worker has it."""
+        code = dump_code(function)
+        assert digest(code)
+        return load(code)
+
+    def run(self, shipped, *args):
+        """One step of a shipped function, as a worker runs it."""
+        prepared = prepare(shipped, args, {})
+        plan = prepared.plan
+        result = prepared.run(self.session.read(plan.reads))
+        for update in result.updates:
+            self.session.update(*update)
+        return rebuild(
+            result.layout.structure, result.leaves, plan.out_structure.treedef
+        )
+
+
+@pytest.fixture
+def make_cluster():
+    return FakeCluster
+
+
+@pytest.fixture
+def cluster():
+    return FakeCluster()

@@ -1,0 +1,73 @@
+"""The strategy with real daemons: workers of several devices, refusals from a ps."""
+
+import asyncio
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+TRUTH = np.array([1.0, -2.0, 3.0], np.float32)
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    with zs.LocalCluster(num_ps=2, num_workers=1, worker_devices=2) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        yield strategy
+        strategy.close()
+
+
+def test_two_replicas_of_a_worker_train_one_model(strategy):
+    assert strategy.num_replicas_in_sync == 2
+    coordinator = zs.ClusterCoordinator(strategy)
+    with strategy.scope():
+        w = zs.Variable(np.zeros(3, np.float32), name="w")
+        optimizer = zs.Optimizer(optax.sgd(0.05), count_iterations=True)
+
+    def dataset_fn():
+        x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+        return zs.data.Dataset.from_tensor_slices((x, x @ TRUTH)).repeat().batch(16)
+
+    @zs.function
+    def step(iterator):
+        def replica_fn(batch):
+            x, y = batch
+            assert x.shape == (8, 3)
+            loss, gradient = zs.value_and_grad(
+                lambda w: jnp.mean((x @ w - y) ** 2) / strategy.num_replicas_in_sync
+            )(w)
+            optimizer.apply_gradients([(gradient, w)])
+            return loss
+
+        losses = strategy.run(replica_fn, args=(next(iterator),))
+        return strategy.reduce("sum", losses, axis=None), losses
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    values = [coordinator.schedule(step, args=(iterator,)) for _ in range(200)]
+    coordinator.join()
+    np.testing.assert_allclose(w.numpy(), TRUTH, atol=1e-2)
+    assert optimizer.iterations.numpy() == 200
+    total, parts = values[0].fetch()
+    assert isinstance(parts, zs.PerReplica)
+    np.testing.assert_allclose(total, sum(parts.values), rtol=1e-6)
+
+
+def test_a_ps_refuses_what_mixes_variables_when_the_optimizer_is_made(strategy):
+    with strategy.scope():
+        with pytest.raises(ValueError, match="'clip' mixes variables"):
+            zs.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
+        zs.Optimizer(optax.sgd(1.0)).apply_gradients([(1.0, zs.Variable(1.0))])
+
+
+async def test_variables_block_or_wait_in_a_running_loop(strategy):
+    with strategy.scope():
+        x = zs.Variable([1.0, 2.0])
+    x.assign_add([1.0, 1.0])
+    await asyncio.gather(*(x.assign_sub_async([0.5, 0.5]) for _ in range(2)))
+    np.testing.assert_array_equal(await x.value_async(), [1.0, 2.0])
+    np.testing.assert_array_equal(x.numpy(), [1.0, 2.0])

@@ -1,0 +1,328 @@
+"""ParameterServerStrategy: construction, placement, creation, what travels."""
+
+import copy
+import logging
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.variables as zv
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.config import Settings
+from zstrat.errors import InvalidArgumentError
+from zstrat.program import WorkerContext, function, get_worker_context, worker_context
+from zstrat.strategy import ParameterServerStrategy, PerReplica
+
+FULL = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
+
+
+def construct(spec, task_type=None, task_id=None, connected=None):
+    def connect(spec, settings):
+        assert connected is not None, "connected although the cluster is wrong"
+        connected.append((spec, settings))
+        return None
+
+    resolver = SimpleClusterResolver(
+        ClusterSpec(spec), task_type=task_type, task_id=task_id
+    )
+    return ParameterServerStrategy(resolver, connect=connect)
+
+
+@pytest.mark.parametrize(
+    ("spec", "task", "words"),
+    [
+        ({}, (None, None), "Cluster spec must be non-empty"),
+        ({**FULL, "master": ["m:1"]}, (None, None), "Disallowed task type found in"),
+        (FULL, ("boss", 0), "Unrecognized task_type"),
+        ({"ps": ["p:1"], "worker": ["w:1"]}, ("chief", 0), "not found in cluster_spec"),
+        ({**FULL, "chief": ["c:1", "c:2"]}, (None, None), "at most one 'chief' job"),
+        (
+            {**FULL, "evaluator": ["e:1", "e:2"]},
+            (None, None),
+            "at most one 'evaluator' job",
+        ),
+        (FULL, ("chief", 1), "exceeds the maximum id"),
+        ({"worker": ["w:1"]}, (None, None), "There must be at least one ps"),
+        ({"chief": ["c:1"]}, ("chief", 0), "There must be at least one ps"),
+        ({"ps": ["p:1"]}, (None, None), "There must be at least one worker"),
+        ({**FULL, "worker": []}, (None, None), "There must be at least one worker"),
+        (FULL, ("worker", 1), "made by the coordinator"),
+        (FULL, ("ps", 0), "made by the coordinator"),
+    ],
+)
+def test_a_wrong_cluster_is_refused_before_connecting(spec, task, words):
+    with pytest.raises(ValueError, match=words):
+        construct(spec, *task)
+
+
+def test_mistakes_are_found_in_tf_order():
+    several = {"worker": ["w:1"], "other": ["o:1"]}
+    with pytest.raises(ValueError, match="Disallowed"):
+        construct(several, "boss", 0)
+    with pytest.raises(ValueError, match="exceeds the maximum"):
+        construct({"worker": ["w:1"]}, "worker", 5)
+
+
+def test_settings_and_the_spec_reach_the_session(make_cluster):
+    seen = []
+    fake = make_cluster()
+    settings = Settings(insecure=True)
+    strategy = ParameterServerStrategy(
+        fake.resolver,
+        settings=settings,
+        connect=lambda *given: seen.append(given) or fake.session,
+    )
+    assert seen == [(fake.resolver.cluster_spec(), settings)]
+    assert strategy.session is fake.session
+    strategy.close()
+    assert fake.session.is_closed
+
+
+def test_the_face_of_the_strategy(make_cluster):
+    fake = make_cluster(ps=3, workers=5)
+    strategy = fake.strategy
+    assert strategy.cluster_resolver is fake.resolver
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.variable_partitioner is None
+    assert strategy.extended.worker_devices == ("/device:CPU:0",)
+    assert strategy.extended.parameter_devices == tuple(
+        f"/job:ps/task:{i}" for i in range(3)
+    )
+    assert strategy.extended.experimental_require_static_shapes is False
+    assert "3 ps, 5 workers" in repr(strategy)
+    with pytest.raises(RuntimeError):
+        copy.copy(strategy)
+    assert copy.deepcopy(strategy) is strategy
+
+
+def test_variables_go_round_the_ps_in_order_of_creation(make_cluster):
+    strategy = make_cluster(ps=3).strategy
+    v1 = zv.Variable(0.0)
+    with strategy.scope():
+        v2, v3, v4, v5 = (zv.Variable(float(i)) for i in range(4))
+    assert v1.device == "/job:localhost/replica:0/task:0/device:CPU:0"
+    assert [v.device for v in (v2, v3, v4, v5)] == [
+        f"/job:ps/replica:0/task:{i}/device:CPU:0" for i in (0, 1, 2, 0)
+    ]
+    with strategy.scope():
+        assert zv.Variable(0.0).spec.ps == 1
+    assert [strategy.extended.variable_created_in_scope(v) for v in (v1, v2)] == [
+        False,
+        True,
+    ]
+    assert strategy.extended.value_container(v2) is v2
+
+
+def test_a_tree_is_created_in_one_request(cluster):
+    with cluster.strategy.scope():
+        tree = zv.create_variables({"a": np.ones(3), "b": [1.0, 2.0]}, name="net")
+    assert cluster.session.requests == ["create"]
+    assert [v.spec.ps for v in jax.tree.leaves(tree)] == [0, 1, 0]
+    assert {spec.name for spec in cluster.session.specs.values()} == {
+        "net/a",
+        "net/b/0",
+        "net/b/1",
+    }
+
+
+def test_colocation_does_not_move_the_others(make_cluster):
+    strategy = make_cluster(ps=3).strategy
+    with strategy.scope():
+        first, second = zv.Variable(0.0), zv.Variable(0.0)
+        with strategy.extended.colocate_vars_with(second):
+            beside = [zv.Variable(0.0) for _ in range(4)]
+        third = zv.Variable(0.0)
+    assert {v.spec.ps for v in beside} == {second.spec.ps} == {1}
+    assert (first.spec.ps, third.spec.ps) == (0, 2)
+
+
+def test_colocation_needs_the_scope_and_its_own_variables(make_cluster):
+    strategy, other = make_cluster().strategy, make_cluster().strategy
+    with other.scope():
+        foreign = zv.Variable(0.0)
+    with pytest.raises(RuntimeError, match=r"inside strategy\.scope\(\)"):
+        strategy.extended.colocate_vars_with(foreign)
+    with strategy.scope():
+        for variable in (foreign, zv.detached(foreign.spec)):
+            with pytest.raises(ValueError, match="must only be passed a variable"):
+                strategy.extended.colocate_vars_with(variable)
+
+
+def test_initial_values(cluster):
+    with cluster.strategy.scope():
+        with pytest.raises(ValueError, match="needs an initial_value"):
+            zv.Variable(None, name="empty")
+        assert zv.Variable(lambda: 3).numpy() == 3
+        zeros = zv.Variable(zv.initializers.zeros, shape=(2, 2))
+        assert zeros.numpy().shape == (2, 2)
+        with pytest.raises(ValueError, match="VariableAggregation"):
+            zv.Variable(1.0, aggregation=1)
+    assert zeros.spec.ps == 1, "a variable that was refused takes no turn"
+
+
+def test_reads_and_updates_outside_of_steps_go_to_the_ps(cluster):
+    with cluster.strategy.scope():
+        x = zv.Variable([1.0, 2.0], name="x")
+    x.assign_add([1.0, 1.0])
+    x.scatter_update(zv.IndexedSlices(np.zeros((1,)), [0]))
+    np.testing.assert_array_equal(x.numpy(), [0.0, 3.0])
+    np.testing.assert_array_equal(cluster.session.values[x.spec.key], [0.0, 3.0])
+    np.testing.assert_array_equal(x * 2, [0.0, 6.0])
+    before = list(cluster.session.requests)
+    with pytest.raises(ValueError, match="shape mismatch"):
+        x.assign(1.0)
+    assert cluster.session.requests == before
+
+
+async def test_the_awaitable_twins_go_to_the_ps(cluster):
+    with cluster.strategy.scope():
+        x = zv.Variable([1.0, 2.0])
+        optimizer = zv.Optimizer(optax.sgd(1.0))
+    await x.assign_add_async([1.0, 1.0])
+    await optimizer.apply_gradients_async([(np.float32([1, 0]), x)])
+    np.testing.assert_array_equal(await x.read_value_async(), [1.0, 3.0])
+
+
+def test_optimizers_of_the_scope_run_on_the_ps(cluster):
+    with cluster.strategy.scope():
+        x = zv.Variable([1.0, 2.0])
+        first = zv.Optimizer(optax.sgd(0.5), name="sgd")
+        second = zv.Optimizer(optax.adam(0.1))
+    assert (first.id, second.id) == (1, 2)
+    first.apply_gradients([jnp.ones(2)], [x])
+    np.testing.assert_array_equal(x.numpy(), [0.5, 1.5])
+    outside = zv.Optimizer(optax.sgd(0.5))
+    with pytest.raises(ValueError, match="create it inside the scope"):
+        outside.apply_gradients([jnp.ones(2)], [x])
+
+
+def test_a_refused_optimizer_says_why_when_it_is_made(cluster):
+    cluster.session.refuse = "looks at all variables at once"
+    with cluster.strategy.scope():
+        with pytest.raises(InvalidArgumentError, match="clip: looks at all variables"):
+            zv.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
+
+
+def test_a_partitioner_that_keeps_variables_whole_is_fine(make_cluster):
+    calls = []
+
+    def partitioner(shape, dtype):
+        calls.append((shape, dtype))
+        return [1] * len(shape)
+
+    fake = make_cluster(variable_partitioner=partitioner)
+    assert fake.strategy.variable_partitioner is partitioner
+    with fake.strategy.scope():
+        zv.Variable(1.0)
+        table = zv.Variable(np.zeros((4, 2), np.float32))
+        with fake.strategy.extended.colocate_vars_with(table):
+            zv.Variable(np.zeros((4, 2), np.float32))
+    assert calls == [((4, 2), np.float32)]
+
+
+@pytest.mark.parametrize("parts", [None, [], [0, 1], [1], [1, 2], "1", 3, [2, 1, 1]])
+def test_a_partitioner_must_return_parts_per_axis(make_cluster, parts):
+    strategy = make_cluster(variable_partitioner=lambda shape, dtype: parts).strategy
+    with strategy.scope():
+        with pytest.raises(ValueError, match="variable_partitioner must return"):
+            zv.Variable(np.zeros((4, 2)))
+
+
+def test_several_parts_are_not_supported_yet(make_cluster):
+    strategy = make_cluster(variable_partitioner=lambda shape, dtype: [3]).strategy
+    with strategy.scope():
+        with pytest.raises(
+            NotImplementedError, match=r"'w' of shape \(4,\) in 3 parts"
+        ):
+            zv.Variable(np.zeros(4), name="w")
+        assert zv.Variable(np.zeros(1)).spec.ps == 0, (
+            "a variable cannot have more parts"
+        )
+
+
+def test_a_shipped_step_finds_its_variables_strategy_and_optimizer(cluster):
+    strategy = cluster.strategy
+    with strategy.scope():
+        w = zv.Variable(np.float32([1.0, -1.0]), name="w")
+        count = zv.Variable(0, name="count")
+        optimizer = zv.Optimizer(optax.sgd(0.1))
+
+    @function
+    def step(x):
+        def replica_fn(x):
+            loss, gradient = jax.value_and_grad(lambda w: ((w - x) ** 2).sum())(
+                w.value()
+            )
+            optimizer.apply_gradients([(gradient, w)])
+            count.assign_add(1)
+            return loss
+
+        return strategy.reduce("mean", strategy.run(replica_fn, args=(x,)), axis=None)
+
+    plan = step.plan((np.float32([2.0, 2.0]),))
+    assert {spec.name for spec in plan.reads} == {"w"}
+    shipped = cluster.ship(step)
+    loss = cluster.run(shipped, np.float32([2.0, 2.0]))
+    assert loss == 10.0
+    np.testing.assert_allclose(w.numpy(), [1.2, -0.4], rtol=1e-6)
+    cluster.run(shipped, np.float32([2.0, 2.0]))
+    assert count.numpy() == 2
+
+
+def test_a_pickled_strategy_has_the_same_face_on_a_worker(make_cluster):
+    strategy = make_cluster(ps=3, devices=1).strategy
+    there = pickle.loads(pickle.dumps(strategy))
+    assert pickle.loads(pickle.dumps(strategy)) is there
+    assert pickle.loads(pickle.dumps(there)) is there
+    assert there.num_replicas_in_sync == 1
+    assert there.extended.worker_devices == strategy.extended.worker_devices
+    assert there.extended.parameter_devices == strategy.extended.parameter_devices
+    assert there.cluster_resolver is None
+    assert there.run(lambda x: x + 1, args=(1,)) == 2
+    with there.scope():
+        local = zv.Variable(1.0)
+        assert local.spec.ps == zv.LOCAL
+        with pytest.raises(ValueError, match="colocate_vars_with"):
+            there.extended.colocate_vars_with(local)
+    assert not there.extended.variable_created_in_scope(local)
+    assert "on a worker" in repr(there)
+
+
+def test_use_outside_of_scheduled_functions_is_allowed_and_warned_about(
+    cluster, caplog
+):
+    strategy = cluster.strategy
+    with caplog.at_level(logging.WARNING):
+        assert strategy.run(lambda: 3) == 3
+        assert strategy.reduce("sum", 4, axis=None) == 4
+    assert len(caplog.messages) == 2
+    assert all("ClusterCoordinator.schedule" in text for text in caplog.messages)
+    caplog.clear()
+    token = worker_context.set(WorkerContext(1, 2))
+    try:
+        assert strategy.run(lambda: get_worker_context().worker_index) == 1
+    finally:
+        worker_context.reset(token)
+
+    @function
+    def step(x):
+        return strategy.run(lambda x: x + 1, args=(x,))
+
+    assert step(np.float32(1)) == 2
+    assert not caplog.messages
+
+
+def test_per_replica_values_can_be_passed_to_one_replica(cluster):
+    strategy = cluster.strategy
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: {"id": context.replica_id_in_sync_group}
+    )
+    assert isinstance(given, PerReplica)
+    assert strategy.run(lambda x, y: (x, y), (given,), {"y": [given]}) == (
+        {"id": 0},
+        [{"id": 0}],
+    )

@@ -1,0 +1,479 @@
+"""strategy.run over several local devices, against plain jax on the whole batch.
+
+Where there is one device, it computes all the replicas; `test_strategy_devices` runs
+this file again in a process with four devices. The results must be the same.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.variables as zv
+from zstrat.errors import OutOfRangeError
+from zstrat.program import (
+    StepIterator,
+    WorkerContext,
+    function,
+    get_worker_context,
+    value_and_grad,
+    worker_context,
+)
+from zstrat.strategy import PerReplica, get_replica_context
+
+R = 4
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(8, 3)).astype(np.float32)
+Y = RNG.normal(size=(8,)).astype(np.float32)
+W = RNG.normal(size=3).astype(np.float32)
+
+
+def loss_fn(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+def batches(*elements):
+    return StepIterator(iter(elements), elements[0])
+
+
+@pytest.fixture
+def four(make_cluster):
+    return make_cluster(devices=R)
+
+
+def run(cluster, body, *args):
+    """The body as a step: planned here, run on the worker from shipped code."""
+    step = function(body)
+    plan = step.plan(args)
+    shipped = cluster.ship(step)
+    result = cluster.run(shipped, *args)
+    there = shipped.plan(args) if not any_iterator(args) else plan
+    assert there.reads == plan.reads
+    assert [u.op for u in there.updates] == [u.op for u in plan.updates]
+    return result
+
+
+def any_iterator(args):
+    return any(isinstance(arg, StepIterator) for arg in args)
+
+
+def test_the_face_of_several_replicas(four):
+    assert four.strategy.num_replicas_in_sync == R
+    names = tuple(f"/device:CPU:{i}" for i in range(R))
+    assert four.strategy.extended.worker_devices == names
+
+
+def test_training_on_replicas_is_training_on_the_whole_batch(four):
+    strategy = four.strategy
+    with strategy.scope():
+        w = zv.Variable(W, name="w")
+        optimizer = zv.Optimizer(optax.sgd(0.1), count_iterations=True)
+
+    def step(iterator):
+        def replica_fn(batch):
+            x, y = batch
+            # Divided by the replicas: gradients are summed over them.
+            loss, gradient = value_and_grad(
+                lambda w: loss_fn(w, x, y) / strategy.num_replicas_in_sync
+            )(w)
+            optimizer.apply_gradients([(gradient, w)])
+            return loss
+
+        losses = strategy.run(replica_fn, args=(next(iterator),))
+        return strategy.reduce("sum", losses, axis=None)
+
+    iterator = batches((X, Y), (X[:4], Y[:4]))
+    shipped = four.ship(function(step))
+    expected = W
+    for x, y in ((X, Y), (X[:4], Y[:4])):
+        loss, gradient = jax.value_and_grad(loss_fn)(expected, x, y)
+        np.testing.assert_allclose(four.run(shipped, iterator), loss, rtol=1e-5)
+        expected = expected - 0.1 * gradient
+        np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5)
+    assert optimizer.iterations.numpy() == 2
+    with pytest.raises(OutOfRangeError):
+        four.run(shipped, iterator)
+
+
+def test_each_replica_gets_its_rows_of_what_was_drawn_and_the_rest_whole(four):
+    strategy = four.strategy
+
+    def step(iterator, scale):
+        x, y = next(iterator)
+
+        def replica_fn(x, y, scale, shared, flag, also):
+            assert flag == "flag"
+            assert x.shape == (2, 3)
+            assert y.shape == (2,)
+            assert also["whole"].shape == (8, 3)
+            return (x * scale).sum(axis=1) + shared.sum() * 0 + y * 0
+
+        rows = strategy.run(
+            replica_fn, (x, y, scale, W, "flag"), {"also": {"whole": x + 0}}
+        )
+        assert isinstance(rows, PerReplica)
+        return (
+            strategy.gather(rows, axis=0),
+            strategy.experimental_local_results(rows),
+            strategy.reduce("mean", rows, axis=0),
+            rows,
+        )
+
+    gathered, local, mean, rows = run(four, step, batches((X, Y)), np.float32(2))
+    expected = 2 * X.sum(axis=1)
+    np.testing.assert_allclose(gathered, expected, rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate(local), expected, rtol=1e-5)
+    np.testing.assert_allclose(mean, expected.mean(), rtol=1e-5)
+    assert isinstance(rows, PerReplica)
+    np.testing.assert_allclose(rows.values[3], expected[6:], rtol=1e-5)
+
+
+def test_a_batch_that_does_not_split_evenly_is_refused(four):
+    def step(iterator):
+        return four.strategy.run(lambda x: x.sum(), args=(next(iterator),))
+
+    with pytest.raises(ValueError, match=r"7 elements does not split evenly.*4"):
+        function(step).plan((batches(X[:7]),))
+
+
+def test_replicas_know_their_number_and_reduce_among_themselves(four):
+    strategy = four.strategy
+
+    def step(x):
+        def replica_fn(x):
+            context = get_replica_context()
+            assert context.num_replicas_in_sync == R
+            assert len(context.devices) == R
+            number = context.replica_id_in_sync_group
+            slices = zv.IndexedSlices(jnp.ones((1, 2)) * number, number[None], (R, 2))
+            total, mean, joined = (
+                context.all_reduce("SUM", {"a": [number, x], "b": number * 2.0}),
+                context.all_reduce("mean", number * 1.0),
+                context.all_reduce("MEAN", slices).to_dense(),
+            )
+            return number, total, mean, joined, None, "same"
+
+        return strategy.run(replica_fn, args=(x,))
+
+    number, total, mean, joined, none, same = run(four, step, np.float32(3))
+    assert (none, same) == (None, "same")
+    assert [int(n) for n in number.values] == [0, 1, 2, 3]
+    assert {int(n) for n in total["a"][0].values} == {6}
+    assert {float(n) for n in total["a"][1].values} == {12.0}
+    assert {float(n) for n in total["b"].values} == {12.0}
+    assert {float(n) for n in mean.values} == {1.5}
+    for dense in joined.values:
+        np.testing.assert_allclose(dense, np.arange(4)[:, None] * np.ones(2) / 4)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_the_gradient_of_all_reduce_is_the_same_all_reduce(four, op):
+    strategy = four.strategy
+
+    def step(iterator):
+        def replica_fn(x):
+            def through(x):
+                reduced = get_replica_context().all_reduce(op, x.sum())
+                return reduced * (strategy_id() + 1)
+
+            return jax.grad(through)(x)
+
+        def strategy_id():
+            return get_replica_context().replica_id_in_sync_group
+
+        return strategy.run(replica_fn, args=(next(iterator),))
+
+    gradient = run(four, step, batches(X))
+    incoming = 1 + 2 + 3 + 4
+    expected = incoming if op == "sum" else incoming / R
+    for each in gradient.values:
+        np.testing.assert_allclose(each, np.full((2, 3), expected))
+
+
+AGGREGATIONS = [
+    (zv.VariableAggregation.SUM, 0 + 1 + 2 + 3),
+    (zv.VariableAggregation.MEAN, 1.5),
+    (zv.VariableAggregation.ONLY_FIRST_REPLICA, 0),
+]
+
+
+@pytest.mark.parametrize(("aggregation", "expected"), AGGREGATIONS)
+def test_updates_follow_the_aggregation_and_happen_once(four, aggregation, expected):
+    strategy = four.strategy
+    with strategy.scope():
+        a, b, c = (zv.Variable(10.0, aggregation=aggregation) for _ in range(3))
+
+    def step():
+        def replica_fn():
+            number = get_replica_context().replica_id_in_sync_group * 1.0
+            a.assign(number)
+            b.assign_add(number)
+            c.assign_sub(number)
+            return b.value() + a.value()
+
+        return strategy.run(replica_fn)
+
+    seen = run(four, step)
+    values = [float(v.numpy()) for v in (a, b, c)]
+    assert values == [expected, 10 + expected, 10 - expected]
+    assert {float(v) for v in seen.values} == {10 + 2 * expected}
+
+
+def test_only_the_first_replica_counts_even_if_others_are_not_numbers(four):
+    strategy = four.strategy
+    first = zv.VariableAggregation.ONLY_FIRST_REPLICA
+    with strategy.scope():
+        x = zv.Variable(5.0, aggregation=first)
+        flag = zv.Variable(False, aggregation=first)
+
+    def step():
+        def replica_fn():
+            number = get_replica_context().replica_id_in_sync_group
+            x.assign(jnp.where(number == 0, 1.0, jnp.nan))
+            flag.assign(number == 0)
+
+        strategy.run(replica_fn)
+
+    run(four, step)
+    assert x.numpy() == 1.0
+    assert flag.numpy() == np.True_
+
+
+def test_an_update_without_aggregation_is_refused(four):
+    strategy = four.strategy
+    with strategy.scope():
+        x = zv.Variable(5.0, name="x")
+
+    @function
+    def step():
+        strategy.run(lambda: x.assign_add(1.0))
+
+    with pytest.raises(ValueError, match=r"must specify an aggregation.*'x'"):
+        step.plan()
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "scatter_sub", "scatter_mul"])
+@pytest.mark.parametrize(
+    "aggregation",
+    [zv.VariableAggregation.SUM, zv.VariableAggregation.ONLY_FIRST_REPLICA],
+)
+def test_rows_of_all_replicas_are_joined(four, name, aggregation):
+    strategy = four.strategy
+    with strategy.scope():
+        table = zv.Variable(np.ones((3, 2), np.float32), aggregation=aggregation)
+
+    def step():
+        def replica_fn():
+            number = get_replica_context().replica_id_in_sync_group
+            rows = jnp.full((1, 2), 2.0) + number
+            getattr(table, name)(zv.IndexedSlices(rows, number[None] % 2))
+
+        strategy.run(replica_fn)
+
+    run(four, step)
+    expected = zv.Variable(np.ones((3, 2), np.float32))
+    count = R if aggregation is zv.VariableAggregation.SUM else 1
+    for i in range(count):
+        getattr(expected, name)(zv.IndexedSlices(np.full((1, 2), 2.0 + i), [i % 2]))
+    np.testing.assert_allclose(table.numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("name", ["scatter_min", "scatter_max", "scatter_update"])
+def test_rows_that_cannot_be_summed_are_refused(four, name):
+    strategy = four.strategy
+    with strategy.scope():
+        table = zv.Variable(
+            np.ones((3, 2), np.float32), aggregation=zv.VariableAggregation.SUM
+        )
+
+    @function
+    def step():
+        rows = zv.IndexedSlices(np.ones((1, 2)), [0])
+        strategy.run(lambda: getattr(table, name)(rows))
+
+    with pytest.raises(NotImplementedError, match=name):
+        step.plan()
+
+
+def test_sparse_gradients_of_all_replicas_are_joined(four):
+    strategy = four.strategy
+    with strategy.scope():
+        table = zv.Variable(np.zeros((4, 2), np.float32))
+        optimizer = zv.Optimizer(optax.sgd(1.0))
+
+    def step():
+        def replica_fn():
+            number = get_replica_context().replica_id_in_sync_group
+            rows = zv.IndexedSlices(jnp.ones((2, 2)), jnp.stack([number, number * 0]))
+            optimizer.apply_gradients(rows, table)
+
+        strategy.run(replica_fn)
+
+    run(four, step)
+    np.testing.assert_array_equal(table.numpy()[:, 0], [-5, -1, -1, -1])
+
+
+def test_updates_before_and_after_the_replicas_are_seen(four):
+    strategy = four.strategy
+    total = zv.VariableAggregation.SUM
+    with strategy.scope():
+        x = zv.Variable(1.0, aggregation=total)
+
+    def step():
+        x.assign_add(1.0)
+        inside = strategy.run(lambda: (x.value(), x.assign_add(1.0)) and x.value())
+        return inside, x.value()
+
+    inside, after = run(four, step)
+    assert {float(v) for v in inside.values} == {6.0}
+    assert after == x.numpy() == 6.0
+
+
+def test_a_read_after_a_gradient_is_refused_inside_replicas_too(four):
+    strategy = four.strategy
+    with strategy.scope():
+        x = zv.Variable(1.0, name="x")
+        optimizer = zv.Optimizer(optax.sgd(1.0))
+
+    @function
+    def step():
+        def replica_fn():
+            optimizer.apply_gradients(1.0, x)
+            return x.value()
+
+        return strategy.run(replica_fn)
+
+    with pytest.raises(RuntimeError, match=r"'x'.*is read after an optimizer"):
+        step.plan()
+
+
+def test_functions_that_jax_remembers_see_the_value_of_this_trace(four):
+    strategy = four.strategy
+    with strategy.scope():
+        x = zv.Variable(3.0, aggregation=zv.VariableAggregation.SUM)
+
+    @jax.jit
+    def remembered(y):
+        return x.value() * y
+
+    def step(y):
+        def replica_fn(y):
+            before = remembered(y)
+            x.assign_add(1.0)
+            return before, remembered(y)
+
+        return strategy.run(replica_fn, args=(y,))
+
+    before, after = run(four, step, np.float32(2))
+    assert {float(v) for v in before.values} == {6.0}
+    assert {float(v) for v in after.values} == {14.0}
+
+
+def test_an_update_under_a_transformation_is_refused(four):
+    strategy = four.strategy
+    with strategy.scope():
+        x = zv.Variable(1.0, name="x", aggregation=zv.VariableAggregation.SUM)
+
+    @function
+    def step():
+        def replica_fn():
+            return jax.grad(lambda y: x.assign_add(y).value() * y)(1.0)
+
+        return strategy.run(replica_fn)
+
+    with pytest.raises(RuntimeError, match=r"'x'.*inside a function that jax transf"):
+        step.plan()
+
+
+def test_a_draw_inside_a_replica_is_refused(four):
+    @function
+    def step(iterator):
+        return four.strategy.run(lambda: next(iterator))
+
+    with pytest.raises(RuntimeError, match="draw before it"):
+        step.plan((batches(X),))
+
+
+def test_per_replica_arguments_are_handed_out(four):
+    strategy = four.strategy
+    numbers = strategy.experimental_distribute_values_from_function(
+        lambda context: {"n": np.float32(context.replica_id_in_sync_group) + 1}
+    )
+    uneven = strategy.experimental_distribute_values_from_function(
+        lambda context: np.ones(context.replica_id_in_sync_group + 1, np.float32)
+    )
+
+    def step():
+        return strategy.run(lambda tree, k: tree["n"] * k, (numbers, 2.0))
+
+    result = run(four, step)
+    assert [float(v) for v in result.values] == [2.0, 4.0, 6.0, 8.0]
+    with pytest.raises(ValueError, match="one shape and dtype"):
+        strategy.run(lambda x: x, args=(uneven,))
+    with pytest.raises(ValueError, match="has 2 values"):
+        strategy.run(lambda x: x, args=(PerReplica((1, 2)),))
+
+
+def test_what_is_no_array_stays_the_same_object(four):
+    marker = object()
+    assert four.strategy.run(lambda: (4, None, marker)) == (4, None, marker)
+
+
+def test_replicas_outside_of_a_step_read_and_update_the_ps(four):
+    strategy = four.strategy
+    with strategy.scope():
+        x = zv.Variable(1.0, aggregation=zv.VariableAggregation.MEAN)
+    result = strategy.run(lambda: x.assign_add(2.0).value())
+    assert [float(v) for v in result.values] == [3.0] * R
+    assert x.numpy() == 3.0
+
+
+def test_an_eager_step_runs_replicas_too(four):
+    strategy = four.strategy
+    with strategy.scope():
+        w = zv.Variable(W)
+        optimizer = zv.Optimizer(optax.sgd(1.0))
+
+    @function(eager=True)
+    def step(iterator):
+        def replica_fn(x):
+            optimizer.apply_gradients([(x.sum(axis=0), w)])
+            return x.sum()
+
+        return strategy.reduce("sum", strategy.run(replica_fn, (next(iterator),)), None)
+
+    np.testing.assert_allclose(step(batches(X)), X.sum(), rtol=1e-5)
+    np.testing.assert_allclose(w.numpy(), W - X.sum(axis=0), rtol=1e-5)
+
+
+def test_a_replica_may_ask_for_its_worker(four):
+    strategy = four.strategy
+
+    @function
+    def step():
+        return strategy.run(lambda: get_worker_context().worker_index)
+
+    shipped = four.ship(step)
+    for index in (1, 0):
+        token = worker_context.set(WorkerContext(index, 2))
+        try:
+            assert four.run(shipped) == index
+        finally:
+            worker_context.reset(token)
+
+
+def test_the_body_is_compiled_once(four):
+    strategy = four.strategy
+    with strategy.scope():
+        w = zv.Variable(W)
+
+    def step(iterator):
+        return strategy.run(lambda x: x @ w.value(), (next(iterator),))
+
+    shipped = four.ship(function(step))
+    iterator = batches(X, X, X)
+    for _ in range(3):
+        result = four.run(shipped, iterator)
+        np.testing.assert_allclose(np.concatenate(result.values), X @ W, rtol=1e-4)
+    assert shipped.trace_count == 1

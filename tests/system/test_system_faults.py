@@ -1,0 +1,225 @@
+"""What the promises under failure are worth: real daemons, killed for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+SLOTS = 400
+
+
+def _counting(strategy):
+    with strategy.scope():
+        counts = zs.Variable(np.zeros(SLOTS, np.float32), name="counts")
+
+    @zs.function
+    def bump(i):
+        counts.assign_add(jax.nn.one_hot(i, SLOTS, dtype=jnp.float32))
+        return i
+
+    return counts, bump
+
+
+@pytest.fixture
+def local():
+    # A short patience makes a stopped worker a lost one soon; nothing waits for it.
+    env = {"ZSTRAT_PATIENCE": "2"}
+    with zs.LocalCluster(num_ps=1, num_workers=2, env=env) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+
+
+@pytest.fixture
+def coordinator(patient, local):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        yield zs.ClusterCoordinator(strategy)
+
+
+def test_a_killed_worker_costs_no_step_and_doubles_none(local, coordinator):
+    counts, bump = _counting(coordinator.strategy)
+    values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
+    values[SLOTS // 8].fetch()
+    local.kill("worker:0")
+    coordinator.join()
+    np.testing.assert_array_equal(counts.numpy(), np.ones(SLOTS))
+    assert [int(value.fetch()) for value in values] == list(range(SLOTS))
+
+
+def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinator):
+    def dataset(context):
+        while True:
+            yield np.int32(context.input_pipeline_id)
+
+    @zs.function
+    def who(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    coordinator.schedule(who, args=(iterator,)).fetch()
+    local.kill("worker:0")
+    local.restart("worker:0")
+    local.kill("worker:1")
+    # Only the returned worker is left: its iterator must have been rebuilt.
+    values = [coordinator.schedule(who, args=(iterator,)) for _ in range(20)]
+    coordinator.join()
+    assert {int(value.fetch()) for value in values} <= {0, 1}
+    assert int(values[-1].fetch()) == 0
+
+
+def test_a_stopped_worker_is_lost_and_fenced_when_it_wakes(local, coordinator):
+    counts, bump = _counting(coordinator.strategy)
+    values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
+    values[SLOTS // 8].fetch()
+    local.stop_task("worker:0")
+    coordinator.join()
+    np.testing.assert_array_equal(counts.numpy(), np.ones(SLOTS))
+    local.continue_task("worker:0")
+    # The zombie may finish what it had: none of it may count again.
+    for i in range(SLOTS):
+        coordinator.schedule(bump, args=(i,))
+    coordinator.join()
+    np.testing.assert_array_equal(counts.numpy(), np.full(SLOTS, 2.0))
+
+
+def test_a_killed_ps_is_named(local, coordinator):
+    _, bump = _counting(coordinator.strategy)
+    coordinator.schedule(bump, args=(0,)).fetch()
+    local.kill("ps:0")
+    with pytest.raises(zs.PSUnavailableError, match="/job:ps/task:0"):
+        for i in range(SLOTS):
+            coordinator.schedule(bump, args=(i,))
+        coordinator.join()
+
+
+def test_all_workers_gone_is_reported_within_the_bound(patient, local):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        coordinator = zs.ClusterCoordinator(strategy, worker_wait_timeout=1.0)
+        _, bump = _counting(strategy)
+        coordinator.schedule(bump, args=(0,)).fetch()
+        local.kill("worker:0")
+        local.kill("worker:1")
+        coordinator.schedule(bump, args=(1,))
+        with pytest.raises(zs.UnavailableError, match="worker"):
+            coordinator.join()
+
+
+_PROGRAM = """
+    import os, sys
+    import numpy as np
+    import zstrat as zs
+    strategy = zs.ParameterServerStrategy(
+        zs.cluster_resolver.TFConfigClusterResolver()
+    )
+    with strategy.scope():
+        v = zs.Variable(np.float32(0))
+    assert v.numpy() == 0
+
+    @zs.function
+    def bump():
+        v.assign_add(1.0)
+
+    coordinator = zs.ClusterCoordinator(strategy)
+    for _ in range(10):
+        coordinator.schedule(bump)
+    coordinator.join()
+    assert v.numpy() == 10, v.numpy()
+    print("ready", flush=True)
+    sys.stdin.read()
+    strategy.close()
+"""
+
+
+def test_a_killed_coordinator_leaves_the_daemons_ready_for_the_next(local):
+    told = json.dumps({"cluster": local.spec.as_dict()})
+    env = {**os.environ, "TF_CONFIG": told, "ZSTRAT_PATIENCE": "2"}
+
+    def program():
+        return subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(_PROGRAM)],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    first = program()
+    assert first.stdout.readline() == "ready\n"
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    second = program()
+    assert second.stdout.readline() == "ready\n"
+    second.communicate("")
+    assert second.returncode == 0
+
+
+_INTERRUPTED = """
+    import sys
+    import zstrat as zs
+    with zs.LocalCluster(num_ps=1, num_workers=1) as local:
+        pids = [local.pid("ps:0"), local.pid("worker:0")]
+        print(*pids, flush=True)
+        strategy = zs.ParameterServerStrategy(local.resolver)
+        coordinator = zs.ClusterCoordinator(strategy)
+
+        @zs.function(eager=True)
+        def for_ever(iterator):
+            next(iterator)
+
+        def endless():
+            yield 0
+            import threading
+            threading.Event().wait()
+
+        iterator = iter(coordinator.create_per_worker_dataset(endless))
+        coordinator.schedule(for_ever, args=(iterator,))
+        coordinator.schedule(for_ever, args=(iterator,))
+        print("joining", flush=True)
+        coordinator.join()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_daemon_outlives_its_program(how):
+    program = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_INTERRUPTED)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = [int(word) for word in program.stdout.readline().split()]
+    handles = [os.pidfd_open(pid) for pid in pids]
+    assert program.stdout.readline() == "joining\n"
+    program.send_signal(how)
+    program.communicate(timeout=60)
+    import select
+
+    for handle in handles:
+        ended, _, _ = select.select([handle], [], [], 30)
+        assert ended, "a daemon outlived its program"
+        os.close(handle)
+
+
+def test_an_unreachable_task_is_named_within_the_bound(monkeypatch):
+    monkeypatch.setenv("ZSTRAT_CONNECT_TIMEOUT", "1")
+    resolver = zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec({"ps": ["127.0.0.1:9"], "worker": ["127.0.0.1:9"]})
+    )
+    with pytest.raises(zs.ZstratError, match="/job:ps/task:0"):
+        zs.ParameterServerStrategy(resolver)

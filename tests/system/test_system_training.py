@@ -1,0 +1,299 @@
+"""A user's program against real daemons: values, errors, datasets, training."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def local():
+    with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def strategy(local):
+    with zs.ParameterServerStrategy(local.resolver) as strategy:
+        yield strategy
+
+
+@pytest.fixture
+def coordinator(strategy):
+    return zs.ClusterCoordinator(strategy)
+
+
+def test_variables_are_placed_round_robin_and_read_back(strategy):
+    outside = zs.Variable(7.0)
+    with strategy.scope():
+        placed = [zs.Variable(float(i)) for i in range(4)]
+    tasks = [int(v.device.split("task:")[1].split("/")[0]) for v in placed]
+    assert [(b - a) % 2 for a, b in pairwise(tasks)] == [1, 1, 1]
+    assert placed[0].device.startswith("/job:ps/replica:0/task:")
+    assert placed[0].device.endswith("/device:CPU:0")
+    assert "ps" not in outside.device
+    assert [float(v.numpy()) for v in placed] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_coordinator_assigns_and_scatters(strategy):
+    with strategy.scope():
+        v = zs.Variable(np.zeros((4, 2), np.float32))
+    v.assign(np.ones((4, 2), np.float32))
+    v.assign_add(np.full((4, 2), 2.0, np.float32))
+    v.assign_sub(np.full((4, 2), 0.5, np.float32))
+    rows = np.array([[1.0, 1.0], [1.0, 1.0], [5.0, 5.0]], np.float32)
+    v.scatter_add(zs.IndexedSlices(rows, np.array([1, 1, 3])))
+    expected = np.full((4, 2), 2.5, np.float32)
+    expected[1] += 2
+    expected[3] += 5
+    np.testing.assert_array_equal(v.numpy(), expected)
+
+
+def test_assigning_another_shape_or_dtype_is_refused_by_name(strategy):
+    with strategy.scope():
+        v = zs.Variable(np.zeros((4, 2), np.float32), name="narrow")
+    with pytest.raises(ValueError, match=r"narrow.*\(4, 2\).*\(3, 2\)"):
+        v.assign(np.zeros((3, 2), np.float32))
+    np.testing.assert_array_equal(v.numpy(), np.zeros((4, 2)))
+
+
+def test_steps_return_nested_structures(coordinator):
+    @zs.function
+    def nested(x):
+        return {"a": (x + 1, [x * 2, None]), "b": jnp.arange(3)}
+
+    value = coordinator.schedule(nested, args=(np.float32(3.0),)).fetch()
+    assert value["a"][0] == 4.0
+    assert value["a"][1][0] == 6.0
+    assert value["a"][1][1] is None
+    np.testing.assert_array_equal(value["b"], [0, 1, 2])
+
+
+def test_every_increment_counts_once(strategy, coordinator):
+    with strategy.scope():
+        counts = zs.Variable(np.zeros(500, np.float32), name="counts")
+
+    @zs.function
+    def bump(i):
+        counts.assign_add(jax.nn.one_hot(i, 500, dtype=jnp.float32))
+
+    for i in range(500):
+        coordinator.schedule(bump, args=(i,))
+    coordinator.join()
+    np.testing.assert_array_equal(counts.numpy(), np.ones(500))
+
+
+def test_one_worker_reads_what_it_wrote():
+    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            v = zs.Variable(np.float32(0.0))
+
+        @zs.function
+        def increment():
+            v.assign(v.value() + 1.0)
+            return v.value()
+
+        values = [coordinator.schedule(increment) for _ in range(100)]
+        coordinator.join()
+        # One worker runs one closure after the other: no read may be stale.
+        assert [float(value.fetch()) for value in values] == list(range(1, 101))
+        assert v.numpy() == 100.0
+        strategy.close()
+
+
+def test_training_equals_plain_optax_on_one_worker():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((64, 3)).astype(np.float32)
+    y = (x @ np.array([1.0, -2.0, 0.5], np.float32)).astype(np.float32)
+    initial = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}
+
+    def loss_fn(params, x, y):
+        return jnp.mean((x @ params["w"] + params["b"] - y) ** 2)
+
+    transformation = optax.adam(0.1)
+    expected, state, losses = initial, transformation.init(initial), []
+    for _ in range(20):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, x, y)
+        updates, state = transformation.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+        losses.append(float(loss))
+
+    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+        strategy = zs.ParameterServerStrategy(cluster.resolver)
+        coordinator = zs.ClusterCoordinator(strategy)
+        with strategy.scope():
+            params = zs.create_variables(initial)
+            optimizer = zs.Optimizer(optax.adam(0.1))
+
+        @zs.function
+        def step(x, y):
+            loss, grads = zs.value_and_grad(loss_fn)(params, x, y)
+            optimizer.apply_gradients(grads, params)
+            return loss
+
+        values = [coordinator.schedule(step, args=(x, y)) for _ in range(20)]
+        coordinator.join()
+        got = [float(value.fetch()) for value in values]
+        np.testing.assert_allclose(got, losses, rtol=1e-5)
+        np.testing.assert_allclose(params["w"].numpy(), expected["w"], rtol=1e-5)
+        np.testing.assert_allclose(params["b"].numpy(), expected["b"], atol=1e-6)
+        assert step.trace_count == 1
+        strategy.close()
+
+
+def test_each_worker_has_its_own_dataset(coordinator):
+    def dataset(context):
+        me, count = context.input_pipeline_id, context.num_input_pipelines
+        while True:
+            yield np.array([me, count], np.int32)
+
+    @zs.function
+    def look(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset))
+    values = [coordinator.schedule(look, args=(iterator,)) for _ in range(50)]
+    coordinator.join()
+    seen = {tuple(int(n) for n in value.fetch()) for value in values}
+    assert seen <= {(0, 2), (1, 2)}
+
+
+def test_the_end_of_the_data_is_out_of_range_at_join(coordinator):
+    @zs.function
+    def take(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
+    for _ in range(20):
+        coordinator.schedule(take, args=(iterator,))
+    with pytest.raises(zs.OutOfRangeError):
+        coordinator.join()
+    assert coordinator.done()
+
+
+def test_a_raising_dataset_is_a_closure_input_error(coordinator):
+    def broken():
+        raise FileNotFoundError("no such shard")
+
+    @zs.function
+    def take(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(broken))
+    with pytest.raises(zs.ClosureInputError, match="no such shard") as caught:
+        coordinator.schedule(take, args=(iterator,))
+        coordinator.join()
+    assert isinstance(caught.value.original_exception, FileNotFoundError)
+    assert coordinator.done()
+
+
+def test_a_raising_step_arrives_once_with_the_workers_traceback(coordinator):
+    @zs.function(eager=True)
+    def explode():
+        raise KeyError("the-missing-key")
+
+    coordinator.schedule(explode)
+    with pytest.raises(KeyError, match="the-missing-key") as caught:
+        coordinator.join()
+    assert "explode" in "".join(caught.value.__notes__)
+    coordinator.join()
+    assert coordinator.done()
+
+
+def test_after_an_error_everything_else_is_cancelled(coordinator):
+    @zs.function(eager=True)
+    def explode():
+        raise RuntimeError("first")
+
+    @zs.function
+    def fine():
+        return jnp.float32(1)
+
+    coordinator.schedule(explode)
+    with pytest.raises(RuntimeError, match="first"):
+        while True:  # the error is raised by schedule or by join, whichever is first
+            value = coordinator.schedule(fine)
+            coordinator.join()
+    assert coordinator.done()
+    assert coordinator.schedule(fine).fetch() == 1.0
+    del value
+
+
+def test_misuse_is_refused_with_words(coordinator):
+    with pytest.raises(TypeError, match="only accepts"):
+        coordinator.schedule(lambda: 1)
+
+    @zs.function
+    def identity(x):
+        return x
+
+    value = coordinator.schedule(identity, args=(np.float32(1),))
+    with pytest.raises(ValueError, match="RemoteValue"):
+        coordinator.schedule(identity, args=(value,))
+    coordinator.join()
+
+
+def test_an_unpicklable_closure_is_named(coordinator):
+    import threading
+
+    lock = threading.Lock()
+
+    @zs.function
+    def holds_a_lock():
+        return 1 if lock else 0
+
+    with pytest.raises(TypeError, match="lock"):
+        coordinator.schedule(holds_a_lock)
+    assert coordinator.done()
+
+
+def test_a_large_result_stays_on_the_worker_until_fetched(coordinator):
+    @zs.function
+    def large():
+        return jnp.arange(1_000_000, dtype=jnp.float32)
+
+    value = coordinator.schedule(large)
+    coordinator.join()
+    np.testing.assert_array_equal(value.fetch(), np.arange(1_000_000, dtype=np.float32))
+
+
+def test_run_and_reduce_inside_a_step(strategy, coordinator):
+    @zs.function
+    def step(x):
+        per_replica = strategy.run(lambda x: x * 2, args=(x,))
+        return strategy.reduce("sum", per_replica, axis=None)
+
+    assert coordinator.schedule(step, args=(np.float32(4.0),)).fetch() == 8.0
+
+
+def test_the_same_through_the_async_client():
+    import asyncio
+
+    async def program(strategy):
+        async with zs.AsyncClusterCoordinator(strategy) as coordinator:
+
+            @zs.function
+            def double(x):
+                return x * 2
+
+            values = [
+                await coordinator.schedule(double, args=(np.float32(i),))
+                for i in range(20)
+            ]
+            await coordinator.join()
+            return [float(await value) for value in values]
+
+    with zs.LocalCluster(num_ps=1, num_workers=1) as cluster:
+        with zs.ParameterServerStrategy(cluster.resolver) as strategy:
+            assert asyncio.run(program(strategy)) == [2.0 * i for i in range(20)]

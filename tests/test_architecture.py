@@ -1,0 +1,351 @@
+"""The law of the floors and doors, read from the imports of the source.
+
+A module imports from its own package, from a strictly lower floor, or from a door that
+it owns. An import inside a function is for doors alone, and for modules that bring jax
+with them: a task learns what it is before it loads what it needs.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+
+FLOORS = {
+    "zstrat.errors": 0,
+    "zstrat.config": 0,
+    "zstrat.wire": 1,
+    "zstrat.cluster": 2,
+    "zstrat.transport": 2,
+    "zstrat.data": 2,
+    "zstrat.variables": 3,
+    "zstrat.ps": 3,
+    "zstrat.program": 4,
+    "zstrat.worker": 5,
+    "zstrat.coordinator": 6,
+    "zstrat.strategy": 7,
+    "zstrat.launch": 8,
+    "zstrat.testing": 8,
+    "zstrat.compat": 8,
+    "zstrat.cli": 9,
+    "zstrat.daemons": 10,
+}
+
+DOORS = {
+    "msgpack": "zstrat.wire",
+    "ml_dtypes": "zstrat.wire",
+    "zmq": "zstrat.transport",
+    "uvloop": "zstrat.transport._loop",
+    "optax": "zstrat.ps",
+    "cloudpickle": "zstrat.program._code",
+    "psutil": "zstrat.launch",
+    "tomllib": "zstrat.config",
+    "click": "zstrat.cli",
+    "rich": "zstrat.cli",
+}
+
+JAX_AT_IMPORT = {
+    "zstrat.variables",
+    "zstrat.program",
+    "zstrat.worker",
+    "zstrat.coordinator",
+    "zstrat.strategy",
+}
+JAX_WHEN_NEEDED = {"zstrat.ps"}
+"""Modules of it that import jax are imported late: see `test_import_stays_light`."""
+
+HEAVY = ("jax", "jaxlib", "optax")
+
+FORBIDDEN_NAMES = {
+    "utils",
+    "util",
+    "helpers",
+    "helper",
+    "common",
+    "base",
+    "manager",
+    "misc",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    target: str
+    line: int
+    in_function: bool
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for folder in ("zstrat", "daemons"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            dotted = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if folder == "daemons":
+                dotted = "zstrat." + dotted
+            yield dotted.removesuffix(".__init__"), path
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {name: ast.parse(path.read_text()) for name, path in modules()}
+
+
+PACKAGES = {name for name, path in modules() if path.name == "__init__.py"}
+
+
+def floor_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@cache
+def imports() -> list[Import]:
+    found = []
+    for module, tree in trees().items():
+        in_functions = _inside(tree, _is_function)
+        for_types = _inside(tree, _is_for_types)
+        for node in ast.walk(tree):
+            targets = _targets(module, node)
+            late, types = id(node) in in_functions, id(node) in for_types
+            found += [Import(module, to, node.lineno, late, types) for to in targets]
+    return found
+
+
+def _inside(tree: ast.Module, is_block: Callable[[ast.AST], bool]) -> set[int]:
+    blocks = [node for node in ast.walk(tree) if is_block(node)]
+    return {id(child) for block in blocks for child in ast.walk(block)}
+
+
+def _is_function(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def _targets(module: str, node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    start = node.module or ""
+    if node.level:
+        parts = module.split(".")
+        up = node.level - (module in PACKAGES)
+        package = ".".join(parts[: len(parts) - up])
+        start = f"{package}.{start}".rstrip(".")
+    names = [f"{start}.{alias.name}" for alias in node.names]
+    return [name if name in trees() else start for name in names]
+
+
+def ours(target: str) -> bool:
+    return target == "zstrat" or target.startswith("zstrat.")
+
+
+def edges() -> list[Import]:
+    return [i for i in imports() if ours(i.target) and i.module != "zstrat"]
+
+
+def test_every_package_has_a_floor() -> None:
+    assert {floor_of(m) for m, _ in modules()} == set(FLOORS) | {"zstrat"}
+
+
+def test_imports_go_down() -> None:
+    wrong = [
+        str(edge)
+        for edge in edges()
+        if edge.target != "zstrat"
+        and floor_of(edge.module) != floor_of(edge.target)
+        and FLOORS[floor_of(edge.module)] <= FLOORS[floor_of(edge.target)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles() -> None:
+    """Imports in functions count: they would only hide a cycle. Types may be mutual."""
+    graph: dict[str, set[str]] = {}
+    for edge in edges():
+        if not edge.for_types:
+            graph.setdefault(edge.module, set()).add(edge.target)
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"cycle: {' -> '.join((*path, module))}"
+        if module in done:
+            return
+        for target in graph.get(module, ()):
+            visit(target, (*path, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_one_door_per_dependency() -> None:
+    wrong = []
+    for found in imports():
+        owner = DOORS.get(found.target.split(".")[0])
+        if owner and not f"{found.module}.".startswith(f"{owner}."):
+            wrong.append(f"{found}: the door is {owner}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_who_may_import_jax() -> None:
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.target.split(".")[0] in ("jax", "jaxlib")
+        and floor_of(found.module) not in JAX_AT_IMPORT | JAX_WHEN_NEEDED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_imports_in_functions_are_for_doors() -> None:
+    doors = {*DOORS, *HEAVY}
+    wrong = [
+        str(found)
+        for found in imports()
+        if found.in_function
+        and found.target.split(".")[0] not in doors
+        and found.target not in brings_jax()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@cache
+def brings_jax() -> set[str]:
+    """Modules that cannot be imported without jax, or without what imports it."""
+    at_once = [i for i in imports() if not i.in_function and not i.for_types]
+    heavy: set[str] = set()
+    while True:
+        more = {
+            found.module
+            for found in at_once
+            if found.target.split(".")[0] in HEAVY or found.target in heavy
+        }
+        if more <= heavy:
+            return heavy
+        heavy |= more
+
+
+def test_environment_is_read_in_one_place() -> None:
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module, tree in trees().items()
+        if floor_of(module) not in ("zstrat.config", "zstrat.daemons")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ]
+    assert not wrong, "zstrat.config reads the environment: " + ", ".join(wrong)
+
+
+def test_names_say_what_a_thing_is() -> None:
+    parts = {part.strip("_") for module, _ in modules() for part in module.split(".")}
+    assert not parts & FORBIDDEN_NAMES
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                assert not node.name.endswith("Manager"), f"{module}.{node.name}"
+
+
+def test_a_public_name_means_one_thing() -> None:
+    """Two packages may not show different things under the same name."""
+    origins: dict[str, set[str]] = {}
+    for package in PACKAGES - {"zstrat"}:
+        for node in trees()[package].body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                for alias in node.names:
+                    name = alias.asname or alias.name
+                    origins.setdefault(name, set()).add(f"{package}.{node.module}")
+    shared = {name: found for name, found in origins.items() if len(found) > 1}
+    assert not shared
+
+
+def test_nothing_sleeps_and_every_task_has_a_name() -> None:
+    wrong = []
+    for module, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            keywords = {keyword.arg for keyword in node.keywords}
+            if called == "time.sleep":
+                wrong.append(f"{module}:{node.lineno} sleeps")
+            if called.endswith("create_task") and "name" not in keywords:
+                wrong.append(f"{module}:{node.lineno} starts a task without a name")
+            if called == "hasattr":
+                wrong.append(f"{module}:{node.lineno} asks hasattr: use a type")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_pyproject_lists_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = project["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(PACKAGES)
+
+
+def test_constraints_pin_every_requirement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *chain(*project["optional-dependencies"].values()),
+    ]
+    names = {_canonical(requirement) for requirement in wanted}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(
+        pin.count("==") == 1 and " " not in pin and "/" not in pin for pin in pins
+    )
+    assert names <= {_canonical(pin) for pin in pins}
+
+
+def _canonical(requirement: str) -> str:
+    name = requirement
+    for end in "<>=!~;[ ":
+        name = name.split(end)[0]
+    return name.lower().replace("_", "-").replace(".", "-")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("zstrat", ("jax", "zmq", "msgpack", "numpy")),
+        ("zstrat.wire", ("jax", "zmq")),
+        ("zstrat.cluster", ("jax", "zmq")),
+        ("zstrat.transport", ("jax",)),
+        ("zstrat.data", ("jax",)),
+        ("zstrat.ps", ("jax", "optax")),
+        ("zstrat.launch", ("jax",)),
+        ("zstrat.cli", ("jax",)),
+        ("zstrat.daemons.ps", ("jax", "optax", "cloudpickle", "click", "rich")),
+        ("zstrat.daemons.worker", ("jax", "click", "rich")),
+    ],
+)
+def test_import_stays_light(module: str, absent: tuple[str, ...]) -> None:
+    """In a process of its own: what the import brings, and what it must not."""
+    program = f"import sys, {module}; print(*sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not set(ran.stdout.split()) & set(absent)

@@ -1,0 +1,108 @@
+"""The optimizer's handle, and what it does to variables of this process."""
+
+import pickle
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.variables as zv
+
+
+def trained_by_optax(transformation, value, gradients):
+    state = transformation.init(value)
+    for gradient in gradients:
+        updates, state = transformation.update(gradient, state, value)
+        value = optax.apply_updates(value, updates)
+    return value
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.adam(0.1), optax.adamw(0.1)],
+    ids=["sgd", "momentum", "adam", "adamw"],
+)
+def test_a_local_variable_moves_as_with_optax(transformation):
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 2)).astype(np.float32)
+    gradients = rng.normal(size=(5, 3, 2)).astype(np.float32)
+    x, optimizer = zv.Variable(start), zv.Optimizer(transformation)
+    for gradient in gradients:
+        optimizer.apply_gradients(gradient, x)
+    expected = trained_by_optax(transformation, jnp.asarray(start), gradients)
+    np.testing.assert_allclose(x.numpy(), expected, rtol=1e-6)
+
+
+def test_duplicate_rows_are_summed():
+    x = zv.Variable(np.zeros((3, 2), np.float32))
+    optimizer = zv.Optimizer(optax.sgd(1.0))
+    optimizer.apply_gradients(zv.IndexedSlices(np.ones((3, 2)), [1, 1, 0]), x)
+    np.testing.assert_array_equal(x.numpy(), [[-1, -1], [-2, -2], [0, 0]])
+
+
+def test_pairs_trees_and_missing_gradients():
+    a, b = zv.Variable(0.0, name="a"), zv.Variable(0.0, name="b")
+    optimizer = zv.Optimizer(optax.sgd(1.0))
+    optimizer.apply_gradients([(1.0, a), (None, b)])
+    optimizer.apply_gradients(zip([1.0, 2.0], [a, b], strict=True))
+    optimizer.apply_gradients({"x": [1.0, None]}, {"x": [a, b]})
+    assert (a.numpy(), b.numpy()) == (-3.0, -2.0)
+
+
+@pytest.mark.parametrize(
+    ("grads", "variables", "words"),
+    [
+        ({"a": 1.0}, {"b": zv.Variable(0.0)}, "same structure"),
+        ([(None, zv.Variable(0.0, name="lonely"))], None, "No gradients.*lonely"),
+        ({"a": 1.0}, None, "give the variables too"),
+        (3.0, None, "iterable of"),
+        ([(1.0, "no variable")], None, "zs.Variable objects, got str"),
+        (np.ones(2), zv.Variable(0.0), "shape mismatch"),
+        (jnp.ones((), jnp.int32), zv.Variable(0.0), "dtype mismatch"),
+    ],
+)
+def test_gradients_that_do_not_fit(grads, variables, words):
+    with pytest.raises(ValueError, match=words):
+        zv.Optimizer(optax.sgd(1.0)).apply_gradients(grads, variables)
+
+
+def test_nothing_but_a_transformation_is_taken():
+    with pytest.raises(TypeError, match="GradientTransformation"):
+        zv.Optimizer(0.1)
+
+
+def test_iterations_are_counted_when_asked_for():
+    x = zv.Variable(0.0)
+    optimizer = zv.Optimizer(optax.sgd(1.0), name="sgd", count_iterations=True)
+    for _ in range(3):
+        optimizer.apply_gradients(1.0, x)
+    assert optimizer.iterations.numpy() == 3
+    assert optimizer.iterations.name == "sgd/iterations"
+    assert zv.Optimizer(optax.sgd(1.0)).iterations is None
+
+
+async def test_gradients_can_be_applied_without_blocking():
+    x, table = zv.Variable(0.0), zv.Variable(np.zeros((2, 1), np.float32))
+    optimizer = zv.Optimizer(optax.sgd(1.0), count_iterations=True)
+    rows = zv.IndexedSlices(np.ones((1, 1)), [1])
+    await optimizer.apply_gradients_async([1.0, rows], [x, table])
+    assert x.numpy() == -1.0
+    np.testing.assert_array_equal(table.numpy(), [[0.0], [-1.0]])
+    assert optimizer.iterations.numpy() == 1
+
+
+def test_a_pickled_handle_has_no_transformation():
+    optimizer = zv.Optimizer(optax.adam(0.1), name="adam", count_iterations=True)
+    handle = pickle.loads(pickle.dumps(optimizer))
+    assert (handle.id, handle.name) == (optimizer.id, "adam")
+    assert handle.iterations.spec == optimizer.iterations.spec
+    with pytest.raises(RuntimeError, match="without its transformation"):
+        _ = handle.transformation
+
+
+def test_an_optimizer_of_this_process_does_not_move_what_is_on_a_ps():
+    spec = zv.VariableSpec(1, "far", (), "float32", ps=0)
+    far = zv.detached(spec)
+    with pytest.raises(ValueError, match=r"'far'.*outside strategy\.scope\(\)"):
+        zv.Optimizer(optax.sgd(1.0)).apply_gradients(1.0, far)

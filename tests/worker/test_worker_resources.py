@@ -1,0 +1,219 @@
+"""Datasets and values that are built on the worker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zstrat.data import Dataset, InputContext
+from zstrat.errors import ClosureInputError, NotFoundError, OutOfRangeError
+from zstrat.program import function, get_worker_context
+from zstrat.wire import DropResources
+
+
+@function
+def draw(iterator):
+    return next(iterator)
+
+
+async def drawn(world, resource, count, first=100):
+    digest = await world.ship(draw)
+    arguments = world.arguments(world.it(resource))
+    return await world.run(digest, range(first, first + count), arguments)
+
+
+async def test_layout_is_that_of_the_first_element_which_is_not_lost(world):
+    data = {"x": np.arange(12.0).reshape(4, 3), "y": (np.arange(4, dtype=np.int8),)}
+    resource, layout = await world.build(
+        lambda: Dataset.from_tensor_slices(data).batch(2)
+    )
+    assert layout.dtypes == ["float64", "int8"]
+    assert layout.shapes == [[2, 3], [2]]
+    assert layout.structure == ["{", ["x", 0], ["y", ["(", 1]]]
+    first, second, end = await drawn(world, resource, 3)
+    np.testing.assert_array_equal(first["x"], data["x"][:2])
+    assert second["y"][0].tolist() == [2, 3]
+    assert isinstance(end, OutOfRangeError)
+    assert "/job:worker/task:0" in str(end)
+
+
+@pytest.mark.parametrize(
+    ("maker", "told"),
+    [
+        (lambda: 0, False),
+        (lambda context: context, True),
+        (lambda i=5: i, False),
+        (lambda input_context=None: input_context, True),
+        (lambda *args: args, False),
+    ],
+)
+async def test_dataset_functions_with_and_without_a_context(world, maker, told):
+    got = []
+
+    def dataset_fn(*args):
+        got.append(maker(*args))
+        return [np.zeros(1)]
+
+    dataset_fn.__wrapped__ = maker  # what inspect.signature looks at
+    await world.build(dataset_fn)
+    if told:
+        assert got == [InputContext(3, 1, 1)]
+    else:
+        assert got in ([0], [5], [()])
+
+
+async def test_a_dataset_itself_and_a_generator_will_do(world):
+    for made in (Dataset.range(3).batch(2), [np.zeros(2)]):
+        _, layout = await world.build(made)
+        assert layout.shapes == [[2]]
+
+
+async def test_the_worker_context_of_a_dataset_function(world):
+    def dataset_fn():
+        while True:
+            yield np.array(get_worker_context().worker_index)
+
+    resource, _ = await world.build(dataset_fn)
+    assert [int(x) for x in await drawn(world, resource, 2)] == [1, 1]
+
+
+async def test_building_again_starts_from_the_beginning(world):
+    closed = []
+
+    def dataset_fn():
+        try:
+            yield from np.arange(10)
+        finally:
+            closed.append(True)
+
+    resource, _ = await world.build(dataset_fn)
+    digest, arguments = await world.ship(draw), world.arguments(world.it(resource))
+    assert [int(x) for x in await world.run(digest, [1, 2], arguments)] == [0, 1]
+    await world.build(dataset_fn, resource=resource)
+    assert closed == [True]
+    assert [int(x) for x in await world.run(digest, [3, 4], arguments)] == [0, 1]
+
+
+async def test_dropping_closes(world):
+    closed = []
+
+    def dataset_fn():
+        try:
+            yield from np.arange(10)
+        finally:
+            closed.append(True)
+
+    resource, _ = await world.build(dataset_fn)
+    world.worker.handle(world.remote, DropResources(world.session, [resource, 99]))
+    (error,) = await drawn(world, resource, 1)
+    assert isinstance(error, NotFoundError)
+    assert closed == [True]
+
+
+async def test_values(world):
+    resource, layout = await world.build(
+        lambda: {"w": np.ones(3, np.float32)}, purpose="value"
+    )
+    assert (layout.dtypes, layout.shapes) == (["float32"], [[3]])
+
+    @function
+    def step(value):
+        return value["w"].sum()
+
+    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
+    assert await world.run(digest, [1], arguments) == [3.0]
+    _, layout = await world.build(lambda: object(), purpose="value")
+    assert layout.structure is None
+
+
+async def test_values_from_arguments(world):
+    arguments = world.arguments(2, start=3)
+    _, layout = await world.build(
+        lambda n, start: np.arange(start, start + n),
+        purpose="value",
+        arguments=arguments,
+    )
+    assert layout.shapes == [[2]]
+
+
+async def test_errors_show_the_users_line(world):
+    def dataset_fn():
+        raise FileNotFoundError("no shards here")  # line of the user
+
+    with pytest.raises(FileNotFoundError, match="no shards") as caught:
+        await world.build(dataset_fn)
+    (note,) = caught.value.__notes__
+    assert "line of the user" in note
+    assert "/zstrat/" not in note
+
+
+@pytest.mark.parametrize(
+    ("maker", "kind", "words"),
+    [
+        (lambda: 3, TypeError, "must be iterable"),
+        (list, OutOfRangeError, "exhausted"),
+        (lambda: ["text"], TypeError, "numbers or booleans"),
+        (lambda: [{1: object()}], TypeError, "numbers or booleans"),
+    ],
+)
+async def test_what_is_no_dataset(world, maker, kind, words):
+    with pytest.raises(kind, match=words):
+        await world.build(maker, resource=50)
+    (error,) = await drawn(world, 50, 1)
+    assert isinstance(error, ClosureInputError)
+    assert isinstance(error.original_exception, kind)
+
+
+async def test_an_error_can_be_mended_by_building_again(world):
+    with pytest.raises(ZeroDivisionError):
+        await world.build(lambda: 1 / 0, resource=50)
+    digest, arguments = await world.ship(draw), world.arguments(world.it(50))
+    (error,) = await world.run(digest, [1], arguments)
+    assert isinstance(error, ClosureInputError)
+    await world.build(lambda: [np.zeros(1)], resource=50)
+    (element,) = await world.run(digest, [2], arguments)
+    assert element.tolist() == [0]
+
+
+async def test_elements_that_no_coordinator_could_describe(world):
+    import collections
+
+    pair = collections.namedtuple("Pair", "x y")
+    with pytest.raises(TypeError, match="return dicts or plain tuples"):
+        await world.build(lambda: [pair(np.zeros(1), np.zeros(1))])
+
+
+async def test_unknown_purpose(world):
+    with pytest.raises(ValueError, match="an iterator or a value"):
+        await world.build(lambda: 0, purpose="ornament")
+
+
+async def test_pickled_dataset_function(shipping):
+    offset = 5
+
+    def dataset_fn(context):
+        rows = Dataset.range(10).shard(
+            context.num_input_pipelines, context.input_pipeline_id
+        )
+        return rows.map(lambda x: x + offset).batch(2).prefetch(1)
+
+    resource, _ = await shipping.build(dataset_fn)
+    first, second = await drawn(shipping, resource, 2)
+    assert (first.tolist(), second.tolist()) == ([6, 9], [12])
+
+
+async def test_code_that_captures_a_resource_follows_it(world):
+    resource, _ = await world.build(lambda: np.float32(1), purpose="value")
+
+    def load(code, arrays, resolve):
+        found = world.load(code, arrays, resolve)
+        if found != "captures":
+            return found
+        value = resolve(resource)
+        return function(lambda: value)
+
+    world.worker._tenancy.shop.resources._load = load
+    digest = await world.ship("captures")
+    assert await world.run(digest, [1]) == [1]
+    await world.build(lambda: np.float32(2), resource=resource, purpose="value")
+    assert await world.run(digest, [2]) == [2]

@@ -1,0 +1,313 @@
+"""Who may use a worker, and what is left when they go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    NotFoundError,
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+    WorkerLostError,
+)
+from zstrat.program import function
+from zstrat.wire import (
+    CancelSteps,
+    CloseSession,
+    Dispatch,
+    Fetch,
+    Inspect,
+    Job,
+    OpenSession,
+    Pull,
+    PutCode,
+)
+
+
+@function
+def double(x):
+    return x * 2
+
+
+async def test_opening_tells_the_devices(closed):
+    opened = await closed.open()
+    assert (opened.platform, opened.devices) == ("cpu", 1)
+    assert all(link.started for link in closed.links)
+
+
+@pytest.mark.parametrize("role", [Job.WORKER, Job.PS, Job.OBSERVER, Job.EVALUATOR])
+async def test_only_a_chief_runs_code(world, role):
+    world.remote.role = role
+    for message in (
+        PutCode(world.session, b"d", b"c"),
+        Dispatch(world.session, 0, []),
+        OpenSession(5, 0, 1, []),
+        CloseSession(world.session, True),
+        Fetch(world.session, 1),
+    ):
+        with pytest.raises(PermissionDeniedError, match=f"is {role}"):
+            await world.ask(message)
+    statistics = await world.ask(Inspect())
+    assert statistics.values["task"] == "/job:worker/task:0"
+    world.remote.role = Job.CHIEF
+
+
+async def test_messages_of_others_are_refused(world):
+    with pytest.raises(ProtocolError, match="does not answer Pull"):
+        await world.ask(Pull(world.session, []))
+    for message in (Dispatch(5, 0, []), CancelSteps(5), PutCode(5, b"", b"")):
+        with pytest.raises(StaleSessionError):
+            await world.ask(message)
+
+
+async def test_before_the_first_session(closed):
+    with pytest.raises(StaleSessionError, match="serves no session"):
+        await closed.ask(PutCode(1000, b"", b""))
+
+
+async def test_a_second_coordinator_waits_for_the_loss_of_the_first(world):
+    digest = await world.ship(double)
+    second = world.chief()
+    take = OpenSession(2000, 0, 1, ["0"])
+    with pytest.raises(BusyError, match="pid 1 on here"):
+        await world.ask(take, second)
+    assert await world.run(digest, [1], world.arguments(np.float32(1))) == [2]
+    world.worker.lost(world.remote, "silent")
+    with pytest.raises(StaleSessionError):
+        await world.ask(PutCode(world.session, b"", b""))
+    for service in world.services:
+        service.lost(world.remote, "silent")
+    world.remote = second
+    await world.open(session=2000)
+    world.seen = 0
+    (error,) = await world.run(digest, [2])
+    assert isinstance(error, NotFoundError)  # code of the first is gone
+    assert world.links[0].closed
+    assert not world.links[1].closed
+
+
+async def test_loss_of_the_coordinator_closes_its_datasets(world):
+    closing = threading.Event()
+
+    def dataset_fn():
+        try:
+            while True:
+                yield np.zeros(1)
+        finally:
+            closing.set()
+
+    await world.build(dataset_fn)
+    world.worker.lost(world.remote, "killed")
+    loop = asyncio.get_running_loop()
+    assert await loop.run_in_executor(None, closing.wait, 20)
+    world.services[0].lost(world.remote, "killed")
+    world.session = 1001
+    await world.open()
+    digest = await world.ship(double)
+    assert await world.run(digest, [1], world.arguments(np.float32(2))) == [4]
+
+
+async def test_what_runs_when_its_coordinator_is_lost_is_not_pushed(world):
+    v = world.variable(np.float32(0))
+    began, go_on = threading.Event(), threading.Event()
+
+    class Tick:
+        """Blocks while the step is prepared."""
+
+        def __iter__(self):
+            yield np.float32(1)
+            began.set()
+            assert go_on.wait(20)
+            yield np.float32(1)
+
+    @function
+    def step(iterator):
+        v.assign_add(next(iterator))
+
+    resource, _ = await world.build(Tick)
+    digest = await world.ship(step)
+    arguments = world.arguments(world.it(resource))
+    await world.run(digest, [1], arguments)
+    world.dispatch(digest, [2], arguments)
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, began.wait, 20)
+    world.log.clear()
+    world.worker.lost(world.remote, "killed")
+    go_on.set()
+    await world.worker._executor.submit(lambda: None)
+    assert world.value(v) == 1
+    assert world.log == []
+
+
+async def test_opening_again_starts_afresh_with_the_code_that_is_compiled(world):
+    closed = []
+
+    def dataset_fn():
+        try:
+            while True:
+                yield np.zeros(1)
+        finally:
+            closed.append(True)
+
+    await world.build(dataset_fn)
+    digest = await world.ship(double)
+    await world.run(digest, [1], world.arguments(np.float32(1)))
+    compiled = world.worker.statistics()["compilations"]
+    world.remote = world.chief()
+    await world.open()
+    world.seen = 0
+    world.forget(1)
+    (error,) = await world.run(digest, [1], 1)
+    assert isinstance(error, NotFoundError)  # its arguments are gone
+    assert await world.run(digest, [2], world.arguments(np.float32(1))) == [2]
+    assert len(world.remote.told[-1].layouts) == 1  # the first may have been lost
+    assert world.worker.statistics()["compilations"] == compiled
+    assert closed == [True]
+    assert [link.closed for link in world.links] == [True, False]
+
+
+async def test_a_closure_twice_in_one_batch_is_one(world):
+    digest = await world.ship(double)
+    arguments = world.arguments(np.float32(1))
+    assert await world.run(digest, [1, 1, 2], arguments) == [2, 2, 2]
+    assert world.worker.statistics()["duplicates"] == 1
+    assert await world.worker.drain() is True
+
+
+async def test_a_server_that_does_not_answer(closed):
+    make = closed.worker._make_link
+
+    def dead(address, name):
+        link = make(address, name)
+        link.lost = True
+        return link
+
+    closed.worker._make_link = dead
+    with pytest.raises(DeadlineExceededError, match="/job:ps/task:0"):
+        await closed.open()
+    closed.worker._make_link = make
+    closed.session = 1001
+    closed.remote = closed.chief()
+    for service in closed.services:
+        service._ownership.close(1000)
+    await closed.open()
+
+
+async def test_closing_drops_all_and_exit_is_told_once(world):
+    digest = await world.ship(double)
+    await world.ask(CloseSession(world.session, True))
+    assert world.exits == [True]
+    with pytest.raises(StaleSessionError):
+        world.dispatch(digest, [1])
+    await world.ask(CloseSession(world.session, True))
+    assert world.exits == [True]
+    await asyncio.gather(*world.worker._leaving)
+    assert world.links[0].closed
+
+
+async def test_draining_sends_back_what_has_not_begun(world):
+    began, go_on = threading.Event(), threading.Event()
+
+    @function(eager=True)
+    def slow():
+        began.set()
+        assert go_on.wait(20)
+        return "ran"
+
+    digest = await world.ship(slow)
+    world.dispatch(digest, [1, 2])
+    loop = asyncio.get_running_loop()
+    await loop.run_in_executor(None, began.wait, 20)
+    draining = asyncio.ensure_future(world.worker.drain())
+    await asyncio.sleep(0)
+    world.dispatch(digest, [3])
+    (error,) = await world.outcomes([3])
+    assert isinstance(error, WorkerLostError)
+    assert error.retryable
+    assert not draining.done()
+    go_on.set()
+    assert await draining is True
+    ran, sent_back = await world.outcomes([1, 2])
+    assert ran == "ran"
+    assert isinstance(sent_back, WorkerLostError)
+    with pytest.raises(WorkerLostError, match="shutting down"):
+        await world.ask(OpenSession(3000, 0, 1, []))
+
+
+async def test_draining_has_a_bound(world):
+    go_on = threading.Event()
+
+    @function(eager=True)
+    def slow():
+        assert go_on.wait(20)
+
+    world.dispatch(await world.ship(slow), [1])
+    tenancy = world.worker._tenancy
+    refusal = WorkerLostError("w", "ends")
+    assert await tenancy.drain(refusal, asyncio.get_running_loop().time()) is False
+    go_on.set()
+    await world.outcomes([1])
+
+
+async def test_a_coordinator_that_does_not_read_is_asked_again(world):
+    digest = await world.ship(double)
+    world.remote.refuse = [lambda message: BusyError("full")] * 2
+    assert await world.run(digest, [1, 2], world.arguments(np.float32(1))) == [2, 2]
+
+
+async def test_completions_that_do_not_fit_are_sent_in_halves(world):
+    def too_large(message):
+        return ValueError("too large") if len(message.completions) > 1 else None
+
+    def never(message):
+        return ValueError("no") if message.completions[0].outcome == 0 else None
+
+    digest = await world.ship(double)
+    arguments = world.arguments(np.float32(1))
+    world.remote.refuse = [too_large] * 30
+    assert await world.run(digest, range(20), arguments) == [2] * 20
+    world.remote.refuse = [never]
+    (error,) = await world.run(digest, [30], arguments)
+    assert isinstance(error, ValueError)
+    world.remote.refuse = []
+
+
+async def test_too_many_closures_are_sent_back(world, monkeypatch):
+    monkeypatch.setattr("zstrat.worker._tenancy.MAX_OPEN", 10)
+    digest = await world.ship(double)
+    world.dispatch(digest, range(8), world.arguments(np.float32(1)))
+    world.dispatch(digest, range(8, 20))
+    for error in await world.outcomes(range(8, 20)):
+        assert isinstance(error, BusyError)
+    assert await world.outcomes(range(8)) == [2] * 8
+
+
+async def test_statistics(world):
+    digest = await world.ship(double)
+    await world.run(digest, range(5), world.arguments(np.float32(1)))
+    await world.run(b"unknown", [5])
+    values = (await world.ask(Inspect())).values
+    assert (values["done"], values["failed"], values["queued"]) == (5, 1, 0)
+    assert values["rss"] > 2**20
+    assert (values["platform"], values["devices"]) == ("cpu", 1)
+    assert (values["functions"], values["session"]) == (1, world.session)
+
+
+async def test_a_defect_of_our_own_ends_the_session_and_is_told(closed, caplog):
+    await closed.open()
+    executor = closed.worker._executor
+
+    def defect():
+        raise AssertionError("a defect")
+
+    executor.tell(defect)
+    await executor.close(20)  # the thread has called us back before it ended
+    assert "executor thread failed" in caplog.text
+    closed.crashes.clear()

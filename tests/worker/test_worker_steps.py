@@ -1,0 +1,404 @@
+"""Closures from dispatch to completion, with a parameter server behind fake links."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from zstrat.errors import (
+    ClosureInputError,
+    InvalidArgumentError,
+    NotFoundError,
+    OutOfRangeError,
+    PSUnavailableError,
+    StepError,
+)
+from zstrat.program import function, get_worker_context
+from zstrat.wire import CancelSteps, DropArguments, DropResults, Fetch, Pull, Push
+
+
+async def test_results_of_any_structure(world):
+    @function
+    def step(x):
+        return {"sum": x + 1, "parts": (x, [None, "word"])}
+
+    digest = await world.ship(step)
+    (result,) = await world.run(digest, [1], world.arguments(np.float32(2)))
+    assert result == {"sum": 3, "parts": (2, [None, "word"])}
+
+
+async def test_quick_closures_share_messages_and_one_layout(world):
+    @function
+    def step(x):
+        return x * 2
+
+    digest = await world.ship(step)
+    results = await world.run(digest, range(500), world.arguments(np.arange(3)))
+    assert all(result.tolist() == [0, 2, 4] for result in results)
+    told = world.remote.told
+    assert len(told) < 250
+    assert sum(len(message.layouts) for message in told) == 1
+    assert step.trace_count == 1
+
+
+async def test_readers_share_pulls(world):
+    v = world.variable(np.float32(3))
+
+    @function
+    def step():
+        return v.value() + 1
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.log.clear()
+    results = await world.run(digest, range(2, 66))
+    assert [float(r) for r in results] == [4.0] * 64
+    assert len(world.log) <= 8  # 16 or 32 closures a pull
+
+
+async def test_a_training_step_reads_what_the_one_before_wrote(world):
+    v = world.variable(np.zeros(2, np.float32))
+
+    @function
+    def step(iterator):
+        v.assign(v.value() * 2 + next(iterator)["x"])
+        return v.value()
+
+    resource, layout = await world.build(
+        lambda: ({"x": np.full(2, i, np.float32)} for i in range(1, 7))
+    )
+    assert (layout.dtypes, layout.shapes) == (["float32"], [[2]])
+    digest = await world.ship(step)
+    results = await world.run(digest, range(6), world.arguments(world.it(resource)))
+    expected, value = [], 0
+    for i in range(1, 7):
+        value = value * 2 + i
+        expected.append([value, value])
+    assert [r.tolist() for r in results] == expected
+    assert world.value(v).tolist() == expected[-1]
+    kinds = [type(message).__name__ for message in world.log]
+    assert kinds == ["Pull", "Push"] * 6
+
+
+async def test_push_and_next_pull_travel_together(world):
+    v = world.variable(np.float32(0))
+
+    @function
+    def step():
+        v.assign(v.value() + 1)
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    link = world.links[0]
+    link.held = []
+    world.dispatch(digest, [2, 3])
+    while not link.held:
+        await world.worker._executor.submit(lambda: None)
+    link.release()
+    link.held = []
+    while len(link.held) < 2:
+        await world.worker._executor.submit(lambda: None)
+    # Before the push of 2 is acknowledged, the pull of 3 is on its way behind it.
+    assert [type(m) for m, _ in link.held] == [Push, Pull]
+    link.release()
+    await world.outcomes([2, 3])
+    assert world.value(v) == 3
+
+
+async def test_a_step_that_was_applied_is_not_applied_again(world):
+    v = world.variable(np.float32(0))
+
+    @function
+    def step():
+        v.assign_add(1.0)
+
+    digest = await world.ship(step)
+    await world.run(digest, [1, 2])
+    world.forget(2)
+    await world.run(digest, [2], attempt=2)
+    assert world.value(v) == 2
+
+
+async def test_several_parameter_servers(shipping):
+    a, b = (
+        shipping.variable(np.float32(1), ps=0),
+        shipping.variable(np.float32(2), ps=1),
+    )
+
+    @function
+    def step(x):
+        total = a.value() + b.value() + x
+        a.assign(total)
+        b.assign_sub(total)
+        return total
+
+    digest = await shipping.ship(step)
+    arguments = shipping.arguments(np.ones(50_000, np.float32)[0])
+    results = await shipping.run(digest, range(3), arguments)
+    expected, x, y = [], 1.0, 2.0
+    for _ in range(3):
+        total = x + y + 1
+        x, y = total, y - total
+        expected.append(total)
+    assert [float(r) for r in results] == expected
+    assert (shipping.value(a), shipping.value(b)) == (x, y)
+
+
+async def test_the_error_shows_the_users_line_first(world):
+    @function
+    def step(x):
+        return x.reshape(7)  # the guilty line
+
+    digest = await world.ship(step)
+    first, second = await world.run(digest, [1, 2], world.arguments(np.zeros(3)))
+    for error in (first, second):
+        assert isinstance(error, TypeError)
+        (note,) = error.__notes__
+        assert "# the guilty line" in note or "x.reshape(7)" in note
+        assert "/zstrat/" not in note
+        assert "/jax/" not in note
+
+
+async def test_errors_of_all_kinds_do_not_end_the_thread(world):
+    class OddError(Exception):
+        def __init__(self, a, b):
+            super().__init__(a)
+
+    def raising(error):
+        @function
+        def step():
+            raise error
+
+        return step
+
+    for number, error in enumerate([SystemExit(3), OddError("x", 1), StopIteration(4)]):
+        (ended,) = await world.run(await world.ship(raising(error)), [number])
+        assert isinstance(ended, Exception)
+    assert isinstance(ended, StepError | StopIteration)
+
+    @function
+    def wordy():
+        raise ValueError("x" * 1_000_000)
+
+    (ended,) = await world.run(await world.ship(wordy), [9])
+    assert len(str(ended)) < 20_000
+
+
+async def test_unknown_function_and_arguments(world):
+    (error,) = await world.run(b"nobody", [1])
+    assert isinstance(error, NotFoundError)
+
+    @function
+    def step(x):
+        return x
+
+    digest = await world.ship(step)
+    (error,) = await world.run(digest, [2], 999)
+    assert isinstance(error, NotFoundError)
+    number = world.arguments(np.float32(1))
+    assert (await world.run(digest, [3], number)) == [1]
+    world.worker.handle(world.remote, DropArguments(world.session, [number]))
+    (error,) = await world.run(digest, [4], number)
+    assert isinstance(error, NotFoundError)
+
+
+async def test_code_that_cannot_be_loaded(world):
+    with pytest.raises(ImportError, match="no module"):
+        await world.ship(ImportError("no module named numbers2"))
+    (error,) = await world.run(b"digest 1", [1])
+    assert isinstance(error, ImportError)
+
+
+async def test_a_push_that_the_server_refuses(world):
+    v = world.variable(np.float32(0))
+
+    @function
+    def step():
+        v.assign_add(1.0)
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.services[0]._store.clear()
+    (error,) = await world.run(digest, [2])
+    assert isinstance(error, NotFoundError | InvalidArgumentError)
+
+
+async def test_a_lost_server_fails_steps_and_gives_elements_back(world):
+    v = world.variable(np.float32(0))
+
+    @function
+    def step(iterator):
+        v.assign_add(next(iterator) + 0 * v.value())
+
+    resource, _ = await world.build(lambda: iter(np.arange(10, dtype=np.float32)))
+    digest = await world.ship(step)
+    arguments = world.arguments(world.it(resource))
+    assert (await world.run(digest, [0], arguments)) == [None]
+    link = world.links[0]
+    link.held = []
+    world.dispatch(digest, [1, 2, 3], arguments)
+    while not link.held:
+        await world.worker._executor.submit(lambda: None)
+    link.cut()
+    for error in await world.outcomes([1, 2, 3]):
+        assert isinstance(error, PSUnavailableError)
+        assert error.task == "/job:ps/task:0"
+    link.lost, link.held = False, None
+    await world.run(digest, range(4, 13), arguments)
+    assert world.value(v) == sum(range(10))
+
+
+async def test_end_of_data_is_the_closures_error(world):
+    @function
+    def step(iterator):
+        return next(iterator)
+
+    resource, _ = await world.build(lambda: [np.float32(1), np.float32(2)])
+    digest = await world.ship(step)
+    a, b, c = await world.run(digest, range(3), world.arguments(world.it(resource)))
+    assert (a, b) == (1, 2)
+    assert isinstance(c, OutOfRangeError)
+
+
+async def test_cancel_keeps_what_runs_and_loses_no_element(world):
+    v = world.variable(np.float32(0))
+    began, go_on = threading.Event(), threading.Event()
+
+    @function(eager=True)
+    def slow():
+        began.set()
+        assert go_on.wait(20)
+        return "ran"
+
+    @function
+    def step(iterator):
+        v.assign_add(next(iterator))
+
+    resource, _ = await world.build(lambda: iter(np.arange(8, dtype=np.float32)))
+    arguments = world.arguments(world.it(resource))
+    block, step = await world.ship(slow), await world.ship(step)
+    await world.run(step, [0], arguments)
+    world.dispatch(block, [1])
+    world.dispatch(step, [2, 3, 4], arguments)
+    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    world.worker.handle(world.remote, CancelSteps(world.session))
+    world.dispatch(step, [5], arguments)
+    go_on.set()
+    assert await world.outcomes([1, 2, 3, 4, 5]) == ["ran", *["cancelled"] * 3, None]
+    await world.run(step, range(6, 12), arguments)
+    assert world.value(v) == sum(range(8))
+
+
+async def test_large_results_stay_until_fetched(world):
+    @function
+    def step(x):
+        return {"big": x.repeat(100_000), "small": x}
+
+    digest = await world.ship(step)
+    arguments = world.arguments(np.float32(2))
+    assert await world.run(digest, [5], arguments) == ["kept"]
+    fetched = await world.ask(Fetch(world.session, 5))
+    assert [a.shape for a in fetched.arrays] == [(100_000,), ()]
+    assert world.worker.statistics()["kept_bytes"] == 400_004
+    world.worker.handle(world.remote, DropResults(world.session, [5, 6]))
+    with pytest.raises(NotFoundError, match="closure 5"):
+        await world.ask(Fetch(world.session, 5))
+    assert world.worker.statistics()["kept_bytes"] == 0
+
+
+async def test_a_step_that_is_here_already_is_ignored(world):
+    began, go_on = threading.Event(), threading.Event()
+    runs = []
+
+    @function(eager=True)
+    def slow():
+        runs.append(1)
+        began.set()
+        assert go_on.wait(20)
+
+    digest = await world.ship(slow)
+    world.dispatch(digest, [1, 2])
+    await world.worker._executor._loop.run_in_executor(None, began.wait, 20)
+    world.dispatch(digest, [1, 2, 3])
+    go_on.set()
+    await world.outcomes([1, 2, 3])
+    assert len(runs) == 3
+    assert world.worker.statistics()["duplicates"] == 2
+
+
+async def test_the_context_of_a_step(world):
+    @function
+    def step():
+        context = get_worker_context()
+        return context.worker_index, context.worker_count, context.attempt
+
+    digest = await world.ship(step)
+    assert await world.run(digest, [1]) == [(1, 3, 1)]
+    assert await world.run(digest, [2], attempt=4) == [(1, 3, 4)]
+
+
+async def test_eager_steps_read_and_update_as_they_go(world):
+    v = world.variable(np.float32(1))
+    seen = []
+
+    @function(eager=True)
+    def step(iterator):
+        seen.append(float(v.value()))
+        v.assign_add(next(iterator))
+        seen.append(float(v.value()))
+        v.assign(v.value() * 2)
+        return {"v": v.value()}
+
+    resource, _ = await world.build(lambda: iter([np.float32(2), np.float32(5)]))
+    digest = await world.ship(step)
+    arguments = world.arguments(world.it(resource))
+    first, second = await world.run(digest, [1, 2], arguments)
+    assert (float(first["v"]), float(second["v"])) == (6.0, 22.0)
+    assert seen == [1.0, 3.0, 6.0, 11.0]
+    assert world.value(v) == 22.0
+    (third,) = await world.run(digest, [3], arguments)
+    assert isinstance(third, OutOfRangeError)
+
+
+async def test_an_eager_step_that_is_run_again_has_its_effect_once(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        v.assign_add(1.0)
+        v.assign_add(10.0)
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    await world.run(digest, [1], attempt=2)
+    assert world.value(v) == 11.0
+
+
+async def test_an_eager_step_without_its_server(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        return v.value()
+
+    digest = await world.ship(step)
+    world.links[0].cut()
+    (error,) = await world.run(digest, [1])
+    assert isinstance(error, PSUnavailableError)
+
+
+async def test_resource_error_reaches_the_closures_that_use_it(world):
+    with pytest.raises(KeyError):
+        await world.build(lambda: {}["missing"], resource=70)
+
+    @function
+    def step(iterator):
+        return next(iterator)
+
+    digest = await world.ship(step)
+    (error,) = await world.run(digest, [1], world.arguments(world.it(70)))
+    assert isinstance(error, ClosureInputError)
+    assert isinstance(error.original_exception, KeyError)

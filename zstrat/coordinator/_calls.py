@@ -1,0 +1,276 @@
+"""What a scheduled call is made of, and how the same one is found again.
+
+A call is traced and pickled once; scheduling it again costs a look-up. Two calls are
+the same if function and arguments are, where arguments are compared by *value* if they
+are plain, by their number if they are handles (variables, per-worker iterators), and
+never if they can change (numpy arrays, foreign objects): those are pickled at each
+schedule, so that a closure sees its arguments as they were then.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict, deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+
+from zstrat.program import Function, Resource, digest, dump
+from zstrat.variables import Variable
+
+from ._values import Claim, PerWorker, RemoteValue, Result
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+CACHED_CALLS: Final = 1024
+"""Different argument lists of one function that are remembered; the oldest goes."""
+
+Arrays = tuple[np.ndarray, ...]
+
+
+class Code:
+    """A pickled function (or dataset), named by its digest."""
+
+    __slots__ = ("code", "digest")
+
+    def __init__(self, code: bytes) -> None:
+        self.code, self.digest = code, digest(code)
+
+
+class Arguments:
+    """Pickled ``(args, kwargs)`` with a number. When the last closure and the cache
+    have let go of them, the number is retired, and the workers may forget it."""
+
+    __slots__ = ("__weakref__", "arrays", "code", "number")
+    _numbers = itertools.count(1)
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.number = next(self._numbers)
+        self.code, arrays = dump((args, dict(kwargs)))
+        # They are views of the user's memory, and are sent after schedule returned.
+        self.arrays = tuple(array.copy() for array in arrays)
+
+    def retire_to(self, retired: deque[int]) -> None:
+        # deque.append takes no lock: a finalizer may run while this thread holds any.
+        weakref.finalize(self, retired.append, self.number).atexit = False
+
+
+class Call:
+    """What a closure runs.
+
+    The per-worker resources among its arguments are held weakly: a call is remembered,
+    and must not keep alive what the user has dropped. Each closure holds them.
+    """
+
+    __slots__ = ("_claims", "arguments", "function", "resources", "result")
+
+    def __init__(
+        self,
+        result: Result,
+        function: Code,
+        arguments: Arguments | None,
+        resources: Sequence[PerWorker],
+    ) -> None:
+        self.result, self.function, self.arguments = result, function, arguments
+        self.resources = tuple(resource.resource for resource in resources)
+        self._claims = tuple(weakref.ref(resource.claim) for resource in resources)
+
+    def claims(self) -> tuple[Claim | None, ...]:
+        """What a closure holds so that its resources stay."""
+        return tuple([claim() for claim in self._claims]) if self._claims else ()
+
+
+class _Known:
+    """A function that was scheduled before. Does not keep it alive."""
+
+    __slots__ = ("calls", "code", "reference")
+
+    def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
+        self.reference = weakref.ref(function, forget)
+        self.code = Code(function.code)
+        self.calls: OrderedDict[Hashable, Call] = OrderedDict()
+
+
+class Calls:
+    """Makes calls and finds them again.
+
+    Args:
+        scope: Entered around each trace, so that what a trace creates lands where the
+            strategy puts it.
+        retired: Gets the numbers of arguments that nobody needs any more.
+    """
+
+    def __init__(
+        self, scope: Callable[[], AbstractContextManager[object]], retired: deque[int]
+    ) -> None:
+        self._scope, self._retired = scope, retired
+        self._known: dict[int, _Known] = {}
+
+    def find(
+        self,
+        function: object,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Call | None:
+        """The same call of before, in microseconds; None if it must be made."""
+        known = self._known.get(id(function))
+        if known is None or known.reference() is not function:
+            return None
+        try:
+            return known.calls.get(_key_of(args, kwargs))
+        except _NoKeyError:
+            return None
+
+    def make(
+        self,
+        function: object,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Call:
+        """Checks, traces and pickles a call.
+
+        Raises:
+            TypeError: ``function`` is no `zstrat.function`.
+            ValueError: A `RemoteValue` is among the arguments.
+            Exception: What tracing or pickling raised.
+        """
+        function = _checked(function)
+        if not isinstance(args, tuple | list | None):
+            raise TypeError(
+                f"args of schedule is a tuple of arguments, args=(x,); got a bare "
+                f"{type(args).__name__}"
+            )
+        positional, named = tuple(args or ()), dict(kwargs or {})
+        resources = _resources((positional, named))
+        result = Result(function.name, self._trace(function, positional, named))
+        known = self._know(function)
+        arguments = None
+        if positional or named:
+            arguments = Arguments(positional, named)
+            arguments.retire_to(self._retired)
+        call = Call(result, known.code, arguments, resources)
+        self._remember(known, args, kwargs, call)
+        return call
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        self._known.clear()
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _trace(
+        self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The treedef of the result; None if only running can tell."""
+        if function.eager:
+            return None
+        stand_ins: dict[int, object] = {}
+        for resource in _per_worker((args, kwargs)):
+            stand_ins[resource.resource] = stand_in = resource._stand_in()
+            if stand_in is None:
+                return None  # it failed on every worker: the closure will say why
+        args, kwargs = jax.tree.map(
+            lambda leaf: (
+                stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf
+            ),
+            (args, kwargs),
+            is_leaf=lambda leaf: isinstance(leaf, Resource),
+        )
+        with self._scope():
+            return function.plan(args, kwargs).out_structure.treedef
+
+    def _know(self, function: Function) -> _Known:
+        number = id(function)
+        known = self._known.get(number)
+        if known is None or known.reference() is not function:
+            table = self._known
+            known = _Known(function, partial(_pop, table, number))
+            table[number] = known
+        return known
+
+    def _remember(
+        self,
+        known: _Known,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+        call: Call,
+    ) -> None:
+        try:
+            key = _key_of(args, kwargs)
+        except _NoKeyError:
+            return
+        known.calls[key] = call
+        if len(known.calls) > CACHED_CALLS:
+            known.calls.popitem(last=False)
+
+
+class _NoKeyError(Exception):
+    """An argument has no value that could be compared."""
+
+
+_PLAIN: Final = frozenset({type(None), bool, int, str, bytes})
+
+
+def _key_of(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> Hashable:
+    if not isinstance(args, tuple | list | None):
+        raise _NoKeyError
+    if not kwargs:
+        return tuple([_key(arg) for arg in args]) if args else ()
+    return _key(tuple(args or ())), _key(dict(kwargs))
+
+
+def _key(value: Any) -> Hashable:
+    kind = type(value)
+    if isinstance(value, PerWorker):
+        return kind, value.resource
+    if kind in _PLAIN:
+        return kind, value  # the type too, because 1 == 1.0 == True
+    if kind is float:
+        return kind, value.hex()  # tells 0.0 from -0.0, and finds nan again
+    if kind is tuple or kind is list:
+        return kind, tuple([_key(item) for item in value])
+    if kind is dict:
+        items = value.items()
+        return kind, tuple([(_key(name), _key(item)) for name, item in items])
+    if isinstance(value, Variable):
+        return kind, value.spec.key
+    raise _NoKeyError
+
+
+def _checked(function: object) -> Function:
+    if isinstance(function, Function):
+        return function
+    raise TypeError(
+        "`ClusterCoordinator.schedule` only accepts a `zstrat.function`; got "
+        f"{function!r:.200} of type {type(function).__name__}: put @zs.function above "
+        "its definition, or call zs.function(fn) once and schedule the result"
+    )
+
+
+def _leaves(tree: Any) -> list[Any]:
+    kinds = (Resource, RemoteValue)
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
+
+
+def _per_worker(tree: Any) -> list[PerWorker]:
+    return [leaf for leaf in _leaves(tree) if isinstance(leaf, PerWorker)]
+
+
+def _resources(tree: Any) -> list[PerWorker]:
+    for leaf in _leaves(tree):
+        if isinstance(leaf, RemoteValue):
+            raise ValueError(
+                "a RemoteValue is among the arguments: its result is not there yet and "
+                "may never be; pass `value.fetch()`, or compute both in one function"
+            )
+    return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
+
+
+def _pop(table: dict[int, _Known], number: int, _: object) -> None:
+    """Forgets a function that is gone; the table may not keep its `Calls` alive."""
+    table.pop(number, None)

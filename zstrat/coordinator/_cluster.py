@@ -1,0 +1,197 @@
+"""All tasks of a session, on the loop thread: who is there, and what follows if not.
+
+A parameter server has one life in a session: what it held is gone when it returns with
+another incarnation. While one is not there the cluster is *broken*, and says so through
+the dispatcher to whoever schedules or joins. Workers come and go: the dispatcher's
+business alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import (
+    DeadlineExceededError,
+    PSUnavailableError,
+    UnavailableError,
+    ZstratError,
+)
+from zstrat.ps import PsClient
+from zstrat.wire import CloseSession, Message, OpenSession, SessionOpened
+
+from ._lane import Lane, MakeLink
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.config import Timeouts
+
+    from ._dispatch import Dispatcher
+
+log = logging.getLogger("zstrat.coordinator")
+
+LEAVING: Final = 2.0
+"""Seconds for all tasks together to hear that the session is over."""
+
+
+@final
+class Cluster:
+    """The lanes to all tasks, and the client of the parameter servers."""
+
+    def __init__(
+        self,
+        session: int,
+        ps: Sequence[str],
+        workers: Sequence[str],
+        timeouts: Timeouts,
+        make_link: MakeLink,
+    ) -> None:
+        self.session, self._timeouts = session, timeouts
+        self.dispatcher: Dispatcher | None = None
+        self._closing = False
+        count, addresses = len(workers), list(ps)
+
+        def lane(job: str, index: int, address: str) -> Lane:
+            known = addresses if job == "worker" else []
+            opening = OpenSession(session, index, count, known)
+            is_ps = job == "ps"
+            return Lane(job, index, address, opening, make_link, self, one_life=is_ps)
+
+        self.ps = [lane("ps", index, address) for index, address in enumerate(ps)]
+        self.workers = [lane("worker", i, address) for i, address in enumerate(workers)]
+        self._ps_lanes = frozenset(map(id, self.ps))
+        self._absent: dict[int, str] = {}
+        self.client = PsClient([lane.link for lane in self.ps], session)
+
+    # ---- life ------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Takes all parameter servers and one worker at least; the rest joins later.
+
+        Raises:
+            DeadlineExceededError: Some did not answer within ``timeouts.connect``.
+            BusyError: They belong to another coordinator, all that time.
+            VersionMismatchError, PermissionDeniedError: At once.
+        """
+        deadline = asyncio.get_running_loop().time() + self._timeouts.connect
+        for lane in (*self.ps, *self.workers):
+            lane.start()
+        missing = await asyncio.gather(
+            *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
+        )
+        _raise_all([item for item in missing if isinstance(item, BaseException)])
+        await self._any_worker(deadline)
+
+    async def close(self, leave: bool) -> None:
+        """Leaves all tasks; with ``leave`` they drain and end as processes."""
+        if self._closing:
+            return
+        self._closing = True
+        if self.dispatcher is not None:
+            self.dispatcher.stop("the session is closed")
+        loop = asyncio.get_running_loop()
+        patience = self._timeouts.drain if leave else LEAVING
+        goodbye = CloseSession(self.session, leave)
+        lanes = (*self.workers, *self.ps)  # workers first: they push while they drain
+        answers = []
+        for lane in lanes:
+            lane.leave()
+            if lane.is_ready:
+                answers.append(
+                    lane.link.submit(goodbye, deadline=loop.time() + patience)
+                )
+                answers[-1].add_done_callback(_heed)
+        if answers:
+            await asyncio.wait(answers, timeout=patience)
+        await asyncio.gather(*(lane.close() for lane in lanes))
+
+    @property
+    def broken(self) -> PSUnavailableError | None:
+        """The parameter server that is not there, as the error that says so."""
+        for index, reason in self._absent.items():
+            return PSUnavailableError(self.ps[index].name, reason)
+        return None
+
+    @property
+    def opened(self) -> SessionOpened:
+        """What some worker says about its devices."""
+        for lane in self.workers:
+            if lane.opened is not None:
+                return lane.opened
+        return SessionOpened("cpu", 1)
+
+    # ---- told by the lanes -----------------------------------------------------------
+
+    def ready(self, lane: Lane) -> None:
+        if id(lane) not in self._ps_lanes:
+            if self.dispatcher is not None:
+                self.dispatcher.ready(lane)
+            return
+        self._absent.pop(lane.index, None)
+        if self.dispatcher is not None and not self._absent:
+            self.dispatcher.engine.mend()
+            self.dispatcher.turn_soon()
+
+    def lost(self, lane: Lane, reason: str) -> None:
+        if self._closing:
+            return
+        if id(lane) not in self._ps_lanes:
+            if self.dispatcher is not None:
+                self.dispatcher.lost(lane, reason)
+            return
+        self._absent[lane.index] = reason
+        if self.dispatcher is not None and (broken := self.broken) is not None:
+            self.dispatcher.engine.fail(broken, lasting=True)
+
+    def heard(self, lane: Lane, message: Message) -> None:
+        if self.dispatcher is not None and id(lane) not in self._ps_lanes:
+            self.dispatcher.heard(lane, message)
+
+    def attach(self, dispatcher: Dispatcher) -> None:
+        """From now on the dispatcher is told about workers."""
+        self.dispatcher = dispatcher
+        dispatcher.start()
+        if (broken := self.broken) is not None:
+            dispatcher.engine.fail(broken, lasting=True)
+
+    # ---- private ---------------------------------------------------------------------
+
+    async def _any_worker(self, deadline: float) -> None:
+        tasks = [
+            asyncio.ensure_future(lane.wait_ready(deadline)) for lane in self.workers
+        ]
+        waiting = set(tasks)
+        try:
+            while waiting:
+                ended, waiting = await asyncio.wait(
+                    waiting, return_when=asyncio.FIRST_COMPLETED
+                )
+                if any(task.exception() is None for task in ended):
+                    return
+        finally:
+            for task in waiting:
+                task.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
+        _raise_all([error for task in tasks if (error := task.exception())])
+
+
+def _heed(answer: asyncio.Future[Message]) -> None:
+    if not answer.cancelled() and (error := answer.exception()) is not None:
+        log.info("closing the session: %s", error)
+
+
+def _raise_all(errors: Sequence[BaseException]) -> None:
+    """One error as it is; several as one that has the words of all."""
+    if not errors:
+        return
+    telling = [e for e in errors if not isinstance(e, DeadlineExceededError)]
+    if len(errors) == 1 or telling:
+        raise (telling or errors)[0]
+    words = "; ".join(str(error) for error in errors)
+    kind: type[ZstratError] = DeadlineExceededError
+    if all(isinstance(error, UnavailableError) for error in errors):
+        kind = UnavailableError
+    raise kind(words)

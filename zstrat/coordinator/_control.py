@@ -1,0 +1,234 @@
+"""The coordinator itself, whose two faces block or are awaited.
+
+Both `ClusterCoordinator` and `AsyncClusterCoordinator` of a strategy hold the same
+`Control`. It lives on the user's side and keeps the functions that were scheduled; the
+engine and the dispatcher do not know it, so dropping it ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.errors import ClosedError
+
+from ._calls import Arguments, Call, Calls, Code
+from ._dispatch import Dispatcher
+from ._engine import Engine
+from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
+from ._resources import Record
+from ._strategy import CoordinatedStrategy
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from zstrat.wire import PlainTree
+
+    from ._portal import Portal
+    from ._session import ClusterSession
+    from ._values import Kept
+
+WORKER_WAIT: Final = 600.0
+"""Seconds without any worker until `join` gives up: long enough to boot a machine."""
+STOPPING: Final = 10.0
+
+
+@final
+class Control:
+    """Schedules calls of a strategy.
+
+    Args:
+        max_queued, max_attempts: See `Queue`.
+        closures_in_flight: Per worker; None: about 20 ms of work.
+        worker_wait_timeout: Seconds that work waits when there is no worker at all.
+    """
+
+    def __init__(
+        self,
+        strategy: CoordinatedStrategy,
+        *,
+        max_queued: int | None = None,
+        closures_in_flight: int | None = None,
+        max_attempts: int | None = None,
+        worker_wait_timeout: float | None = None,
+    ) -> None:
+        self.strategy = strategy
+        self.session: ClusterSession = strategy.session
+        portal = self.portal = self.session.portal
+        if portal.is_closed:
+            raise ClosedError("the strategy is closed; make a new one")
+        queue = Queue(
+            MAX_QUEUED if max_queued is None else max_queued,
+            MAX_ATTEMPTS if max_attempts is None else max_attempts,
+            self.session.next_step,
+        )
+        errands = _Errands(portal, self.session.settings.timeouts.request)
+        self.engine = Engine(
+            queue,
+            wake=lambda: portal.call_soon(errands.dispatcher_turn),
+            cancel=lambda: portal.call_soon(errands.dispatcher_cancel),
+            bring=errands.bring,
+            bring_async=errands.bring_async,
+        )
+        self.dispatcher = errands.dispatcher = Dispatcher(
+            self.engine,
+            self.session.session,
+            self.session.cluster.workers,
+            closures_in_flight=closures_in_flight,
+            worker_wait_timeout=(
+                WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
+            ),
+        )
+        self.calls = Calls(strategy.scope, self.dispatcher.retired)
+        self._on_loop(self.session.cluster.attach, self.dispatcher)
+        self._finalizer = weakref.finalize(
+            self, portal.call_soon, self.dispatcher.stop, "the coordinator is gone"
+        )
+        self._finalizer.atexit = False
+
+    # ---- schedule --------------------------------------------------------------------
+
+    def call(
+        self,
+        function: object,
+        args: Sequence[Any] | None,
+        kwargs: Mapping[str, Any] | None,
+    ) -> Call:
+        """The call, checked, traced and pickled; from the cache if it is there."""
+        found = self.calls.find(function, args, kwargs)
+        return found or self.calls.make(function, args, kwargs)
+
+    # ---- per-worker resources --------------------------------------------------------
+
+    def create_resource(
+        self,
+        purpose: str,
+        name: str,
+        maker: Code,
+        arguments: Arguments | None = None,
+    ) -> Record:
+        """Has something built on every worker; returns before it is."""
+        record = Record(
+            self.engine,
+            self.session.worker_count,
+            name=name,
+            purpose=purpose,
+            maker=maker,
+            arguments=arguments,
+        )
+        self.dispatcher.builder.add_soon(record)
+        self.portal.call_soon(self.dispatcher.turn_soon)
+        return record
+
+    @property
+    def drop_resource(self) -> Callable[[int], None]:
+        """For finalizers: forgets a resource by its number."""
+        return self.dispatcher.builder.drop_soon
+
+    # ---- the rest --------------------------------------------------------------------
+
+    def metrics(self) -> dict[str, PlainTree]:
+        """Counters and gauges, as plain data; cheap, from any thread."""
+        queue, dispatcher = self.engine.queue, self.dispatcher
+        workers: dict[str, PlainTree] = {
+            member.name: {
+                "state": member.state.value,
+                "in_flight": len(member.in_flight),
+                "depth": member.depth,
+                "completed": member.completed,
+                "losses": member.losses,
+                "reason": member.reason,
+            }
+            for member in dispatcher.members.members
+        }
+        return {
+            "queued_closures": queue.queued,
+            "inflight_closures": queue.running,
+            "scheduled_closures": queue.steps.next - 1,
+            "low_water": queue.steps.low_water,
+            "turns": dispatcher.turns,
+            "dispatches": dispatcher.dispatches,
+            "stale_completions": dispatcher.outcomes.stale,
+            "recoverable_worker_failures": sum(
+                member.losses for member in dispatcher.members.members
+            ),
+            "workers": workers,
+        }
+
+    def shutdown(self, cluster: bool) -> None:
+        """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
+        with self.session.lock:
+            if self.session.faces.get("control") is self:
+                self.session.faces.clear()
+        if self._finalizer.detach() is not None:
+            self._on_loop(self.dispatcher.stop, "the coordinator was shut down")
+            self.session.next_step = self.engine.queue.steps.next
+            self.calls.forget()
+        if cluster:
+            self.session.close(exit=True)
+
+    def _on_loop(self, function: Callable[..., None], *args: object) -> None:
+        async def call() -> None:
+            function(*args)
+
+        if not self.portal.is_closed:
+            self.portal.run(call(), STOPPING, function.__name__)
+
+
+class _Errands:
+    """What the engine may ask of the loop; does not keep the `Control` alive."""
+
+    def __init__(self, portal: Portal, timeout: float) -> None:
+        self._portal, self._timeout = portal, timeout
+        self.dispatcher: Dispatcher | None = None
+
+    def dispatcher_turn(self) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.turn_soon()
+
+    def dispatcher_cancel(self) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.cancel_running()
+
+    def bring(self, kept: Kept) -> list[np.ndarray]:
+        return self._portal.run(self._bring(kept), self._timeout, "fetching a result")
+
+    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
+        return await self._portal.run_async(self._bring(kept), "fetching a result")
+
+    async def _bring(self, kept: Kept) -> list[np.ndarray]:
+        assert self.dispatcher is not None
+        deadline = asyncio.get_running_loop().time() + self._timeout
+        return await self.dispatcher.bring(kept, deadline)
+
+
+_Options = Mapping[str, Any]
+
+
+def control_of(strategy: object, options: _Options) -> Control:
+    """The control of the strategy; made by the first who asks.
+
+    Raises:
+        ValueError: It is no strategy for a coordinator, or it has a coordinator with
+            other options already.
+    """
+    if not isinstance(strategy, CoordinatedStrategy):
+        raise ValueError(
+            "a coordinator needs a strategy that works with parameter servers "
+            f"(zstrat.ParameterServerStrategy); got {type(strategy).__name__}"
+        )
+    session = strategy.session
+    given = {name: value for name, value in options.items() if value is not None}
+    with session.lock:
+        control: Control | None = session.faces.get("control")
+        if control is None:
+            control = session.faces["control"] = Control(strategy, **given)
+            session.faces["options"] = given
+        elif given and given != session.faces["options"]:
+            raise ValueError(
+                "this strategy has a coordinator already, made with the options "
+                f"{session.faces['options']}; got {given}: there is one per strategy"
+            )
+        return control

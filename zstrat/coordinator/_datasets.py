@@ -1,0 +1,241 @@
+"""Datasets of which every worker makes its own.
+
+The dataset function is pickled once on the coordinator; each ``iter()`` is a fresh
+pass: one iterator on every worker. The handle of an iterator is what scheduled
+functions take; when the user has dropped it and no closure needs it, the workers forget
+theirs. An iterator begins from the start when its worker returns from a loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program import StepIterator, dump_code, rebuild
+from zstrat.variables import recorder
+
+from ._calls import Arguments, Code
+from ._values import Claim, PerWorker, PerWorkerValues
+
+if TYPE_CHECKING:
+    from zstrat.wire import Layout
+
+    from ._control import Control
+    from ._resources import Record
+
+FIRST_BUILD: Final = 600.0
+"""Seconds for the first worker to tell what the elements look like."""
+
+
+@final
+class PerWorkerDataset:
+    """A dataset on every worker; ``iter()`` begins a pass through it."""
+
+    def __init__(self, control: Control, maker: Code, name: str) -> None:
+        self._control, self._maker, self._name = control, maker, name
+        self._spec: Any = None
+        """Of an element, once a worker has told: that of every pass."""
+
+    def __iter__(self) -> PerWorkerIterator:
+        """A fresh pass on every worker. Returns before the iterators are built.
+
+        Raises:
+            RuntimeError: In a step function, which runs on one worker.
+        """
+        if recorder.get() is not None:
+            raise RuntimeError(
+                "iter() of a per-worker dataset inside a step function: call it "
+                "outside and pass the iterator as an argument"
+            )
+        record = self._control.create_resource("iterator", self._name, self._maker)
+        return PerWorkerIterator(self, self._control, record)
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element looks like: a pytree of `jax.ShapeDtypeStruct`.
+
+        Waits for a worker to tell; begins a pass for that if none is under way.
+        """
+        return iter(self).element_spec if self._spec is None else self._spec
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} itself cannot be an argument: pass iter(dataset), or "
+            "dataset.build()"
+        )
+
+    def build(self) -> PerWorkerValues:
+        """The datasets themselves, as an argument of scheduled functions."""
+        record = self._control.create_resource("value", self._name, self._maker)
+        return _values(self._control, record)
+
+
+@final
+class PerWorkerIterator(PerWorker):
+    """One iterator on every worker; what ``next()`` gives in a scheduled function."""
+
+    def __init__(
+        self, dataset: PerWorkerDataset, control: Control, record: Record
+    ) -> None:
+        self.resource = record.number
+        self._dataset, self._control, self._record = dataset, control, record
+        self.claim = Claim(control.drop_resource, record.number)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Whether and how it was built, per worker: a `RemoteValue` each."""
+        return self._record.values
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element looks like: a pytree of `jax.ShapeDtypeStruct`.
+
+        Waits until one worker has built its iterator.
+
+        Raises:
+            ClosureInputError: It could not be built on any worker.
+            DeadlineExceededError: No worker has built it in ten minutes.
+        """
+        spec = self._stand_in_spec()
+        if spec is None:
+            error = self._record.values[0].error
+            assert error is not None
+            raise error.with_traceback(None)
+        return spec
+
+    def wait_ready(self, timeout: float = FIRST_BUILD) -> None:
+        """Waits until every worker that is there has built its iterator.
+
+        Raises:
+            ClosureInputError: A worker could not; the first one that says so.
+            DeadlineExceededError: ``timeout`` seconds were not enough.
+        """
+        record = self._record
+        self._control.engine.wait_until(
+            lambda: record.is_settled, timeout, f"building {record.name}"
+        )
+        for value in record.values:
+            if value.is_ready and value.error is not None and not value.is_aborted:
+                raise value.error.with_traceback(None)
+
+    def __iter__(self) -> PerWorkerIterator:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise NotImplementedError(
+            "next() of a per-worker iterator on the coordinator: its elements are on "
+            "the workers; pass it to a scheduled function, and call next() there"
+        )
+
+    def get_next(self) -> NoReturn:
+        """Not on the coordinator; see ``next()``."""
+        self.__next__()
+
+    def _stand_in_spec(self) -> Any:
+        dataset, record = self._dataset, self._record
+        if dataset._spec is None and _wait_known(self._control, record):
+            assert record.layout is not None
+            dataset._spec = spec_of(record.layout)
+        return dataset._spec
+
+    def _stand_in(self) -> StepIterator | None:
+        spec = self._stand_in_spec()
+        return (
+            None if spec is None else StepIterator(None, spec, name=self._record.name)
+        )
+
+
+def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
+    """See `ClusterCoordinator.create_per_worker_dataset`.
+
+    Raises:
+        TypeError: It is neither a function nor an iterable, or takes other arguments.
+        Exception: It cannot be pickled.
+    """
+    if callable(dataset_fn):
+        _require_takes_context(dataset_fn)
+        own = (
+            dataset_fn.__name__ if inspect.isfunction(dataset_fn) else repr(dataset_fn)
+        )
+        name = f"the dataset of {own}"
+    elif isinstance(dataset_fn, Iterable):
+        name = f"the dataset {type(dataset_fn).__name__}"
+    else:
+        raise TypeError(
+            "create_per_worker_dataset takes a function that returns an iterable, or "
+            f"an iterable; got {type(dataset_fn).__name__}"
+        )
+    return PerWorkerDataset(control, Code(dump_code(dataset_fn)), name)
+
+
+def make_resources(
+    control: Control,
+    fn: Callable[..., Any],
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> PerWorkerValues:
+    """Has ``fn`` run once on every worker, and again on one that returns."""
+    arguments = Arguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
+    if arguments is not None:
+        arguments.retire_to(control.dispatcher.retired)
+    record = control.create_resource(
+        "value", f"the result of {fn!r}", Code(dump_code(fn)), arguments
+    )
+    return _values(control, record)
+
+
+def spec_of(layout: Layout) -> Any:
+    """The element that the layout describes, with `jax.ShapeDtypeStruct` as leaves."""
+    leaf: Any = jax.ShapeDtypeStruct  # it has no types of its own
+    leaves = [
+        leaf(tuple(shape), jnp.dtype(dtype))
+        for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+    ]
+    return rebuild(layout.structure, leaves)
+
+
+def _values(control: Control, record: Record) -> PerWorkerValues:
+    def stand_in() -> Any:
+        if not _wait_known(control, record):
+            return None
+        assert record.layout is not None
+        return spec_of(record.layout)
+
+    claim = Claim(control.drop_resource, record.number)
+    return PerWorkerValues(record.values, record.number, claim, stand_in)
+
+
+def _wait_known(control: Control, record: Record) -> bool:
+    """Waits until a worker has told the layout; False if all have failed."""
+    if not record.is_known:
+        control.engine.wait_until(
+            lambda: record.is_known or record.has_failed,
+            FIRST_BUILD,
+            f"building {record.name} on the first worker",
+        )
+    return record.is_known
+
+
+def _require_takes_context(dataset_fn: Callable[..., Any]) -> None:
+    """Refuses functions that the worker could not call.
+
+    Raises:
+        TypeError: It needs more than an `InputContext`.
+    """
+    try:
+        parameters = inspect.signature(dataset_fn).parameters.values()
+    except (TypeError, ValueError):  # built in, without a signature: called plainly
+        return
+    open_ = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        p.name for p in parameters if p.default is p.empty and p.kind not in open_
+    ]
+    if len(needed) > 1:
+        raise TypeError(
+            "a dataset function takes no argument, or one InputContext; "
+            f"{dataset_fn!r} needs {', '.join(needed)}: bind the others before"
+        )

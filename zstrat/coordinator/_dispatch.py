@@ -1,0 +1,340 @@
+"""The loop's side of the coordinator: hands closures out and takes their outcomes.
+
+Decisions are `Queue`'s and `Members`'; this shell carries them out. It runs on the loop
+thread alone and takes the engine's lock once per turn and once per message, never per
+closure. A *turn* fills all workers that have room with one `Dispatch` each; it follows
+a burst of schedules, and every loop iteration that brought outcomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar, final
+
+from zstrat.errors import (
+    BusyError,
+    ClosedError,
+    ClosureAbortedError,
+    PeerLostError,
+    UnavailableError,
+)
+from zstrat.wire import (
+    CancelSteps,
+    Completions,
+    DropResults,
+    Fetch,
+    Fetched,
+    Message,
+)
+
+from ._builder import Builder
+from ._members import Grant, Members
+from ._outcomes import SETBACK, Outcomes
+from ._queue import Closure, Ended
+from ._seat import Seat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy as np
+
+    from ._engine import Engine
+    from ._lane import Lane
+    from ._values import Kept
+
+log = logging.getLogger("zstrat.coordinator")
+
+T = TypeVar("T")
+
+
+@final
+class Dispatcher:
+    """Moves closures between the queue and the workers."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        session: int,
+        workers: Iterable[Lane],
+        *,
+        closures_in_flight: int | None,
+        worker_wait_timeout: float,
+    ) -> None:
+        lanes = list(workers)
+        self.engine, self.queue = engine, engine.queue
+        self.members = Members([lane.name for lane in lanes], closures_in_flight)
+        self.seats = [
+            Seat(session, lane, member)
+            for lane, member in zip(lanes, self.members.members, strict=True)
+        ]
+        self.retired: deque[int] = deque()
+        """Numbers of arguments that nobody needs any more; anyone may append."""
+        self.unfetched: deque[Kept] = deque()
+        """Kept results that nobody can fetch any more; anyone may append."""
+        self.builder = Builder(engine, self.members, self.seats, self.turn_soon)
+        self.outcomes = Outcomes(engine, self.members, self.unfetched)
+        self.turns = self.dispatches = 0
+        self._session = session
+        self._patience = worker_wait_timeout
+        self._turn_due: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    # ---- orders from the user's side, on the loop ------------------------------------
+
+    def start(self) -> None:
+        """Takes the workers that are in the session already."""
+        self.members.start(self._now())
+        for seat in self.seats:
+            if seat.lane.is_ready:
+                self.ready(seat.lane)
+
+    def stop(self, cause: str) -> None:
+        """Ends everything: what waits and what runs is cancelled."""
+        if self._stopped:
+            return
+        self._stopped = True
+        for handle in (self._turn_due, self._timer, self._alarm):
+            if handle is not None:
+                handle.cancel()
+        self.cancel_running()
+        now = self._now()
+        self.engine.close(cause)
+        with self.engine.lock:
+            for member in self.members.members:
+                for closure in member.in_flight.values():
+                    self.engine.settle(self.queue.retry(closure, now))
+                member.in_flight.clear()
+            self.engine.notify()
+        self.builder.drop_all()
+        self._clean()
+
+    def cancel_running(self) -> None:
+        """Drops what the workers have not begun."""
+        for seat in self.seats:
+            if seat.member.in_flight and seat.lane.is_ready:
+                self._say(seat, CancelSteps(self._session))
+
+    async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
+        """Fetches a result that stayed on its worker."""
+        seat = self.seats[kept.worker]
+        gone = ClosureAbortedError(
+            f"the result of step {kept.step} was too large to travel with its "
+            f"completion and went away with {seat.member.name}; schedule it again, and "
+            "fetch large results soon, or return less"
+        )
+        if seat.member.epoch != kept.epoch or not seat.lane.is_ready:
+            raise gone
+        try:
+            answer = await seat.lane.link.submit(
+                Fetch(self._session, kept.step), deadline=deadline
+            )
+        except PeerLostError as error:
+            raise gone from error
+        assert isinstance(answer, Fetched), answer
+        return list(answer.arrays)
+
+    # ---- told by the lanes -----------------------------------------------------------
+
+    def ready(self, lane: Lane) -> None:
+        """A worker is in the session: build its resources, then use it."""
+        if self._stopped:
+            return
+        seat = self.seats[lane.index]
+        self.members.connected(lane.index)
+        seat.clear()
+        # A worker that never noticed that it was lost may still hold old closures.
+        self._say(seat, CancelSteps(self._session))
+        self.builder.rebuild(seat)
+
+    def lost(self, lane: Lane, reason: str) -> None:
+        """A worker is gone: its closures go to the others."""
+        now, seat = self._now(), self.seats[lane.index]
+        orphans = self.members.lost(lane.index, reason, now)
+        if self._stopped:
+            return
+        with self.engine.lock:
+            for closure in orphans:
+                self.engine.settle(self.queue.lost(closure, seat.member.name, now))
+            self.builder.abort(seat, reason)
+            self.engine.notify()
+        if orphans:
+            log.warning(
+                "%s had %d closures in flight: others run them", lane.name, len(orphans)
+            )
+        if not self.members.usable:
+            log.warning("no worker is left; waiting for one: %s", self.members.absent())
+        self.turn_soon()
+
+    def heard(self, lane: Lane, message: Message) -> None:
+        """A notice of a worker."""
+        match message:
+            case Completions(session=session) if session == self._session:
+                if not self._stopped:
+                    seat = self.seats[lane.index]
+                    self.outcomes.take(seat, message, self._now())
+                    self.turn_soon()
+            case _:
+                log.warning("%s sent a %s", lane.name, type(message).__name__)
+
+    # ---- a turn ----------------------------------------------------------------------
+
+    def turn_soon(self) -> None:
+        """Has a turn at the end of this loop iteration; called on the loop."""
+        if self._turn_due is None and not self._stopped:
+            self._turn_due = asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turn_due = None
+        self.turns += 1
+        now, queue = self._now(), self.queue
+        with self.engine.lock:
+            records = self.builder.take_new()
+            # With new resources nobody is given anything before all have begun to build
+            # them: the closures that follow may need them.
+            runs = not records and self.engine.broken is None and queue.runs
+            grants = self.members.grants(*queue.ready(now)) if runs else []
+            work = [(grant, self._take(grant, now)) for grant in grants]
+            self.engine.hungry = queue.waiting_fresh == 0
+            low_water, due = queue.steps.low_water, queue.next_due()
+            self.engine.notify()
+        for record in records:
+            self.builder.add(record)
+            self.turn_soon()
+        for grant, closures in work:
+            seat = self.seats[grant.member.index]
+            self._dispatch(seat, closures, low_water, now, grant.alone)
+        self._clean()
+        self._set_timer(due, now)
+        self._set_alarm(now)
+
+    def _take(self, grant: Grant, now: float) -> list[Closure]:
+        if grant.alone:
+            return [self.queue.take_suspect(now)]
+        return self.queue.take(grant.count, now)
+
+    def _dispatch(
+        self,
+        seat: Seat,
+        closures: list[Closure],
+        low_water: int,
+        now: float,
+        alone: bool,
+    ) -> None:
+        self.members.dispatched(seat.member, closures, now, alone=alone)
+        try:
+            closures = self._ship(seat, closures)
+            if closures:
+                self.dispatches += 1
+                seat.dispatch(closures, low_water)
+        except BusyError:  # it does not read: somebody else may
+            with self.engine.lock:
+                for closure in closures:
+                    if seat.member.in_flight.pop(closure.step, None) is not None:
+                        self.engine.settle(self.queue.retry(closure, now, SETBACK))
+            self.members.ended(seat.member, 0, now)
+            self.turn_soon()
+        except (PeerLostError, ClosedError) as error:
+            # Its lane tells the same, now or in this very iteration.
+            self.lost(seat.lane, str(error))
+
+    def _ship(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
+        """Ships what the closures need; ends those that cannot have it."""
+        checked: dict[int, Exception | None] = {}
+        good: list[Closure] = []
+        bad: list[Ended] = []
+        for closure in closures:
+            call = closure.call
+            if id(call) not in checked:
+                checked[id(call)] = seat.ship(call)
+            error = checked[id(call)]
+            if error is None:
+                good.append(closure)
+            else:
+                bad.append(Ended(closure, error))
+        if bad:
+            self._end(seat, bad)
+        return good
+
+    def _end(self, seat: Seat, bad: list[Ended]) -> None:
+        """Ends closures that did not get as far as their worker."""
+        with self.engine.lock:
+            for item in bad:
+                del seat.member.in_flight[item.closure.step]
+                self.queue.end(item.closure, item.error)
+            self.engine.settle(bad)
+            self.members.ended(seat.member, 0, self._now())
+            self.engine.notify()
+        self.turn_soon()
+
+    # ---- upkeep ----------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Has the workers forget what nobody needs any more."""
+        arguments = _emptied(self.retired)
+        resources = self.builder.dropped()
+        results = _emptied(self.unfetched)
+        if not (arguments or resources or results):
+            return
+        for seat in self.seats:
+            if not seat.lane.is_ready:
+                continue
+            mine = [
+                kept.step
+                for kept in results
+                if (kept.worker, kept.epoch) == (seat.member.index, seat.member.epoch)
+            ]
+            try:
+                seat.forget(arguments, resources, mine)
+            except PeerLostError as error:
+                self.lost(seat.lane, error.reason)
+
+    def _say(self, seat: Seat, message: CancelSteps | DropResults) -> None:
+        try:
+            seat.lane.link.notify(message)
+        except PeerLostError as error:
+            log.info("%s: %s", seat.lane.name, error.reason)  # its loss is told anyway
+
+    def _set_timer(self, due: float | None, now: float) -> None:
+        """Wakes us when a closure that came back may go again."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is not None and due > now:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(due, self.turn_soon)
+
+    def _set_alarm(self, now: float) -> None:
+        """Ends the wait for a worker when nobody is there and there is work."""
+        waits = self.members.alone_since is not None and self.engine.needs_worker
+        if waits and self._alarm is None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_at(now + self._patience, self._deserted)
+        elif not waits and self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _deserted(self) -> None:
+        self._alarm = None
+        if self.members.usable or not self.engine.needs_worker:
+            return
+        self.engine.fail(
+            UnavailableError(
+                f"no worker was there for {self._patience:.0f} s "
+                f"({self.members.absent()}): start one, or give worker_wait_timeout= "
+                "more seconds"
+            )
+        )
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _emptied(things: deque[T]) -> list[T]:
+    taken: list[T] = []
+    while things:
+        taken.append(things.popleft())
+    return taken

@@ -1,0 +1,291 @@
+"""Where the user's threads and the loop thread meet: one lock around the queue.
+
+The law of this file: the queue is touched, and values are settled, with `lock` held, by
+whichever thread has something to say; nothing is done under it that can block or run
+foreign code. A user's call is a short *attempt* under the lock that either succeeds,
+raises, or says what to wait for; `_block` and `_await` repeat it, so the blocking and
+the asynchronous coordinator share every decision.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
+
+from ._queue import Closure, Ended, Phase, Queue
+from ._values import Kept, RemoteValue, RemoteValueStatus
+from ._waiting import Bell, LoopBell, ThreadBell
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ._calls import Call
+
+T = TypeVar("T")
+Ready = Callable[[], bool]
+"""A quick look, under the lock, whether an attempt is worth repeating."""
+Attempt = Callable[[], Ready | None]
+"""Done if it returns None; else what to wait for before the next attempt."""
+
+_NOT_READY = RemoteValueStatus.NOT_READY
+
+
+class Engine:
+    """The queue with its lock, and all who wait for it.
+
+    Args:
+        wake: Tells the loop that closures wait; called without the lock, seldom.
+        cancel: Tells the loop to cancel what the workers have not begun.
+        bring: Fetches a kept result, blocking; ``bring_async`` from any event loop.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        *,
+        wake: Callable[[], object],
+        cancel: Callable[[], object],
+        bring: Callable[[Kept], list[np.ndarray]],
+        bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]],
+    ) -> None:
+        self.lock = threading.Lock()
+        self.queue = queue
+        self.broken: ZstratError | None = None
+        """Why nothing can be scheduled, for as long as that is so (a lost ps)."""
+        self.hungry = True
+        """The loop has taken all that waited: the next `put` must wake it."""
+        self.bring, self.bring_async = bring, bring_async
+        self._wake, self._cancel = wake, cancel
+        self._wanted = 0
+        self._over = 0
+        """At the end: all steps below this one ended by themselves."""
+        self._watchers: dict[Bell, Ready] = {}
+
+    # ---- calls of the user -----------------------------------------------------------
+
+    def put(self, call: Call) -> RemoteValue:
+        """Queues the call; blocks while the queue is full or an error is drained."""
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
+        if not self.put_nowait(closure):
+            self._block(partial(self._try_put, closure), None, "schedule")
+        return value
+
+    async def put_async(self, call: Call) -> RemoteValue:
+        value = RemoteValue(self, call.result)
+        closure = Closure(call, value, call.result.name, call.claims())
+        if not self.put_nowait(closure):
+            await self._await(partial(self._try_put, closure))
+        return value
+
+    def put_nowait(self, closure: Closure) -> bool:
+        """Queues the closure if nothing is in the way."""
+        with self.lock:
+            if self.broken is not None or not self.queue.accepts:
+                return False
+            self.queue.put(closure)
+            hungry, self.hungry = self.hungry, False
+        if hungry:
+            self._wake()
+        return True
+
+    def join(self, timeout: float | None) -> None:
+        """Waits for all that is scheduled so far."""
+        with self.lock:
+            mark = self.queue.steps.next
+        self._block(partial(self._try_join, mark), timeout, "join")
+
+    async def join_async(self) -> None:
+        with self.lock:
+            mark = self.queue.steps.next
+        await self._await(partial(self._try_join, mark))
+
+    def done(self) -> bool:
+        """Whether nothing waits or runs; raises the pending error."""
+        self._block(self._try_raise, None, "done")
+        return self.queue.is_idle
+
+    async def done_async(self) -> bool:
+        await self._await(self._try_raise)
+        return self.queue.is_idle
+
+    def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
+        """Waits until the value is settled."""
+        if value.state is not _NOT_READY:
+            return
+        with self.lock:
+            if value.state is not _NOT_READY:
+                return
+            bell = ThreadBell()
+            value._listen(bell)
+        try:
+            rang = bell.wait(timeout)
+        finally:
+            with self.lock:
+                value._unlisten(bell)
+        if not rang and value.state is _NOT_READY:
+            raise DeadlineExceededError(f"fetch: {value!r} after {timeout} s")
+
+    async def wait_value_async(self, value: RemoteValue) -> None:
+        if value.state is not _NOT_READY:
+            return
+        with self.lock:
+            if value.state is not _NOT_READY:
+                return
+            bell = LoopBell()
+            value._listen(bell)
+        try:
+            await bell.future
+        finally:
+            with self.lock:
+                value._unlisten(bell)
+
+    def wait_until(self, ready: Ready, timeout: float, what: str) -> None:
+        """Waits for something that a worker does; pending errors win."""
+        with self.lock:
+            self._wanted += 1
+        self._wake()  # if nobody is there, the loop has to count the seconds
+        try:
+            self._block(partial(self._try_until, ready), timeout, what)
+        finally:
+            with self.lock:
+                self._wanted -= 1
+
+    @property
+    def needs_worker(self) -> bool:
+        """Whether somebody waits for something that only a worker can do."""
+        return self._wanted > 0 or not self.queue.is_idle
+
+    # ---- the loop --------------------------------------------------------------------
+
+    def settle(self, ended: Iterable[Ended]) -> None:
+        """Tells the values of closures that the queue ended. Lock held."""
+        for item in ended:
+            item.closure.value._settle_error(item.error)
+
+    def notify(self) -> None:
+        """Wakes those whose condition holds now. Lock held."""
+        if not self._watchers:
+            return
+        for bell in [bell for bell, ready in self._watchers.items() if ready()]:
+            del self._watchers[bell]
+            bell.ring()
+
+    def fail(self, error: ZstratError, *, lasting: bool = False) -> None:
+        """An error that belongs to no closure; ``lasting``: until `mend`."""
+        with self.lock:
+            if lasting:
+                self.broken = error
+            self.queue.fail(error)
+            self.notify()
+
+    def mend(self) -> None:
+        """What was broken works again."""
+        with self.lock:
+            self.broken = None
+            self.notify()
+
+    def close(self, cause: str) -> None:
+        """Cancels everything, what runs included: its outcome is not waited for."""
+        with self.lock:
+            if self.queue.phase is Phase.CLOSED:
+                return
+            self._over = self.queue.steps.low_water
+            self.settle(self.queue.close(cause))
+            self.notify()
+
+    # ---- attempts, lock held ---------------------------------------------------------
+
+    def _try_raise(self) -> Ready | None:
+        queue = self.queue
+        if queue.phase is Phase.FAILED:
+            self.settle(queue.drain())
+            self.hungry = True
+            self._cancel()
+        if queue.phase is Phase.CLOSED:
+            raise ClosedError("the coordinator is shut down; make a new one")
+        if queue.phase is Phase.DRAINING:
+            if not queue.is_drained:
+                return lambda: queue.phase is not Phase.DRAINING or queue.is_drained
+            error = queue.take_error()
+            self.notify()
+            raise error.with_traceback(None)
+        if self.broken is not None:
+            raise self.broken.with_traceback(None)
+        return None
+
+    def _try_put(self, closure: Closure) -> Ready | None:
+        ready = self._try_raise()
+        if ready is not None:
+            return ready
+        queue = self.queue
+        if not queue.accepts:
+            return lambda: queue.accepts or queue.phase is not Phase.OPEN
+        queue.put(closure)
+        self.hungry = False
+        self._wake()
+        return None
+
+    def _try_join(self, mark: int) -> Ready | None:
+        queue = self.queue
+        if queue.phase is Phase.CLOSED and self._over >= mark:
+            return None
+        ready = self._try_raise()
+        if ready is not None:
+            return ready
+        if queue.steps.low_water >= mark:
+            return None
+        return lambda: queue.steps.low_water >= mark or queue.phase is not Phase.OPEN
+
+    def _try_until(self, ready: Ready) -> Ready | None:
+        waiting = self._try_raise()
+        if waiting is not None:
+            return waiting
+        if ready():
+            return None
+        return lambda: ready() or self.queue.phase is not Phase.OPEN
+
+    # ---- the two ways of waiting -----------------------------------------------------
+
+    def _block(self, attempt: Attempt, timeout: float | None, what: str) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            with self.lock:
+                ready = attempt()
+                if ready is None:
+                    return
+                bell = ThreadBell()
+                self._watchers[bell] = ready
+            try:
+                left = None if deadline is None else deadline - time.monotonic()
+                if not bell.wait(left):
+                    raise DeadlineExceededError(self._late(what, timeout))
+            finally:
+                with self.lock:
+                    self._watchers.pop(bell, None)
+
+    async def _await(self, attempt: Attempt) -> None:
+        while True:
+            with self.lock:
+                ready = attempt()
+                if ready is None:
+                    return
+                bell = LoopBell()
+                self._watchers[bell] = ready
+            try:
+                await bell.future
+            finally:
+                with self.lock:
+                    self._watchers.pop(bell, None)
+
+    def _late(self, what: str, timeout: float | None) -> str:
+        queue = self.queue
+        return (
+            f"{what} did not end within {timeout} s: {queue.running} closures run and "
+            f"{queue.queued} wait; they go on"
+        )

@@ -1,0 +1,255 @@
+"""One task of the cluster, kept in our session.
+
+A lane holds the link to one worker or parameter server and opens the session on it each
+time the link (re)opens: again with a growing pause while another coordinator that is
+still alive holds the task, and while a previous coordinator's death is not yet noticed.
+It runs on the loop thread and has no task of its own: futures and timers call it back.
+
+The law of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, Protocol
+
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PeerLostError,
+    ZstratError,
+)
+from zstrat.wire import Hello, Message, OpenSession, SessionOpened
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("zstrat.coordinator")
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+
+
+class TaskLink(Protocol):
+    """What a lane needs of `zstrat.transport.Link`."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def peer(self) -> Hello | None: ...
+
+    def start(self) -> None: ...
+
+    async def wait_open(self, deadline: float) -> Hello: ...
+
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]: ...
+
+    def notify(self, message: Message) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class MakeLink(Protocol):
+    """Makes the link to one task; it is not started yet."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        name: str,
+        expect: tuple[str, int],
+        on_notice: Callable[[Message], None],
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> TaskLink: ...
+
+
+class LaneEvents(Protocol):
+    """Who is told what happens to a lane, on the loop thread."""
+
+    def ready(self, lane: Lane) -> None:
+        """The task is in our session."""
+        ...
+
+    def lost(self, lane: Lane, reason: str) -> None:
+        """It is not, any more."""
+        ...
+
+    def heard(self, lane: Lane, message: Message) -> None:
+        """A notice of a task that is in our session."""
+        ...
+
+
+class Lane:
+    """The way to one task.
+
+    Args:
+        opening: What opens the session on it.
+        one_life: A task that returns with another incarnation has lost what makes it
+            ours (a parameter server its variables), and is not taken back.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        index: int,
+        address: str,
+        opening: OpenSession,
+        make_link: MakeLink,
+        events: LaneEvents,
+        *,
+        one_life: bool = False,
+    ) -> None:
+        self.index, self.address = index, address
+        self.name = f"/job:{job}/task:{index}"
+        self.hello: Hello | None = None
+        self.opened: SessionOpened | None = None
+        """The answer of the task while it is in our session."""
+        self.refusal: ZstratError | None = None
+        """Why the session was not opened at the last attempt."""
+        self._opening, self._events, self._one_life = opening, events, one_life
+        self._life: int | None = None
+        self._pause = FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked: asyncio.Future[Message] | None = None
+        self._entered: asyncio.Event = asyncio.Event()
+        self._closed = False
+        self.link = make_link(
+            address,
+            name=self.name,
+            expect=(job, index),
+            on_notice=self._heard,
+            on_open=self._greeted,
+            on_lost=self._lost,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the task is in our session now."""
+        return self.opened is not None
+
+    def start(self) -> None:
+        self.link.start()
+
+    async def wait_ready(self, deadline: float) -> SessionOpened:
+        """Waits until the task is in our session.
+
+        Raises:
+            DeadlineExceededError: It did not answer before ``deadline`` (loop time).
+            BusyError: It answered, but belongs to another coordinator.
+            VersionMismatchError, PermissionDeniedError: It will never take us.
+        """
+        await self.link.wait_open(deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._entered.wait()
+        except TimeoutError:
+            raise self.refusal or DeadlineExceededError(
+                f"{self.name} at {self.address} is connected, but did not open a "
+                "session in time; look at its log"
+            ) from None
+        if self.opened is None:
+            raise self.refusal or PeerLostError(self.name, "lost while it was opened")
+        return self.opened
+
+    def reopen(self, reason: str) -> None:
+        """The task says that it is not ours: enter again."""
+        if self.is_ready:
+            self._leave(reason)
+            self._ask()
+
+    def leave(self) -> None:
+        """We go: nothing is told any more."""
+        self._closed = True
+        self._stop_asking()
+
+    async def close(self) -> None:
+        """Closes the link."""
+        self.leave()
+        await self.link.close()
+
+    # ---- told by the link ------------------------------------------------------------
+
+    def _greeted(self, hello: Hello) -> None:
+        if self._closed:
+            return
+        if self.is_ready:
+            self._leave("it connected anew")
+        self.hello = hello
+        if self._one_life and self._life not in (None, hello.incarnation):
+            self._leave("it was started again, and what it held is gone")
+            return
+        self._pause = FIRST_PAUSE
+        self._ask()
+
+    def _lost(self, error: PeerLostError) -> None:
+        if not self._closed:
+            self._stop_asking()
+            self._leave(error.reason)
+
+    def _heard(self, message: Message) -> None:
+        if self.is_ready and not self._closed:
+            self._events.heard(self, message)
+
+    # ---- entering the session --------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._stop_asking()
+        self._asked = self.link.submit(self._opening)
+        self._asked.add_done_callback(self._answered)
+
+    def _answered(self, asked: asyncio.Future[Message]) -> None:
+        if asked.cancelled():
+            return
+        error = asked.exception()
+        if asked is not self._asked:
+            return
+        self._asked = None
+        if error is None:
+            self._enter(asked.result())
+        elif isinstance(error, PeerLostError):
+            self.refusal = error  # the link opens again, and we are greeted anew
+        elif isinstance(error, BusyError | DeadlineExceededError):
+            self._refused(error)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._pause, self._ask)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            words = f"{type(error).__name__}: {error}"
+            self._refused(
+                error if isinstance(error, ZstratError) else ZstratError(words)
+            )
+            self._entered.set()
+
+    def _enter(self, answer: Message) -> None:
+        assert isinstance(answer, SessionOpened), answer
+        assert self.hello is not None
+        self.opened, self.refusal = answer, None
+        self._life = self.hello.incarnation
+        self._entered.set()
+        log.info("%s at %s is in the session", self.name, self.address)
+        self._events.ready(self)
+
+    def _refused(self, error: ZstratError) -> None:
+        if self.refusal is None or str(self.refusal) != str(error):
+            log.warning("%s at %s does not join: %s", self.name, self.address, error)
+        self.refusal = error
+
+    def _leave(self, reason: str) -> None:
+        if self.opened is not None:
+            log.warning("lost %s at %s: %s", self.name, self.address, reason)
+        self.opened = None
+        self._entered.clear()
+        self._events.lost(self, reason)
+
+    def _stop_asking(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,271 @@
+"""The workers of a session: who may get closures, and how many. Decides only.
+
+The law of this file: a closure is in flight at one worker at most, and a worker gets
+closures only while it is OPEN: connected, in our session, and with all its per-worker
+resources built. Nobody waits for anybody else's recovery.
+
+    CONNECTING ──connected──▶ BUILDING ──built──▶ OPEN
+        │                      ▲  │  ▲──new resource─┤  └─shuts down─▶ LEAVING
+        └────────── LOST ──────┘  └──────────────────┴──────▶ LOST ◀──────┘
+
+Each worker holds about 20 ms of work, so that the round trip to it is hidden and little
+is lost with it: the depth follows the rate at which its closures end. Everything is
+told by *incarnation and connection* (`epoch`): what an earlier one says is stale.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._queue import Closure
+
+WORK_AHEAD: Final = 0.020
+"""Seconds of work that a worker holds: hides a round trip and the up to 5 ms for which
+a busy user thread keeps Python's interpreter lock from our loop."""
+MIN_DEPTH: Final = 2
+MAX_DEPTH: Final = 512
+HORIZON: Final = 0.25
+"""Seconds after which what was measured of a worker's rate counts for a third. Outcomes
+come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
+quotients, which one short interval would blow up."""
+
+
+class State(enum.Enum):
+    """What one worker can do for us."""
+
+    CONNECTING = "connecting"
+    BUILDING = "building"
+    OPEN = "open"
+    LEAVING = "leaving"
+    """It finishes what it runs and takes nothing more."""
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One worker. Only `Members` changes it."""
+
+    index: int
+    name: str
+    fixed_depth: int | None = None
+    state: State = State.CONNECTING
+    reason: str = "not connected yet"
+    """Why it is not there, for the words of an error."""
+    epoch: int = 0
+    """Grows with each connection."""
+    in_flight: dict[int, Closure] = field(default_factory=dict)
+    """By step, in the order of dispatch."""
+    alone: bool = False
+    """Runs a suspect: gets nothing beside it."""
+    building: int = 0
+    """Resources that it is building."""
+    completed: int = 0
+    losses: int = 0
+    _measured_at: float = 0.0
+    _count: float = 0.0
+    _seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Closures that end here per second while there is work; 0 if not known yet."""
+        return self._count / self._seconds if self._seconds else 0.0
+
+    @property
+    def depth(self) -> int:
+        """How many closures it may have in flight."""
+        if self.fixed_depth is not None:
+            return self.fixed_depth
+        return min(max(MIN_DEPTH, round(self.rate * WORK_AHEAD)), MAX_DEPTH)
+
+    @property
+    def free(self) -> int:
+        """How many more closures it may get now."""
+        if self.state is not State.OPEN or self.alone:
+            return 0
+        return max(0, self.depth - len(self.in_flight))
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """So many closures may go to the member; ``alone``: one suspect."""
+
+    member: Member
+    count: int
+    alone: bool = False
+
+
+class Members:
+    """All workers of the session."""
+
+    def __init__(
+        self, names: Sequence[str], closures_in_flight: int | None = None
+    ) -> None:
+        if closures_in_flight is not None and closures_in_flight < 1:
+            raise ValueError(
+                f"closures_in_flight={closures_in_flight}: expected at least 1, or "
+                "None to let it follow the speed of each worker"
+            )
+        self.members = [
+            Member(index, name, closures_in_flight) for index, name in enumerate(names)
+        ]
+        self.alone_since: float | None = None
+        """Since when no worker is there; None while one is."""
+        self._reserved: Member | None = None
+
+    @property
+    def usable(self) -> list[Member]:
+        return [m for m in self.members if m.state in (State.OPEN, State.BUILDING)]
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(member.in_flight) for member in self.members)
+
+    def start(self, now: float) -> None:
+        """Begins to count how long nobody is there."""
+        if self.alone_since is None and not self.usable:
+            self.alone_since = now
+
+    def absent(self) -> str:
+        """The workers that are not there, and why, in words."""
+        gone = [m for m in self.members if m not in self.usable]
+        return "; ".join(f"{m.name}: {m.reason}" for m in gone)
+
+    # ---- life of a worker ------------------------------------------------------------
+
+    def connected(self, index: int) -> int:
+        """The worker is in our session and builds its resources; returns its epoch."""
+        member = self.members[index]
+        assert member.state in (State.CONNECTING, State.LOST), member
+        assert not member.in_flight, member
+        member.state, member.reason = State.BUILDING, ""
+        member.epoch += 1
+        member.building, member.alone = 0, False
+        member._count = member._seconds = 0.0
+        self.alone_since = None
+        return member.epoch
+
+    def build(self, index: int, count: int = 1) -> None:
+        """So many resources are being built there: no closure goes there before."""
+        member = self.members[index]
+        assert member.state in (State.OPEN, State.BUILDING), member
+        member.building += count
+        member.state = State.BUILDING
+
+    def built(self, index: int, epoch: int, count: int = 1) -> None:
+        """So many of them are built (or failed, for good); the last one opens it."""
+        member = self.members[index]
+        if member.epoch != epoch or member.state is not State.BUILDING:
+            return
+        assert member.building >= count, member
+        member.building -= count
+        if member.building == 0:
+            member.state = State.OPEN
+
+    def leaving(self, index: int, reason: str, now: float) -> None:
+        """The worker shuts down: it takes no more closures."""
+        member = self.members[index]
+        if member.state in (State.OPEN, State.BUILDING):
+            member.state, member.reason = State.LEAVING, reason
+            self._missing(member, now)
+
+    def lost(self, index: int, reason: str, now: float) -> list[Closure]:
+        """The worker is gone; returns what it had in flight, in order of dispatch."""
+        member = self.members[index]
+        if member.state in (State.CONNECTING, State.LOST):
+            member.reason = reason
+            return []
+        member.state, member.reason = State.LOST, reason
+        member.losses += 1
+        member.building, member.alone = 0, False
+        orphans = list(member.in_flight.values())
+        member.in_flight.clear()
+        self._missing(member, now)
+        return orphans
+
+    # ---- closures --------------------------------------------------------------------
+
+    def grants(self, ordinary: int, suspects: int) -> list[Grant]:
+        """Who gets how many of the closures that wait, the least loaded first."""
+        grants = self._grant_alone(suspects)
+        takers = [m for m in self.members if m is not self._reserved and m.free]
+        room = sum(member.free for member in takers)
+        if ordinary >= room:
+            return grants + [Grant(member, member.free) for member in takers]
+        return grants + _level(takers, ordinary)
+
+    def dispatched(
+        self,
+        member: Member,
+        closures: Sequence[Closure],
+        now: float,
+        *,
+        alone: bool = False,
+    ) -> None:
+        """The closures are on their way to the member."""
+        assert member.state is State.OPEN, member
+        assert not member.alone, member
+        assert not (alone and member.in_flight), member
+        member.alone = alone
+        if not member.in_flight:
+            member._measured_at = now
+        for closure in closures:
+            member.in_flight[closure.step] = closure
+
+    def ended(self, member: Member, count: int, now: float) -> None:
+        """So many closures of the member ended since it was last asked."""
+        if not member.in_flight:
+            member.alone = False
+        if count == 0:
+            return
+        member.completed += count
+        elapsed = max(now - member._measured_at, 1e-6)
+        kept = math.exp(-elapsed / HORIZON)
+        member._count = member._count * kept + count
+        member._seconds = member._seconds * kept + elapsed
+        member._measured_at = now
+
+    def _missing(self, member: Member, now: float) -> None:
+        if self._reserved is member:
+            self._reserved = None
+        if not self.usable and self.alone_since is None:
+            self.alone_since = now
+
+    def _grant_alone(self, suspects: int) -> list[Grant]:
+        """One worker at a time is emptied for suspects, until none waits."""
+        if not suspects:
+            self._reserved = None
+            return []
+        chosen = self._reserved
+        if chosen is None or chosen.state is not State.OPEN:
+            candidates = [m for m in self.members if m.state is State.OPEN]
+            if not candidates:
+                return []
+            chosen = min(candidates, key=lambda m: len(m.in_flight))
+        self._reserved = chosen
+        if chosen.in_flight:
+            return []
+        return [Grant(chosen, 1, alone=True)]
+
+
+def _level(takers: Sequence[Member], count: int) -> list[Grant]:
+    """Gives each closure to the member that has the least in flight by then."""
+    heap = [(len(member.in_flight), member.index, 0, member) for member in takers]
+    heapq.heapify(heap)
+    given: dict[int, int] = {}
+    for _ in range(count):
+        load, index, got, member = heap[0]
+        given[index] = got + 1
+        if got + 1 < member.free:
+            heapq.heapreplace(heap, (load + 1, index, got + 1, member))
+        else:
+            heapq.heappop(heap)
+    return [
+        Grant(member, given[member.index]) for member in takers if member.index in given
+    ]

@@ -1,0 +1,129 @@
+"""What becomes of the closures that a worker reports as ended.
+
+Runs on the loop, in bulk: one message may tell of hundreds of closures, and the
+engine's lock is taken once for all of them. Results are not looked into: their bytes
+are put where a fetch will find them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import (
+    PSUnavailableError,
+    StaleSessionError,
+    WorkerLostError,
+    from_wire,
+)
+from zstrat.wire import Completion, Completions, Outcome
+
+from ._queue import Closure, Ended, Phase
+from ._trouble import Trouble
+from ._values import Kept, RemoteValue
+
+if TYPE_CHECKING:
+    from collections import deque
+
+    from ._engine import Engine
+    from ._members import Members
+    from ._seat import Seat
+
+OK: Final = int(Outcome.OK)
+FAILED: Final = int(Outcome.FAILED)
+SETBACK: Final = 0.05
+"""Seconds before a closure is tried again that its worker dropped by itself."""
+
+
+@final
+class Outcomes:
+    """Ends closures, and judges failures that are not the closure's own fault.
+
+    Args:
+        unfetched: Gets the kept results whose value nobody holds any more.
+    """
+
+    def __init__(
+        self, engine: Engine, members: Members, unfetched: deque[Kept]
+    ) -> None:
+        self._engine, self._members, self._unfetched = engine, members, unfetched
+        self._troubles: dict[str, Trouble] = {}
+        self.stale = 0
+        """Outcomes of closures that were given to another worker in the meantime."""
+
+    def take(self, seat: Seat, message: Completions, now: float) -> None:
+        """Ends the closures of the message, or has them tried again."""
+        for layout in message.layouts:
+            seat.layouts[layout.layout] = layout
+        offset = ended = 0
+        member, results = seat.member, message.results
+        in_flight, layouts, queue = member.in_flight, seat.layouts, self._engine.queue
+        failures: list[tuple[Closure, Completion]] = []
+        with self._engine.lock:
+            for completion in message.completions:
+                step, outcome, layout_id, size, _ = completion
+                start = offset
+                if size > 0:
+                    offset += size
+                closure = in_flight.pop(step, None)
+                if closure is None:
+                    self.stale += 1
+                    continue
+                ended += 1
+                if outcome != OK:
+                    failures.append((closure, completion))
+                    continue
+                queue.end(closure)
+                value = closure.value
+                if size >= 0:
+                    value._settle(layouts.get(layout_id), results[start:offset])
+                else:
+                    kept = Kept(
+                        member.index, member.epoch, step, layouts.get(layout_id)
+                    )
+                    value._settle_kept(kept)
+                    self._watch(value, kept)
+            for closure, completion in failures:
+                self._failed(seat, closure, completion, now)
+            self._members.ended(member, ended, now)
+            self._engine.notify()
+
+    def _failed(
+        self, seat: Seat, closure: Closure, completion: Completion, now: float
+    ) -> None:
+        """One that did not end well. Lock held."""
+        queue, settle = self._engine.queue, self._engine.settle
+        told = completion.error
+        if completion.outcome != FAILED:
+            settle(queue.retry(closure, now, SETBACK))
+            if told is not None and isinstance(why := from_wire(told), WorkerLostError):
+                self._members.leaving(seat.member.index, why.reason, now)
+            return
+        error = from_wire(told)
+        delay = None
+        if queue.phase is not Phase.DRAINING:
+            delay = self._again(error, now)
+        if delay is not None:
+            settle(queue.retry(closure, now, delay))
+            return
+        queue.end(closure, error)
+        settle([Ended(closure, error)])
+
+    def _again(self, error: Exception, now: float) -> float | None:
+        """In how many seconds the closure is worth another try; None: never.
+
+        Our own links tell when a parameter server is really gone; what workers say of
+        it second-hand may be a hiccup between them.
+        """
+        match error:
+            case PSUnavailableError(task=task):
+                pass
+            case StaleSessionError():
+                task = "the session"
+            case _:
+                return None
+        return self._troubles.setdefault(task, Trouble()).reported(now)
+
+    def _watch(self, value: RemoteValue, kept: Kept) -> None:
+        """When nobody holds the value any more, its worker may drop the result."""
+        weakref.finalize(value, self._unfetched.append, kept).atexit = False

@@ -1,0 +1,288 @@
+"""Closures that wait, and what becomes of them. Decides only: no lock, clock or socket.
+
+The law of this file: every closure that was `put` ends exactly once, as done, failed or
+cancelled, and nobody else ends one.
+
+Theory of operation. Fresh closures wait in a bounded first-in-first-out queue. A
+closure that comes back (its worker was lost, a parameter server was unreachable) waits
+in a separate queue that is *outside* the bound and goes first: whoever hands closures
+back never has to wait for a free slot, so a full queue cannot lock up when all workers
+fail.
+
+A closure that was in flight on a lost worker is retried at once. From the second loss
+on it is a *suspect*: it may be what kills workers. Suspects run alone on a worker, so
+that the next loss convicts the right one and spares the bystanders that were in flight
+beside it; they wait longer after each loss, and after ``max_attempts`` losses the
+closure fails with the names of the workers that it took along.
+
+    OPEN ──first error──▶ FAILED ──next call of the user: cancel──▶ DRAINING ─┐
+      ▲                                                                       │
+      └──────── nothing runs any more: the error is raised, once ◀────────────┘
+
+While FAILED the others run on, as in TensorFlow; CLOSED is the end of everything.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from zstrat.errors import CancelledError, WorkerLostError
+
+from ._steps import Steps
+
+if TYPE_CHECKING:
+    from ._calls import Call
+    from ._values import RemoteValue
+
+MAX_QUEUED: Final = 262_144
+"""TensorFlow's bound: about 100 MB of waiting closures."""
+MAX_ATTEMPTS: Final = 5
+SUSPECT_AFTER: Final = 2
+"""One loss is bad luck: machines are preempted. Two of the same closure are a clue."""
+KEPT_ERRORS: Final = 1024
+FIRST_DELAY: Final = 0.1
+LONGEST_DELAY: Final = 5.0
+
+
+class Phase(enum.Enum):
+    """Where the queue stands with the first error."""
+
+    OPEN = "open"
+    FAILED = "failed"
+    DRAINING = "draining"
+    CLOSED = "closed"
+
+
+@dataclass(slots=True, eq=False)
+class Closure:
+    """One scheduled call. ``call`` says what to run and ``value`` who wants to know;
+    the queue looks into neither."""
+
+    call: Call
+    value: RemoteValue
+    name: str = "closure"
+    claims: tuple[object, ...] = ()
+    """What must not go away before the closure has ended."""
+    step: int = -1
+    attempt: int = 0
+    """How often it was handed to a worker."""
+    losses: tuple[str, ...] = ()
+    """The workers that were lost while they had it."""
+
+    @property
+    def is_suspect(self) -> bool:
+        return len(self.losses) >= SUSPECT_AFTER
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A closure that the queue ended by itself, for the shell to tell its value."""
+
+    closure: Closure
+    error: Exception
+
+
+_Waiting = tuple[float, int, Closure]
+
+
+class Queue:
+    """Closures from `put` to their end."""
+
+    def __init__(
+        self,
+        max_queued: int = MAX_QUEUED,
+        max_attempts: int = MAX_ATTEMPTS,
+        first_step: int = 1,
+    ) -> None:
+        if max_queued < 1 or max_attempts < 1:
+            raise ValueError(
+                f"max_queued={max_queued}, max_attempts={max_attempts}: "
+                "both must be at least 1"
+            )
+        self.max_queued, self.max_attempts = max_queued, max_attempts
+        self.steps = Steps(first_step)
+        self.phase = Phase.OPEN
+        self.running = 0
+        self.errors: deque[Exception] = deque(maxlen=KEPT_ERRORS)
+        """Every error since the last one was raised, the first one first."""
+        self._error: Exception | None = None
+        self._fresh: deque[Closure] = deque()
+        self._retries: list[_Waiting] = []
+        self._suspects: list[_Waiting] = []
+
+    # ---- what the user does ----------------------------------------------------------
+
+    @property
+    def queued(self) -> int:
+        """Closures that wait for a worker, those that came back included."""
+        return len(self._fresh) + len(self._retries) + len(self._suspects)
+
+    @property
+    def waiting_fresh(self) -> int:
+        """Closures that wait for their first worker."""
+        return len(self._fresh)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._fresh) >= self.max_queued
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        return self.steps.low_water == self.steps.next
+
+    @property
+    def accepts(self) -> bool:
+        """Whether `put` may be called now."""
+        return self.phase is Phase.OPEN and len(self._fresh) < self.max_queued
+
+    @property
+    def runs(self) -> bool:
+        """Whether closures are handed out."""
+        return self.phase in (Phase.OPEN, Phase.FAILED)
+
+    def put(self, closure: Closure) -> None:
+        """Takes a new closure at the tail and numbers it."""
+        assert self.accepts, f"put into a queue that is {self.phase.value} or full"
+        closure.step = self.steps.issue()
+        self._fresh.append(closure)
+
+    def drain(self, cause: str | None = None) -> list[Ended]:
+        """Cancels all that waits; what runs is to end by itself. FAILED → DRAINING."""
+        assert self.phase is Phase.FAILED, f"drain while {self.phase.value}"
+        self.phase = Phase.DRAINING
+        return self._cancel_waiting(cause)
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs any more, and the first error is to be raised now."""
+        return self.phase is Phase.DRAINING and self.running == 0
+
+    def take_error(self) -> Exception:
+        """The first error, for the one who raises it. DRAINING → OPEN."""
+        assert self.is_drained, "the error is raised when nothing runs"
+        assert self._error is not None
+        error, self._error, self.phase = self._error, None, Phase.OPEN
+        return error
+
+    def close(self, cause: str) -> list[Ended]:
+        """Cancels all that waits, for good."""
+        self.phase, self._error = Phase.CLOSED, None
+        return self._cancel_waiting(cause)
+
+    # ---- what the workers do ---------------------------------------------------------
+
+    def ready(self, now: float) -> tuple[int, int]:
+        """How many ordinary closures and how many suspects may go to a worker now."""
+        if not self.runs:
+            return 0, 0
+        return _due(self._retries, now) + len(self._fresh), _due(self._suspects, now)
+
+    def next_due(self) -> float | None:
+        """When the next closure that came back may go again."""
+        heads = [heap[0][0] for heap in (self._retries, self._suspects) if heap]
+        return min(heads, default=None)
+
+    def take(self, limit: int, now: float) -> list[Closure]:
+        """At most ``limit`` ordinary closures, those that came back first."""
+        assert self.runs, f"nothing is handed out while {self.phase.value}"
+        taken: list[Closure] = []
+        retries, fresh = self._retries, self._fresh
+        while retries and len(taken) < limit and retries[0][0] <= now:
+            taken.append(heapq.heappop(retries)[2])
+        count = min(limit - len(taken), len(fresh))
+        taken += [fresh.popleft() for _ in range(count)]
+        for closure in taken:
+            closure.attempt += 1
+        self.running += len(taken)
+        return taken
+
+    def take_suspect(self, now: float) -> Closure:
+        """A closure that is to run alone."""
+        due, _, closure = heapq.heappop(self._suspects)
+        assert due <= now, "it has to wait longer"
+        assert self.runs, f"nothing is handed out while {self.phase.value}"
+        closure.attempt += 1
+        self.running += 1
+        return closure
+
+    def end(self, closure: Closure, error: Exception | None = None) -> None:
+        """The closure ran to its end; the first error of all is kept to be raised."""
+        self._stopped(closure)
+        self.steps.end(closure.step)
+        if error is not None:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Something is wrong; the first such error waits for the user's next call."""
+        if self.phase in (Phase.DRAINING, Phase.CLOSED):
+            return  # provoked by cancelling: it belongs to its own value alone
+        if self.phase is Phase.OPEN:
+            self.phase, self._error = Phase.FAILED, error
+            self.errors.clear()
+        self.errors.append(error)
+
+    def retry(self, closure: Closure, now: float, delay: float = 0.0) -> list[Ended]:
+        """The closure did not run to its end through no fault of its own."""
+        self._stopped(closure)
+        if self.phase in (Phase.DRAINING, Phase.CLOSED):
+            return self._cancel([closure], None)
+        heap = self._suspects if closure.is_suspect else self._retries
+        heapq.heappush(heap, (now + delay, closure.step, closure))
+        return []
+
+    def lost(self, closure: Closure, worker: str, now: float) -> list[Ended]:
+        """The worker that had the closure in flight is gone."""
+        closure.losses = (*closure.losses, worker)
+        lost = len(closure.losses)
+        if lost >= self.max_attempts and self.runs:
+            error = WorkerLostError(
+                ", ".join(closure.losses),
+                f"{closure.name} (step {closure.step}) was given up: in {lost} "
+                "attempts each worker that ran it was lost, so it seems to be what "
+                "kills them (out of memory, a crash in native code?); raise "
+                "max_attempts= if workers are often lost for other reasons",
+            )
+            self.end(closure, error)
+            return [Ended(closure, error)]
+        wait = FIRST_DELAY * 2.0 ** (lost - SUSPECT_AFTER)
+        delay = 0.0 if lost < SUSPECT_AFTER else min(wait, LONGEST_DELAY)
+        return self.retry(closure, now, delay)
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _stopped(self, closure: Closure) -> None:
+        assert self.running > 0, f"step {closure.step} stopped, but nothing runs"
+        self.running -= 1
+
+    def _cancel_waiting(self, cause: str | None) -> list[Ended]:
+        heaps = [waiting[2] for waiting in (*self._retries, *self._suspects)]
+        waiting = [*heaps, *self._fresh]
+        self._fresh.clear()
+        self._retries.clear()
+        self._suspects.clear()
+        return self._cancel(waiting, cause)
+
+    def _cancel(self, closures: list[Closure], cause: str | None) -> list[Ended]:
+        if not closures:
+            return []
+        for closure in closures:
+            self.steps.end(closure.step)
+        error = cancellation(cause)
+        return [Ended(closure, error) for closure in closures]
+
+
+def _due(heap: list[_Waiting], now: float) -> int:
+    if not heap or heap[0][0] > now:
+        return 0
+    return sum(due <= now for due, _, _ in heap)
+
+
+def cancellation(cause: str | None = None) -> CancelledError:
+    """What the value of a cancelled closure says."""
+    words = "The corresponding function is cancelled. Please reschedule the function."
+    return CancelledError(f"{words} ({cause})" if cause else words)

@@ -1,0 +1,24 @@
+"""What a coordinator needs of a strategy."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from ._session import ClusterSession
+
+
+class CoordinatedStrategy(abc.ABC):
+    """A strategy whose steps a `ClusterCoordinator` schedules on workers."""
+
+    @property
+    @abc.abstractmethod
+    def session(self) -> ClusterSession:
+        """The cluster, connected."""
+
+    @abc.abstractmethod
+    def scope(self) -> AbstractContextManager[object]:
+        """Entered around the trace of each scheduled function."""

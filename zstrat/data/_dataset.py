@@ -1,0 +1,204 @@
+"""`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
+
+Every tf.distribute program begins with one. The face checks arguments and speaks TF's
+words; `zstrat.data._passes` does the work. Whoever needs more (files, records, worker
+processes) returns a grain dataset or any generator from the dataset function instead.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from . import _passes as passes
+from ._tree import Element, as_element, leaves
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ._passes import Recipe
+
+AUTOTUNE: Final = -1
+"""As a buffer size: two elements, one that is read while the next one is made."""
+INFINITE_CARDINALITY: Final = passes.INFINITE
+UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
+
+
+@final
+class Dataset:
+    """A sequence of elements; each ``iter()`` is a fresh pass over it.
+
+    Elements are numpy arrays and scalars, or dicts and tuples of them, nested at will;
+    as in TF a list is not structure but one array. Datasets are immutable: every method
+    returns a new one. Make one with `range`, `from_tensor_slices` or `from_generator`.
+    """
+
+    __slots__ = ("_recipe",)
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe: Final = recipe
+
+    @staticmethod
+    def range(*args: int) -> Dataset:
+        """The int64 numbers of Python's ``range(*args)``, one an element."""
+        return Dataset(passes.Counted(range(*args)))
+
+    @staticmethod
+    def from_tensor_slices(tensors: Element) -> Dataset:
+        """One element for each index of the first axis of the arrays.
+
+        The arrays stay where they are: elements are views or gathers of them.
+
+        Raises:
+            ValueError: No array, a scalar, or first axes of different lengths.
+        """
+        arrays = as_element(tensors)
+        found = list(leaves(arrays))
+        if not found:
+            raise ValueError(
+                f"Invalid `tensors`. `tensors` is an empty structure: {tensors!r:.100}"
+            )
+        for path, array in found:
+            if np.ndim(array) == 0:
+                raise ValueError(
+                    f"component {path or 'of `tensors`'} is a scalar and has no first "
+                    "axis to slice; give arrays of at least one dimension"
+                )
+        lengths = {path: len(array) for path, array in found}
+        if len(set(lengths.values())) > 1:
+            told = ", ".join(f"{path} has {size}" for path, size in lengths.items())
+            raise ValueError(
+                f"Dimensions are not compatible: first axes differ: {told}"
+            )
+        return Dataset(passes.Rows(arrays, len(found[0][1])))
+
+    @staticmethod
+    def from_generator(
+        generator: Callable[..., Iterable[Any]], args: Sequence[Any] = ()
+    ) -> Dataset:
+        """What ``generator(*args)`` yields; it is called once for each pass.
+
+        Raises:
+            TypeError: ``generator`` is not callable (a running generator, for one: it
+                could be passed over only once).
+        """
+        if not callable(generator):
+            raise TypeError(
+                "`generator` must be a Python callable, called for each pass; got a "
+                f"{type(generator).__name__}"
+            )
+        return Dataset(passes.Generated(generator, tuple(args)))
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Stacks ``batch_size`` elements along a new first axis; the last batch may be
+        shorter unless ``drop_remainder``.
+
+        Raises:
+            ValueError: ``batch_size`` is not positive; while iterating: elements differ
+                in shape or structure.
+        """
+        _at_least("batch_size", batch_size, 1)
+        return Dataset(passes.Batched(self._recipe, batch_size, drop_remainder))
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """The passes one after the other, ``count`` times; None or -1: for ever."""
+        if count is not None and count != -1:
+            _at_least("count", count, 0)
+        return Dataset(passes.Repeated(self._recipe, None if count == -1 else count))
+
+    def shuffle(
+        self,
+        buffer_size: int,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool = True,
+    ) -> Dataset:
+        """Draws each element at random from the next ``buffer_size`` ones.
+
+        The order is uniform if the buffer holds all elements. ``seed`` makes the
+        sequence of passes repeatable; each pass of it has another order, unless
+        ``reshuffle_each_iteration`` is false.
+
+        Raises:
+            ValueError: ``buffer_size`` is not positive.
+        """
+        _at_least("buffer_size", buffer_size, 1)
+        return Dataset(
+            passes.Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
+        )
+
+    def shard(self, num_shards: int, index: int) -> Dataset:
+        """Every ``num_shards``-th element, from element ``index`` on.
+
+        Raises:
+            ValueError: ``num_shards`` below 1, or ``index`` not in [0, num_shards).
+        """
+        _at_least("num_shards", num_shards, 1)
+        if not 0 <= index < num_shards:
+            raise ValueError(
+                f"index must be between 0 and {num_shards - 1} (currently index "
+                f"= {index}, num_shards = {num_shards})."
+            )
+        return Dataset(passes.Sliced(self._recipe, start=index, step=num_shards))
+
+    def map(self, map_func: Callable[..., Any]) -> Dataset:
+        """``map_func`` of each element, in numpy; a plain tuple is spread over its
+        parameters, as in TF. Errors of the function pass through."""
+        if not callable(map_func):
+            raise TypeError(f"`map_func` must be callable; got {map_func!r:.100}")
+        return Dataset(passes.Mapped(self._recipe, map_func))
+
+    def prefetch(self, buffer_size: int) -> Dataset:
+        """Makes up to ``buffer_size`` elements ahead, on a thread of its own that ends
+        with its iterator; -1 (`AUTOTUNE`) stands for 2, 0 for none."""
+        size = 2 if buffer_size == AUTOTUNE else buffer_size
+        _at_least("buffer_size", size, 0)
+        return Dataset(passes.Prefetched(self._recipe, size)) if size else self
+
+    def take(self, count: int) -> Dataset:
+        """At most the first ``count`` elements; -1: all."""
+        if count == -1:
+            return self
+        _at_least("count", count, 0)
+        return Dataset(passes.Sliced(self._recipe, stop=count))
+
+    def skip(self, count: int) -> Dataset:
+        """All but the first ``count`` elements; -1: none."""
+        if count == -1:
+            return self.take(0)
+        _at_least("count", count, 0)
+        return Dataset(passes.Sliced(self._recipe, start=count))
+
+    def enumerate(self, start: int = 0) -> Dataset:
+        """Pairs ``(number, element)``, the number an int64."""
+        return Dataset(passes.Enumerated(self._recipe, start))
+
+    def __iter__(self) -> Iterator[Element]:
+        return self._recipe.elements()
+
+    def as_numpy_iterator(self) -> Iterator[Element]:
+        """The same as ``iter``: elements are numpy anyway."""
+        return iter(self)
+
+    def cardinality(self) -> int:
+        """Number of elements, `INFINITE_CARDINALITY` or `UNKNOWN_CARDINALITY`."""
+        return self._recipe.size()
+
+    def __len__(self) -> int:
+        size = self.cardinality()
+        if size == INFINITE_CARDINALITY:
+            raise TypeError("The dataset is infinite.")
+        if size == UNKNOWN_CARDINALITY:
+            raise TypeError("The dataset length is unknown.")
+        return size
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Dataset of {type(self._recipe).__name__.lower()} elements>"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")

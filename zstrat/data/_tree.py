@@ -1,0 +1,130 @@
+"""Structures of arrays, as TensorFlow's datasets understand them.
+
+Dicts and tuples (named ones too) are structure; everything else, a list included, is a
+leaf and becomes a numpy array. No jax: a dataset is also built where there is none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Element = Any
+"""Nested dicts and tuples with numpy arrays or numpy scalars as leaves."""
+
+
+def as_element(value: object, path: str = "") -> Element:
+    """The structure with every leaf as a numpy array.
+
+    Raises:
+        ValueError: A leaf is no array: a ragged list, for one; names its place.
+    """
+    if isinstance(value, np.ndarray | np.generic) or value is None:
+        return value
+    if isinstance(value, dict):
+        return {
+            key: as_element(item, f"{path}[{key!r}]") for key, item in value.items()
+        }
+    if isinstance(value, tuple):
+        return rebuilt(
+            value, [as_element(v, f"{path}[{i}]") for i, v in enumerate(value)]
+        )
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise ValueError(
+            f"component {path or 'of the dataset'} cannot be converted to an array: "
+            f"{error}. A list is one array; for several components use a tuple"
+        ) from error
+
+
+def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """The items as a tuple of the same kind: a named tuple stays one."""
+    return tuple(items) if type(like) is tuple else type(like)(*items)
+
+
+def mapped(leaf: Callable[[Any], Any], tree: Element) -> Element:
+    """The same structure with another value for each leaf."""
+    if isinstance(tree, dict):
+        return {key: mapped(leaf, item) for key, item in tree.items()}
+    if isinstance(tree, tuple):
+        return rebuilt(tree, [mapped(leaf, item) for item in tree])
+    return None if tree is None else leaf(tree)
+
+
+def leaves(tree: Element, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf with the words for its place, in order."""
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            yield from leaves(item, f"{path}[{key!r}]")
+    elif isinstance(tree, tuple):
+        for number, item in enumerate(tree):
+            yield from leaves(item, f"{path}[{number}]")
+    elif tree is not None:
+        yield path, tree
+
+
+def stacked(elements: Sequence[Element], path: str = "") -> Element:
+    """One element whose leaves have a new first axis: the elements, in order.
+
+    Raises:
+        ValueError: The elements differ in structure or in the shape of a leaf.
+    """
+    first = elements[0]
+    if isinstance(first, dict):
+        _same(
+            elements, lambda e: isinstance(e, dict) and e.keys() == first.keys(), path
+        )
+        return {
+            key: stacked([element[key] for element in elements], f"{path}[{key!r}]")
+            for key in first
+        }
+    if isinstance(first, tuple):
+        size = len(first)
+        _same(elements, lambda e: isinstance(e, tuple) and len(e) == size, path)
+        columns = zip(*elements, strict=True)
+        items = [stacked(column, f"{path}[{i}]") for i, column in enumerate(columns)]
+        return rebuilt(first, items)
+    if first is None:
+        _same(elements, lambda e: e is None, path)
+        return None
+    return _stacked_leaf(elements, path)
+
+
+def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
+    try:
+        return np.stack(arrays)
+    except ValueError:
+        first = np.shape(arrays[0])
+        for number, array in enumerate(arrays):
+            if np.shape(array) != first:
+                raise ValueError(
+                    "Cannot batch tensors with different shapes in component "
+                    f"{path or 0}. First element had shape {list(first)} and element "
+                    f"{number} had shape {list(np.shape(array))}."
+                ) from None
+        raise
+
+
+def _same(
+    elements: Sequence[Element], fits: Callable[[Element], bool], path: str
+) -> None:
+    for number, element in enumerate(elements):
+        if not fits(element):
+            raise ValueError(
+                f"Cannot batch elements of different structure at {path or 'the top'}: "
+                f"the first is {_kind(elements[0])}, element {number} is "
+                f"{_kind(element)}"
+            )
+
+
+def _kind(element: Element) -> str:
+    if isinstance(element, dict):
+        return f"a dict with the keys {sorted(map(str, element))}"
+    if isinstance(element, tuple):
+        return f"a tuple of {len(element)}"
+    return "None" if element is None else "an array"

@@ -1,0 +1,190 @@
+"""One daemon that runs as a child process of this one.
+
+Law: a child never outlives us. It is tied twice: by the pipe at its standard input,
+which the kernel closes however we end, and by the parent-death signal that it asks for
+(`zstrat.daemons`). It reports the address that it bound through a second pipe, so
+that no port has to be guessed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from typing import IO, TYPE_CHECKING, Final
+
+from zstrat.errors import DeadlineExceededError, UnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+TAIL: Final = 20
+"""Lines of a log that an error quotes: a traceback's end and what came before it."""
+
+
+class Child:
+    """A daemon, its log and its pipes.
+
+    ``address`` is "" until the child reported it; it is bound again by `start` after
+    the process ended, so that others find the task where it was.
+    """
+
+    def __init__(
+        self, job: str, index: int, bind: str, log: Path | None, env: Mapping[str, str]
+    ) -> None:
+        self.job, self.index = job, index
+        self.address, self.log = "", log
+        self._bind, self._env = bind, dict(env)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._report = -1
+        self._heard = b""
+
+    @property
+    def task(self) -> str:
+        return f"{self.job}:{self.index}"
+
+    @property
+    def pid(self) -> int:
+        return self._running().pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, extra: Sequence[str] = ()) -> None:
+        """Starts the process; `wait_ready` says when it serves.
+
+        Call it on a thread that lives as long as the child should: the kernel takes
+        the end of that thread for the death of the parent.
+        """
+        if self.is_running:
+            raise RuntimeError(f"{self.task} is running already, pid {self.pid}")
+        self.close()
+        report, child_end = os.pipe()
+        self._report, self._heard = report, b""
+        # -P: the folder we happen to run in must not shadow modules of the daemon.
+        command = [sys.executable, "-P", "-m", f"zstrat.daemons.{self.job}"]
+        command += ["--index", str(self.index), "--bind", self.address or self._bind]
+        command += ["--parent", str(os.getpid()), "--report", str(child_end), *extra]
+        output = self._open_log()
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=self._env,
+                pass_fds=[child_end],
+                # Ctrl-C at the terminal is for the program; it then ends its daemons.
+                start_new_session=True,
+            )
+        finally:
+            os.close(child_end)
+            if output is not None:
+                output.close()
+
+    def hear(self) -> bool:
+        """Reads what the child reported; true when it is ready.
+
+        Raises:
+            UnavailableError: It ended before it was ready; quotes the end of its log.
+        """
+        data = os.read(self._report, 4096)
+        self._heard += data
+        if not data:
+            code = self._running().wait()
+            raise UnavailableError(
+                f"{self.task} ended with exit code {code} before it was ready; "
+                f"{self.tail()}"
+            )
+        if self._heard.endswith(b"\n"):
+            self.address = json.loads(self._heard)["address"]
+            self._close_report()
+            return True
+        return False
+
+    def signal(self, number: int) -> None:
+        """Sends a signal if the process still runs."""
+        if self.is_running:
+            self._running().send_signal(number)
+
+    def kill(self) -> None:
+        """Ends the process at once and waits until the kernel has taken it away."""
+        self.signal(signal.SIGKILL)
+        self._running().wait()
+
+    def wait(self, deadline: float) -> int | None:
+        """Exit code, None if the process still runs at ``deadline`` (monotonic)."""
+        if self._process is None:
+            return 0
+        try:
+            return self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Kills what is left of the process and closes the pipes."""
+        if self._process is not None:
+            self.kill()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            self._process = None
+        self._close_report()
+
+    def tail(self) -> str:
+        """The end of the log, in words."""
+        if self.log is None:
+            return "its log went to the terminal"
+        lines = self.log.read_text("utf-8", "replace").splitlines()[-TAIL:]
+        return "\n  ".join([f"the end of {self.log}:", *(lines or ["(nothing)"])])
+
+    def fileno(self) -> int:
+        """The pipe that the report comes through, for a selector."""
+        return self._report
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise RuntimeError(f"{self.task} was never started")
+        return self._process
+
+    def _open_log(self) -> IO[bytes] | None:
+        return None if self.log is None else self.log.open("ab")
+
+    def _close_report(self) -> None:
+        if self._report >= 0:
+            os.close(self._report)
+            self._report = -1
+
+
+def wait_ready(children: Iterable[Child], deadline: float) -> None:
+    """Waits until every child serves; ``deadline`` is in time.monotonic().
+
+    Raises:
+        UnavailableError: One ended before it was ready; quotes the end of its log.
+        DeadlineExceededError: Some were not ready in time; names them.
+    """
+    waiting = set(children)
+    with selectors.DefaultSelector() as selector:
+        for child in waiting:
+            selector.register(child, selectors.EVENT_READ, child)
+        while waiting:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready and time.monotonic() >= deadline:
+                raise _late(waiting)
+            for child in [key.data for key, _ in ready]:
+                selector.unregister(child)
+                if child.hear():
+                    waiting.remove(child)
+                else:
+                    selector.register(child, selectors.EVENT_READ, child)
+
+
+def _late(waiting: Iterable[Child]) -> DeadlineExceededError:
+    late = sorted(waiting, key=lambda child: (child.job, child.index))
+    names = ", ".join(child.task for child in late)
+    return DeadlineExceededError(f"not ready in time: {names}; {late[0].tail()}")

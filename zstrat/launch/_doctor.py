@@ -1,0 +1,143 @@
+"""Looks for what keeps a cluster from working, and says what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from zstrat.errors import ZstratError
+from zstrat.transport import Security
+from zstrat.wire import Job
+
+from ._observe import observe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+
+    from ._observe import Sight
+
+SKEW: Final = 5.0
+"""Seconds between two clocks above which logs of two machines no longer fit together.
+zstrat itself never compares clocks of two machines."""
+
+MUST_AGREE: Final = ("jax", "jaxlib", "numpy", "python")
+"""Programs travel from one machine to another: the first two numbers should be the
+same everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; ``ok`` None is neither good nor bad."""
+
+    what: str
+    ok: bool | None
+    words: str
+    advice: str = ""
+
+
+async def examine(
+    spec: ClusterSpec | None, settings: Settings, timeout: float
+) -> list[Finding]:
+    """Every check there is; those of the cluster only if there is a spec.
+
+    Returns within about ``timeout`` seconds whatever the network does.
+    """
+    findings = [_python(), *_packages(), _keys(settings)]
+    if spec is None:
+        hint = "set TF_CONFIG or give --cluster FILE.toml to check the tasks as well"
+        return [*findings, Finding("cluster", None, "none given", hint)]
+    try:
+        sights = await observe(spec, settings, timeout)
+    except ZstratError as error:
+        return [*findings, Finding("cluster", False, str(error))]
+    return [*findings, *(f for sight in sights for f in _task(sight))]
+
+
+def judge_versions(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
+    """The packages whose first two numbers differ, with both versions."""
+    return [
+        f"{name} {theirs[name]} there, {mine[name]} here"
+        for name in MUST_AGREE
+        if name in mine
+        and name in theirs
+        and _feature(mine[name]) != _feature(theirs[name])
+    ]
+
+
+def _feature(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _python() -> Finding:
+    return Finding("python", True, f"{sys.version.split()[0]} at {sys.executable}")
+
+
+def _packages() -> Iterator[Finding]:
+    for name in ("jax", "jaxlib", "numpy", "optax", "pyzmq", "uvloop"):
+        try:
+            yield Finding(name, True, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            missing = Finding(name, False, "not installed", f"pip install {name}")
+            yield Finding(name, None, "not installed") if name == "uvloop" else missing
+
+
+def _keys(settings: Settings) -> Finding:
+    if settings.keys is None:
+        return Finding(
+            "keys", None, "none: loopback only", "zstrat keygen DIR, then --keys DIR"
+        )
+    found, missing = [], []
+    for job in Job:
+        try:
+            Security.load(settings.keys, job)
+        except (ZstratError, OSError, ValueError) as error:
+            missing.append(f"{job}: {error}")
+        else:
+            found.append(str(job))
+    if not found:
+        return Finding("keys", False, missing[0], f"zstrat keygen {settings.keys}")
+    return Finding(
+        "keys", True, f"{settings.keys} has the secret of {', '.join(found)}"
+    )
+
+
+def _task(sight: Sight) -> Iterator[Finding]:
+    if sight.problem:
+        advice = "is it running, is the address right, does the firewall let it pass?"
+        yield Finding(sight.task, False, sight.problem, advice)
+        return
+    yield Finding(
+        sight.task,
+        True,
+        f"{sight.address} answers in {sight.round_trip * 1e3:.1f} ms, "
+        f"up for {sight.number('task', 'uptime'):.0f} s",
+    )
+    told = sight.values.get("task")
+    versions = told.get("versions") if isinstance(told, dict) else None
+    theirs = (
+        {k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+    )
+    different = judge_versions(_mine(theirs), theirs)
+    if different:
+        advice = "install the same versions on all machines"
+        yield Finding(f"{sight.task} versions", False, "; ".join(different), advice)
+    skew = sight.number("task", "time") - time.time()
+    if abs(skew) > SKEW:
+        words = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one"
+        yield Finding(f"{sight.task} clock", False, words, "set up NTP or chrony")
+
+
+def _mine(names: dict[str, str]) -> dict[str, str]:
+    mine = {"python": ".".join(str(part) for part in sys.version_info[:3])}
+    for name in names:
+        try:
+            mine.setdefault(name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue  # not ours to compare
+    return mine

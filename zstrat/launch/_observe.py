@@ -1,0 +1,127 @@
+"""What the tasks of a running cluster say about themselves.
+
+An observer opens a link of its own role to each task and asks; it never owns a task,
+so it can watch a training run without touching it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zstrat.errors import ZstratError
+from zstrat.transport import Link, Security, hello, new_incarnation
+from zstrat.wire import Inspect, Job, Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import TracebackType
+
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+    from zstrat.wire import PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One task as it was seen, or why it was not.
+
+    ``values`` is what `zstrat.launch.Task.statistics` gives; ``round_trip`` seconds.
+    """
+
+    task: str
+    address: str
+    problem: str = ""
+    round_trip: float = 0.0
+    values: Mapping[str, PlainTree] = field(default_factory=dict)
+
+    def number(self, *path: str) -> float:
+        """The number at ``path`` of the values; 0 if it is not there."""
+        value = self._at(path)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    def text(self, *path: str) -> str:
+        """The text at ``path`` of the values; "" if it is not there."""
+        value = self._at(path)
+        return value if isinstance(value, str) else ""
+
+    def _at(self, path: tuple[str, ...]) -> PlainTree:
+        value: PlainTree = dict(self.values)
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+
+class Observer:
+    """Links to all tasks of a cluster; an async context manager."""
+
+    def __init__(self, spec: ClusterSpec, settings: Settings) -> None:
+        me = hello(Job.OBSERVER, 0, new_incarnation())
+        keys = settings.keys
+        security = None if keys is None else Security.load(keys, Job.OBSERVER)
+        self._links: dict[tuple[str, int], Link] = {
+            (job, index): Link(
+                spec.task_address(job, index),
+                me,
+                name=f"{job}:{index}",
+                settings=settings,
+                security=security,
+                expect=(job, index),
+            )
+            for job in (Job.PS, Job.WORKER)
+            if job in spec.jobs
+            for index in spec.task_indices(job)
+        }
+        self._spec = spec
+
+    async def __aenter__(self) -> Observer:
+        for link in self._links.values():
+            link.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        async with asyncio.TaskGroup() as group:
+            for (job, index), link in self._links.items():
+                group.create_task(link.close(), name=f"close {job}:{index}")
+
+    async def look(self, timeout: float) -> list[Sight]:
+        """Asks every task at once; parameter servers first, in task order.
+
+        Cancellation: loses the answers; the links stay.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        async with asyncio.TaskGroup() as group:
+            asking = [
+                group.create_task(
+                    self._ask(job, index, deadline), name=f"ask {job}:{index}"
+                )
+                for job, index in self._links
+            ]
+        return [task.result() for task in asking]
+
+    async def _ask(self, job: str, index: int, deadline: float) -> Sight:
+        link = self._links[job, index]
+        task, address = f"{job}:{index}", self._spec.task_address(job, index)
+        try:
+            await link.wait_open(deadline)
+            began = time.perf_counter()
+            reply = await link.request(Inspect(), deadline=deadline)
+        except ZstratError as error:
+            return Sight(task, address, problem=str(error))
+        took = time.perf_counter() - began
+        if not isinstance(reply, Statistics):
+            return Sight(task, address, problem=f"answered {type(reply).__name__}")
+        return Sight(task, address, round_trip=took, values=reply.values)
+
+
+async def observe(spec: ClusterSpec, settings: Settings, timeout: float) -> list[Sight]:
+    """One look at all tasks of a cluster; who does not answer in time is named."""
+    async with Observer(spec, settings) as observer:
+        return await observer.look(timeout)

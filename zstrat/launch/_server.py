@@ -1,0 +1,192 @@
+"""A task served inside this process: TF's ``Server``, on a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from zstrat.cluster import ClusterSpec
+from zstrat.config import environment, settings_from
+from zstrat.transport import run as run_loop
+
+from ._task import Place, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from types import TracebackType
+
+    from zstrat.config import Settings
+
+PROTOCOLS: Final = ("tcp", "zmq", "grpc")
+"""Words for the wire; "grpc" is what programs that come from TensorFlow say. They all
+mean ZeroMQ."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerDef:
+    """Which task of which cluster a server is."""
+
+    cluster: ClusterSpec
+    job_name: str
+    task_index: int
+    protocol: str = "tcp"
+
+    @property
+    def address(self) -> str:
+        """Where the cluster expects this task."""
+        return str(self.cluster.task_address(self.job_name, self.task_index))
+
+
+class Server:
+    """Serves one ps or worker from this process until it is stopped.
+
+    Args:
+        server_or_cluster_def: A `ServerDef`, a `ClusterSpec` or what makes one.
+        job_name, task_index: Which task; may be left out if there is only one.
+        protocol: "tcp" (default), or "grpc" as TensorFlow says; ZeroMQ either way.
+        config: `zstrat.config.Settings`; default: from ``ZSTRAT_*``.
+        start: Whether to serve at once.
+
+    Raises:
+        ValueError: It is not clear which task this is, or that task is not there.
+        TypeError: The cluster is none.
+    """
+
+    def __init__(
+        self,
+        server_or_cluster_def: ServerDef | ClusterSpec | Mapping[str, Any],
+        job_name: str | None = None,
+        task_index: int | None = None,
+        protocol: str | None = None,
+        config: Settings | None = None,
+        start: bool = True,
+    ) -> None:
+        self._def = _define(server_or_cluster_def, job_name, task_index, protocol)
+        self._settings = config or settings_from(environment())
+        self._ready: Future[Task] = Future()
+        self._thread: threading.Thread | None = None
+        if start:
+            self.start()
+
+    @staticmethod
+    def create_local_server(
+        config: Settings | None = None, start: bool = True
+    ) -> Server:
+        """A worker of a cluster of its own, on a free loopback port."""
+        local = ClusterSpec({"worker": ["127.0.0.1:0"]})
+        return Server(local, protocol="tcp", config=config, start=start)
+
+    @property
+    def server_def(self) -> ServerDef:
+        return self._def
+
+    @property
+    def target(self) -> str:
+        """Where this server is reached, such as "tcp://127.0.0.1:2222"."""
+        task = self._ready.result() if self._ready.done() else None
+        address = task.address if task is not None else self._def.address
+        if "://" in address:
+            return address
+        return f"{self._def.protocol}://{address}"
+
+    def start(self) -> None:
+        """Binds and serves; returns when the task answers. Once started, does nothing.
+
+        Raises:
+            ZstratError, OSError: The address cannot be bound; says why.
+        """
+        if self._thread is None:
+            name = f"zstrat server {self._def.job_name}:{self._def.task_index}"
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
+        self._ready.result()
+
+    def join(self) -> None:
+        """Blocks until the server is stopped: by `stop`, or by its coordinator.
+
+        TensorFlow's never returns; a program here can go on and clean up.
+        """
+        if self._thread is None:
+            raise RuntimeError("this server was not started: call start() first")
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Finishes what was accepted, closes, lets `join` return. May be repeated."""
+        if self._thread is None or not self._thread.is_alive():
+            return
+        task = self._ready.result()
+        task.end_soon("stopped by its program")
+        self._thread.join()
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            run_loop(self._serve())
+        except BaseException as error:
+            # Raised again where `start` waits; after that nobody waits, and the
+            # thread reports it as any thread does.
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+    async def _serve(self) -> None:
+        task = Task(self._place(), self._settings)
+        try:
+            await task.start()
+            self._ready.set_result(task)
+            await task.wait_end()
+        finally:
+            await task.stop()
+
+    def _place(self) -> Place:
+        return Place(self._def.job_name, self._def.task_index, self._def.address)
+
+
+def _define(
+    given: ServerDef | ClusterSpec | Mapping[str, Any],
+    job: str | None,
+    index: int | None,
+    protocol: str | None,
+) -> ServerDef:
+    if protocol is not None and protocol not in PROTOCOLS:
+        raise ValueError(f"protocol={protocol!r}: expected one of {PROTOCOLS}")
+    if isinstance(given, ServerDef):
+        made = replace(
+            given,
+            job_name=given.job_name if job is None else job,
+            task_index=given.task_index if index is None else index,
+            protocol=given.protocol if protocol is None else protocol,
+        )
+    else:
+        cluster = ClusterSpec(given)
+        job = _only("job_name", job, cluster.jobs)
+        index = _only("task_index", index, cluster.task_indices(job))
+        made = ServerDef(cluster, job, index, protocol or "tcp")
+    _ = made.address  # raises if there is no such task
+    return made
+
+
+T = TypeVar("T", str, int)
+
+
+def _only(name: str, given: T | None, choices: Iterable[T]) -> T:
+    """What was given, or else the only choice there is."""
+    known = list(choices)
+    if given is not None:
+        return given
+    if len(known) != 1:
+        raise ValueError(f"must specify an explicit `{name}`: the cluster has {known}")
+    return known[0]

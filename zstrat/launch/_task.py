@@ -1,0 +1,258 @@
+"""One task of this process: an endpoint, and the service that answers behind it.
+
+Law: what differs between a ps and a worker is decided here and nowhere above. jax is
+loaded by a worker when its service is made, and by a ps when it is given its first
+optimizer; importing this module loads neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol, cast
+
+from zstrat.config import environment
+from zstrat.ps import PsService
+from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
+from zstrat.wire import Inspect, Job, Statistics
+
+from ._process import cpu_seconds, resident_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+    from zstrat.config import Settings
+    from zstrat.transport import Remote
+    from zstrat.wire import Hello, Message, PlainTree
+
+log = logging.getLogger("zstrat.task")
+
+SERVED = (Job.PS, Job.WORKER)
+"""The jobs that are served by a daemon; the others are programs of the user."""
+
+GRACE: Final = 1.0
+"""Seconds that closing may take beyond the drain."""
+
+
+class Service(Protocol):
+    """What stands behind an endpoint."""
+
+    def handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None: ...
+    def lost(self, remote: Remote, reason: str) -> None: ...
+    async def drain(self) -> bool | None: ...
+    def statistics(self) -> dict[str, PlainTree]: ...
+
+
+Served = tuple[Service, Callable[[], Awaitable[None]]]
+"""A service, and what closes it after the drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which task this is, and the address that it binds."""
+
+    job: str
+    index: int
+    bind: str
+
+    @property
+    def task(self) -> str:
+        return f"{self.job}:{self.index}"
+
+
+class Task:
+    """A ps or worker that is being served; made by `serve`."""
+
+    def __init__(
+        self, place: Place, settings: Settings, incarnation: int | None = None
+    ) -> None:
+        if place.job not in SERVED:
+            raise ValueError(
+                f"job {place.job!r}: a server runs a task of {' or '.join(SERVED)}; "
+                "chief and evaluator are programs of your own"
+            )
+        self.place = place
+        self.hello: Hello = hello(
+            place.job, place.index, incarnation or new_incarnation()
+        )
+        self.address = ""
+        self._settings = settings
+        self._security = load_keys(settings.keys, place.job)
+        self._began = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._end: asyncio.Future[str] = self._loop.create_future()
+        make = self._make_worker if place.job == Job.WORKER else self._make_ps
+        self._service, self._close_service = make()
+        self._endpoint = Endpoint(
+            self.hello,
+            self._handle,
+            settings=settings,
+            on_lost=self._service.lost,
+            security=self._security,
+        )
+
+    async def start(self) -> None:
+        """Binds; from now on the task answers."""
+        self.address = await self._endpoint.bind(self.place.bind)
+
+    def end(self, reason: str) -> None:
+        """Asks whoever serves the task to stop; the first reason stays."""
+        if not self._end.done():
+            self._end.set_result(reason)
+
+    def end_soon(self, reason: str) -> None:
+        """`end`, from any thread; no error if the task is over already."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing to end
+            self._loop.call_soon_threadsafe(self.end, reason)
+
+    async def wait_end(self) -> str:
+        """Until `end` was called, or a coordinator that owns the task shut it down.
+
+        Raises:
+            Exception: A defect of zstrat ended the service.
+
+        Cancellation: loses nothing; it may be awaited again.
+        """
+        return await asyncio.shield(self._end)
+
+    async def stop(self) -> bool:
+        """Finishes what was accepted, within ``timeouts.drain``; then closes.
+
+        Returns whether everything was finished in time.
+        """
+        patience = self._settings.timeouts.drain
+        drained = False
+        try:
+            async with asyncio.timeout(patience + GRACE):
+                drained = await self._service.drain() is not False
+                await self._close_service()
+        except TimeoutError:
+            drained = False
+        finally:
+            await self._endpoint.close()
+        if not drained:
+            log.warning("not everything was done in %gs", patience)
+        return drained
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """What `Inspect` is answered with: the process, its links, its service."""
+        task: dict[str, PlainTree] = {
+            "job": self.place.job,
+            "index": self.place.index,
+            "address": self.address,
+            "incarnation": self.hello.incarnation,
+            "host": self.hello.host,
+            "pid": self.hello.pid,
+            "versions": dict(self.hello.versions),
+            "uptime": time.monotonic() - self._began,
+            "time": time.time(),
+            "memory_bytes": resident_bytes(),
+            "cpu_seconds": cpu_seconds(),
+        }
+        return {
+            "task": task,
+            # Counts and names only, though its type does not say so.
+            "endpoint": cast("PlainTree", self._endpoint.statistics()),
+            "service": self._service.statistics(),
+        }
+
+    def summary(self) -> str:
+        """One line for people."""
+        megabytes = resident_bytes() / 2**20
+        return f"serving at {self.address}, {megabytes:.0f} MiB in memory"
+
+    def _handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        if isinstance(message, Inspect):
+            return Statistics(self.statistics())
+        return self._service.handle(remote, message)
+
+    def _make_ps(self) -> Served:
+        service = PsService(
+            load_code=_load_code,
+            settings=self._settings,
+            task=f"/job:ps/task:{self.place.index}",
+            incarnation=self.hello.incarnation,
+            on_exit=self._told_to_exit,
+        )
+        return service, _nothing
+
+    def _make_worker(self) -> Served:
+        from zstrat.worker import WorkerService
+
+        service = WorkerService(
+            self._settings,
+            self.hello,
+            self._link_to_ps,
+            on_exit=self._told_to_exit,
+            on_crash=self._crashed,
+        )
+        return service, service.close
+
+    def _link_to_ps(self, address: str, name: str) -> Link:
+        index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
+        return Link(
+            address,
+            self.hello,
+            name=name,
+            settings=self._settings,
+            security=self._security,
+            expect=(Job.PS, index),
+        )
+
+    def _crashed(self, error: BaseException) -> None:
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def _told_to_exit(self) -> None:
+        self.end("the coordinator shut the cluster down")
+
+
+def load_keys(folder: Path | None, job: str) -> Security | None:
+    """The keys of a task, None without a folder.
+
+    systemd lets a service into its credentials by an access control list, so their
+    modes say nothing; it is systemd that keeps everybody else out.
+
+    Raises:
+        ValueError, PermissionDeniedError: As `Security.load`.
+    """
+    if folder is None:
+        return None
+    guarded = environment().get("CREDENTIALS_DIRECTORY", "") == str(folder)
+    return Security.load(folder, job, guarded=guarded)
+
+
+@contextlib.asynccontextmanager
+async def serve(place: Place, settings: Settings) -> AsyncIterator[Task]:
+    """Serves one task: bound on entry, drained and closed on exit.
+
+    Raises:
+        ValueError: The job is not one that is served.
+        ZstratError, OSError: The address cannot be bound, or the keys are missing.
+    """
+    task = Task(place, settings)
+    try:
+        await task.start()
+        yield task
+    finally:
+        await task.stop()
+
+
+async def _nothing() -> None:
+    pass
+
+
+def _load_code(code: bytes) -> object:
+    """Loads what a coordinator shipped; brings jax with it."""
+    from zstrat.program import load
+
+    return load(code)

@@ -1,0 +1,54 @@
+"""systemd units, written for the place where zstrat is installed.
+
+The templates are package data of the daemons; ``ExecStart`` must be an absolute path,
+so the units are written by the program that knows where it is.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+BINDIR = "@BINDIR@"
+CONFIG = "@CONFIG@"
+
+
+def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
+    """Writes the units into ``to``, for programs in ``bindir``; returns their paths.
+
+    ``config`` is the folder of ``cluster.toml`` and ``keys/`` on the machines.
+
+    Raises:
+        ValueError: A program is not in ``bindir``, or a path is relative or has
+            characters that mean something else in a unit file.
+    """
+    for path in (bindir, config):
+        if not path.is_absolute() or any(
+            c.isspace() or c in "%\"'\\$" for c in str(path)
+        ):
+            raise ValueError(
+                f"{path}: expected an absolute path without blanks or %$\"'\\"
+            )
+    for program in ("zstrat-ps", "zstrat-worker"):
+        if not (bindir / program).is_file():
+            raise ValueError(
+                f"{bindir / program} does not exist: where is zstrat installed?"
+            )
+    to.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, template in templates().items():
+        path = to / name
+        text = template.replace(BINDIR, str(bindir)).replace(CONFIG, str(config))
+        path.write_text(text, "utf-8")
+        written.append(path)
+    return written
+
+
+def templates() -> dict[str, str]:
+    """Unit name to template text."""
+    folder = importlib.resources.files("zstrat.daemons") / "systemd"
+    units = sorted(folder.iterdir(), key=lambda unit: unit.name)
+    return {unit.name: unit.read_text("utf-8") for unit in units}

@@ -1,0 +1,257 @@
+"""The recorder: what a body does with variables and iterators while jax traces it.
+
+A body is traced twice. In *discovery* it is not known which variables it reads, so a
+read makes up an abstract value (see `Discovery`); that trace yields the plan. In
+*replay* the values are inputs of the program that is being compiled. The body must do
+the same both times.
+
+Theory of operation. Reads of one variable are one input of the program, whatever their
+number. Updates are written down with their operands, which become outputs. What was
+written is also known here: a later read in the same step computes the new value from
+the old one and the operands, except after an optimizer, whose result only the
+parameter server knows. Reads are allowed everywhere, as jax functions may close over
+outer values. Updates and draws are allowed only where the capture began: under
+`jax.grad`, `lax.cond` and the like the operand would be a value of that inner trace.
+
+A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
+its own with a `Feed` that reads from the outer one, and hands the inner one's updates
+on as explicit outputs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import jax
+
+from zstrat.variables import recorder
+from zstrat.wire._messages import UpdateOp
+
+from . import _refusals
+from ._context import asked
+from ._fresh import current_trace, fresh
+from ._where import here
+from ._writes import Recorded as Recorded
+from ._writes import written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.variables import Optimizer, Variable, VariableSpec
+
+    from ._iterator import Element, StepIterator
+
+MAX_DRAWS: Final = 1024
+"""Draws of one step. A Python ``for`` over an iterator never ends while it is traced;
+this ends it, with words."""
+
+_OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
+
+
+class Feed(Protocol):
+    """Where the values come from that the trace meets."""
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        """The value of a variable before the step's own writes."""
+        ...
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        """The next element of the ``ordinal``-th iterator among the arguments."""
+        ...
+
+
+class Discovery:
+    """Makes up abstract values.
+
+    ``seed`` is a traced scalar: what is computed from it is a traced value at every
+    depth of transformation, which a constant would not be.
+    """
+
+    def __init__(
+        self, seed: jax.Array, supply: Callable[[int, StepIterator], Element]
+    ) -> None:
+        self._seed = seed
+        self._supply = supply
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        return self._abstract(spec.shape, spec.numpy_dtype)
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        element = self._supply(ordinal, iterator)
+        leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
+        return element.treedef.unflatten(leaves)
+
+    def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        seen = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.lax.broadcast(
+            jax.lax.convert_element_type(self._seed, seen), tuple(shape)
+        )
+
+
+class Replay:
+    """Hands out the inputs of the program."""
+
+    def __init__(
+        self, step: str, values: dict[int, jax.Array], elements: Sequence[Any]
+    ) -> None:
+        self._step = step
+        self._values = values
+        self._elements = iter(elements)
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        if spec.key not in self._values:
+            raise _refusals.changed(self._step, f"it reads {spec}")
+        return self._values[spec.key]
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        try:
+            return next(self._elements)
+        except StopIteration:
+            what = f"it draws one more element of {iterator.name}"
+            raise _refusals.changed(self._step, what) from None
+
+
+class Capture:
+    """Records one trace of a body. See the module's docstring.
+
+    ``reads``, ``updates`` and ``draws`` (ordinals of iterators) are in the order of the
+    body; each variable is read once.
+    """
+
+    def __init__(self, feed: Feed, iterators: Sequence[StepIterator] = ()) -> None:
+        self.reads: dict[int, Variable] = {}
+        self.updates: list[Recorded] = []
+        self.draws: list[int] = []
+        self.asked_context = False
+        self._drawn: list[Any] = []
+        self._feed = feed
+        self._iterators = list(iterators)
+        self._values: dict[int, jax.Array] = {}
+        self._base: dict[int, jax.Array] = {}
+        self._writes: dict[int, list[Recorded]] = {}
+        self._optimized: dict[int, str] = {}
+        self._home: object = None
+        self._tell_outer: Callable[[], None] | None = None
+        self._scope = ExitStack()
+
+    @contextmanager
+    def recording(self) -> Iterator[Capture]:
+        """Runs what is inside as the body; entered once, in the trace it belongs to."""
+        self._home = current_trace()
+        with self._scope:
+            self._scope.enter_context(fresh())
+            here_before = recorder.set(self)
+            self._tell_outer = asked.get()
+            asked_before = asked.set(self._ask_context)
+            try:
+                yield self
+            finally:
+                asked.reset(asked_before)
+                recorder.reset(here_before)
+
+    def read(self, variable: Variable) -> jax.Array:
+        """The value of the variable, the step's own writes included.
+
+        Raises:
+            RuntimeError: An optimizer has updated it in this step.
+        """
+        key = variable.spec.key
+        known = self._values.get(key)
+        if known is not None:
+            return known
+        if key in self._optimized:
+            raise _refusals.read_after_optimizer(variable.spec, self._optimized[key])
+        value = self._computed(variable)
+        if self._is_home():
+            # A value computed under a transformation belongs to that inner trace.
+            self._values[key] = value
+        return value
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Writes an update down.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, _named(op))
+        key = variable.spec.key
+        update = Recorded(variable, op, operands, optimizer, here())
+        self.updates.append(update)
+        self._values.pop(key, None)
+        if op in _OPTIMIZE:
+            self._optimized[key] = update.where
+        elif op is UpdateOp.ASSIGN:
+            self._optimized.pop(key, None)
+            self._writes[key] = [update]
+        else:
+            self._writes.setdefault(key, []).append(update)
+        # Inner functions that jax has traced already closed over the old value.
+        self._scope.enter_context(fresh())
+
+    def draw(self, iterator: StepIterator) -> Any:
+        """The next element of an iterator among the arguments, as the trace sees it.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or it is no argument.
+        """
+        if not self._is_home():
+            raise _refusals.draw_inside()
+        if len(self.draws) == MAX_DRAWS:
+            raise RuntimeError(
+                f"{here()}: the step draws more than {MAX_DRAWS} elements: a Python "
+                "for loop over an iterator has no end while it is traced. Call "
+                "next(iterator) as often as the step needs"
+            )
+        ordinal = next(
+            (n for n, known in enumerate(self._iterators) if known is iterator), None
+        )
+        if ordinal is None:
+            raise RuntimeError(
+                f"{here()}: the step draws from an iterator of {iterator.name} that it "
+                "captured: pass the iterator as an argument of the zs.function"
+            )
+        element = self._feed.element(ordinal, iterator)
+        self.draws.append(ordinal)
+        self._drawn.extend(jax.tree.leaves(element))
+        return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this trace."""
+        return any(leaf is drawn for drawn in self._drawn)
+
+    def _is_home(self) -> bool:
+        return current_trace() == self._home
+
+    def _computed(self, variable: Variable) -> jax.Array:
+        writes = self._writes.get(variable.spec.key, [])
+        if writes and writes[0].op is UpdateOp.ASSIGN:
+            return written(writes[0].operands[0], writes[1:])
+        return written(self._before(variable), writes)
+
+    def _before(self, variable: Variable) -> jax.Array:
+        """The value as it was before the step."""
+        key = variable.spec.key
+        self.reads.setdefault(key, variable)
+        if key in self._base:
+            return self._base[key]
+        value = self._feed.value(variable.spec)
+        if self._is_home():
+            self._base[key] = value
+        return value
+
+    def _ask_context(self) -> None:
+        self.asked_context = True
+        if self._tell_outer is not None:
+            self._tell_outer()
+
+
+def _named(op: UpdateOp) -> str:
+    return "an update by an optimizer" if op in _OPTIMIZE else f"{op.name} (an update)"

@@ -1,0 +1,106 @@
+"""A plan as one compiled program: inputs and values in, result and operands out.
+
+Law of the file: what a program returns never shares memory with what it was given.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from . import _refusals
+from ._capture import Capture, Replay
+from ._context import worker_context
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._context import WorkerContext
+    from ._plan import Plan, Template
+    from ._results import StepResult
+
+
+class Program:
+    """Compiled when it first runs, for one signature.
+
+    Calling it takes the array leaves of the arguments, those of the drawn elements, and
+    the values of ``plan.reads``; it returns the arrays of the result and, per update,
+    its operands.
+    """
+
+    __slots__ = ("_jitted", "_traced", "constant", "plan")
+
+    def __init__(self, plan: Plan, template: Template) -> None:
+        self.plan = plan
+        # The body is traced again when the program first runs, perhaps on behalf of
+        # another step by then: it must see the worker as discovery saw it.
+        self._jitted = jax.jit(_replayed(plan, template, worker_context.get()))
+        self._traced = False
+        self.constant: StepResult | None = None
+        """The result of every run, once known, if the plan is constant."""
+
+    def __call__(
+        self, inputs: list[Any], elements: list[Any], values: list[Any]
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        """Runs it; may return before the results are ready.
+
+        Raises:
+            TypeError, RuntimeError: The body cannot be captured. Only the first time.
+        """
+        outputs: tuple[list[jax.Array], list[list[jax.Array]]]
+        if self._traced:
+            outputs = self._jitted(inputs, elements, values)
+        else:
+            with _refusals.in_our_words(self.plan.function):
+                outputs = self._jitted(inputs, elements, values)
+            self._traced = True
+        return outputs
+
+
+def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> Any:
+    keys = [spec.key for spec in plan.reads]
+
+    def program(inputs: list[Any], elements: list[Any], values: list[Any]) -> Any:
+        known = dict(zip(keys, values, strict=True))
+        feed = Replay(plan.function, known, _elements(template, elements))
+        capture = Capture(feed, template.iterators)
+        context_before = worker_context.set(context)
+        try:
+            structure, arrays = template.run(capture, inputs)
+        finally:
+            worker_context.reset(context_before)
+        _require_same(plan, capture, structure == plan.out_structure)
+        given = {id(value) for value in (*inputs, *elements, *values)}
+        return (
+            [_own(array, given) for array in arrays],
+            [[_own(x, given) for x in update.operands] for update in capture.updates],
+        )
+
+    program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]
+    return program
+
+
+def _elements(template: Template, leaves: Sequence[Any]) -> list[Any]:
+    elements, start = [], 0
+    for treedef in template.elements:
+        end = start + treedef.num_leaves
+        elements.append(treedef.unflatten(leaves[start:end]))
+        start = end
+    return elements
+
+
+def _own(array: jax.Array, given: set[int]) -> jax.Array:
+    """An input that is handed out as it came may be memory of the caller's."""
+    return jnp.copy(array) if id(array) in given else array
+
+
+def _require_same(plan: Plan, capture: Capture, same_result: bool) -> None:
+    made = [(update.variable.spec, update.op) for update in capture.updates]
+    if made != [(update.spec, update.op) for update in plan.updates]:
+        raise _refusals.changed(plan.function, "its updates are others")
+    if tuple(capture.draws) != plan.draws:
+        raise _refusals.changed(plan.function, "it draws other elements")
+    if not same_result:
+        raise _refusals.changed(plan.function, "its result has another structure")

@@ -1,0 +1,80 @@
+"""The recorder of eager steps: a read or update happens when Python comes to it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.variables import recorder
+
+from . import _refusals
+from ._fresh import current_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.variables import Home, Optimizer, Variable
+    from zstrat.wire._messages import UpdateOp
+
+    from ._iterator import StepIterator
+
+
+class Immediate:
+    """Reads and updates through ``home``, or each variable's own if that is None.
+
+    Values and elements are jax arrays, as in a captured step, but with values. Under
+    jax.jit and the like a read becomes a callback: jax keeps what it traced, and a
+    value from now would be wrong after the next update.
+    """
+
+    def __init__(self, home: Home | None = None) -> None:
+        self._home = home
+        self._outermost = current_trace()
+        self._drawn: list[Any] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[Immediate]:
+        """Runs what is inside as the body."""
+        self._outermost = current_trace()
+        before = recorder.set(self)
+        try:
+            yield self
+        finally:
+            recorder.reset(before)
+
+    def read(self, variable: Variable) -> jax.Array:
+        home = self._home_of(variable)
+        if current_trace() == self._outermost:
+            return jnp.asarray(home.read(variable))
+        like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
+        value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)
+        return value
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if any(isinstance(operand, jax.core.Tracer) for operand in operands):
+            raise _refusals.update_inside(variable.spec, op.name)
+        host = tuple(np.array(operand, order="C") for operand in operands)
+        self._home_of(variable).update(variable, op, host, optimizer)
+
+    def draw(self, iterator: StepIterator) -> Any:
+        # A copy: the dataset may fill the same buffer again.
+        element = jax.tree.map(jnp.array, iterator.draw())
+        self._drawn.extend(jax.tree.leaves(element))
+        return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this step."""
+        return any(leaf is drawn for drawn in self._drawn)
+
+    def _home_of(self, variable: Variable) -> Home:
+        return variable.home if self._home is None else self._home

@@ -1,0 +1,180 @@
+"""``zs.function``: Python that is traced once and then runs as a compiled program."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import TYPE_CHECKING, Any, overload
+
+from zstrat.variables import recorder
+
+from . import _code
+from ._execute import run_here
+from ._programs import Programs
+from ._signature import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._plan import Plan
+
+
+class Function:
+    """A step function. Made by `function`.
+
+    - Inside another step it is inlined.
+    - Scheduled by a coordinator it runs on a worker.
+    - Called elsewhere it runs here: values are pulled from each variable's home,
+      computed with, and updates are sent back; the result's arrays are ``jax.Array``.
+
+    What the body captures (globals, closure) is taken when it is first traced or
+    shipped, as ``tf.function`` does: later changes of a captured Python value are not
+    seen. `Variable` objects are shared, not copied.
+    """
+
+    def __init__(self, fn: Callable[..., Any], *, eager: bool = False) -> None:
+        self.body: Callable[..., Any] = _checked(fn)
+        self.eager = eager
+        self.name: str = _name(fn)
+        self._init_caches()
+
+    def _init_caches(self) -> None:
+        functools.update_wrapper(self, self.body)
+        self.programs = Programs(self.name, self.body)
+        self._attribute = self.name.rpartition(".")[2]
+        self._shipped: tuple[bytes, bytes] | None = None
+
+    @property
+    def trace_count(self) -> int:
+        """How many signatures were traced in this process. (The body runs twice for
+        each that is also run here: once to plan, once to compile.)"""
+        return self.programs.trace_count
+
+    @property
+    def code(self) -> bytes:
+        """The pickled function, as it is shipped; the same bytes at every call.
+
+        Raises:
+            TypeError: It captures something that cannot be pickled; says what.
+        """
+        return self._code_and_digest()[0]
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that name `code`. Raises as `code` does."""
+        return self._code_and_digest()[1]
+
+    def plan(self, args: tuple[Any, ...] = (), kwargs: Any = None) -> Plan:
+        """What the function does when it is called with these arguments.
+
+        Traces it if that was not done for their signature. Iterators that are real are
+        drawn from and given everything back.
+
+        Raises:
+            ValueError: The function is eager: it has no plan.
+            TypeError, RuntimeError: The body cannot be captured.
+            Exception: Whatever the body raises while it is traced.
+        """
+        if self.eager:
+            raise ValueError(
+                f"{self.name!r} is an eager step function: it is not traced and has no "
+                "plan"
+            )
+        kwargs = {} if kwargs is None else kwargs
+        program, draws = self.programs.find(cut(args, kwargs), args, kwargs)
+        draws.unread()
+        return program.plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if recorder.get() is not None:
+            return self.body(*args, **kwargs)
+        return run_here(self, args, kwargs)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Function:
+        """A step function that is a method: one `Function` per instance, kept in it."""
+        if instance is None:
+            return self
+        bound = Function(self.body.__get__(instance), eager=self.eager)
+        # Shadows this descriptor from now on, as functools.cached_property does.
+        vars(instance)[self._attribute] = bound
+        return bound
+
+    def __reduce__(self) -> Any:
+        # The state comes after the object: a body may refer to its own function.
+        state = {"body": self.body, "eager": self.eager, "name": self.name}
+        return _blank, (), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.body, self.eager = state["body"], state["eager"]
+        self.name = state["name"]
+        self._init_caches()
+
+    def __repr__(self) -> str:
+        kind = "eager, " if self.eager else ""
+        return f"<zs.function {self.name} ({kind}{self.trace_count} traces)>"
+
+    def _code_and_digest(self) -> tuple[bytes, bytes]:
+        if self._shipped is None:
+            code = _code.dump_code(self)
+            self._shipped = (code, _code.digest(code))
+        return self._shipped
+
+
+@overload
+def function(fn: Callable[..., Any], *, eager: bool = False) -> Function: ...
+@overload
+def function(
+    fn: None = None, *, eager: bool = False
+) -> Callable[[Callable[..., Any]], Function]: ...
+def function(
+    fn: Callable[..., Any] | None = None, *, eager: bool = False
+) -> Function | Callable[[Callable[..., Any]], Function]:
+    """Makes a step function. Use as a decorator, with or without arguments.
+
+    The body is traced by jax when it is first called with arguments of new types, so
+    Python in it runs then and not at each step. In it,
+
+    - variables are read (``v.value()``, arithmetic) and updated (``assign``,
+      ``scatter_...``, ``optimizer.apply_gradients``) at its top level, not under
+      ``jax.grad`` or ``lax.cond``;
+    - ``next(iterator)`` draws an element of a dataset;
+    - arrays and Python ints, floats and complexes among the arguments are traced;
+      booleans, strings and other hashable values are static, and each value is traced
+      anew;
+    - the result may be any pytree of arrays, Python numbers, strings and None.
+
+    Args:
+        eager: Do not trace: run the Python body itself on the worker, with values, for
+            debugging with print and pdb. Results are the same; it is slow, and the
+            updates of a step that is run again after a lost worker are doubled.
+
+    Raises:
+        TypeError: ``fn`` is no function, or a coroutine or generator function.
+    """
+    if fn is None:
+        return functools.partial(Function, eager=eager)
+    return fn if isinstance(fn, Function) else Function(fn, eager=eager)
+
+
+def _blank() -> Function:
+    return object.__new__(Function)
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return name.replace("<locals>.", "")
+
+
+def _checked(fn: Callable[..., Any]) -> Any:
+    if not callable(fn):
+        raise TypeError(f"zs.function takes a Python function, got {fn!r:.100}")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        kind = "generator" if inspect.isgeneratorfunction(fn) else "coroutine"
+        raise TypeError(
+            f"zs.function takes a plain function; {_name(fn)!r} is a {kind} function. "
+            "A step is traced by jax and cannot wait or yield"
+        )
+    return fn

@@ -1,0 +1,131 @@
+"""What ``next(iterator)`` meets in a step function.
+
+While a step is traced, a draw is recorded and its element is abstract; in an eager step
+and outside of steps it is the element itself. Elements are pytrees of numpy arrays.
+
+Law of the file: elements that were drawn and given back come again first, in the order
+of the first drawing. One thread uses a `StepIterator` at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
+
+import jax
+import numpy as np
+
+from zstrat.errors import OutOfRangeError
+from zstrat.variables import recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from ._structure import TreeDef
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A recorder that knows draws, besides reads and updates."""
+
+    def draw(self, iterator: StepIterator) -> Any:
+        """The element as the trace sees it."""
+        ...
+
+
+class StepIterator:
+    """The iterator of a dataset, as a step function takes it.
+
+    Args:
+        source: The elements; None while a step is traced for its shapes alone.
+        element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes
+            an element; needed if there is no source.
+        name: Stands in the errors.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any] | None,
+        element_spec: Any = None,
+        *,
+        name: str = "the dataset",
+    ) -> None:
+        self._source = None if source is None else iter(source)
+        self.element_spec: Final = element_spec
+        self.name: Final = name
+        self._ready: Final[deque[Any]] = deque()
+
+    @property
+    def is_abstract(self) -> bool:
+        """Whether there are no elements behind it, only their description."""
+        return self._source is None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next element.
+
+        Raises:
+            OutOfRangeError: There are no more.
+            RuntimeError: In a step, inside a function that jax transforms.
+        """
+        current = recorder.get()
+        if isinstance(current, Drawing):
+            return current.draw(self)
+        return self.draw()
+
+    def draw(self) -> Any:
+        """The next real element, whatever is being traced.
+
+        Raises:
+            OutOfRangeError: There are no more.
+        """
+        if self._ready:
+            return self._ready.popleft()
+        if self._source is None:
+            raise RuntimeError(
+                f"the iterator of {self.name} has elements only on a worker: pass it "
+                "as an argument to a scheduled zs.function"
+            )
+        try:
+            return next(self._source)
+        except StopIteration:
+            raise OutOfRangeError(
+                f"End of sequence: {self.name} is exhausted"
+            ) from None
+
+    def unread(self, element: Any) -> None:
+        """Gives back what was drawn last; of several, the last one first."""
+        self._ready.appendleft(element)
+
+
+class Element:
+    """One element, cut: ``leaves`` are arrays, ``key`` names structure and types."""
+
+    __slots__ = ("key", "leaves", "treedef")
+
+    def __init__(self, element: Any) -> None:
+        leaves: list[Any]
+        leaves, treedef = jax.tree.flatten(element)
+        for number, leaf in enumerate(leaves):
+            if type(leaf) is not np.ndarray and not isinstance(leaf, jax.Array):
+                leaves[number] = _array(leaf)
+        self.leaves = leaves
+        self.treedef: TreeDef = treedef
+        self.key: Hashable = (
+            treedef,
+            tuple([(leaf.shape, leaf.dtype) for leaf in leaves]),
+        )
+
+
+def _array(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    array = np.asarray(leaf)
+    if array.dtype.kind in "OSUmM":
+        raise TypeError(
+            f"an element of the dataset contains {type(leaf).__name__} ({leaf!r:.80}): "
+            "a step draws arrays of numbers or booleans; map the dataset first"
+        )
+    return array

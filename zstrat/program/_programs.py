@@ -1,0 +1,205 @@
+"""The programs of one step function, by what its calls look like.
+
+A call is named by its arguments (`Call.key`), then by the elements that it draws and,
+if the body asked for it, by the worker's context. Each name is traced once. A function
+that is traced again and again is slow in silence, so it is counted and warned about,
+with words that say what changed.
+
+Law of the file: programs are found and added under one lock; a lookup takes none.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from ._compile import Program
+from ._context import worker_context
+from ._iterator import Element
+from ._plan import discover
+from ._signature import describe, require_traceable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from ._iterator import StepIterator
+    from ._signature import Call
+
+MAX_PROGRAMS: Final = 128
+"""Signatures of one function. Each keeps an executable of about a megabyte; a function
+with more is traced anew by mistake, and was warned about long before."""
+
+WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
+"""Numbers of traces at which it is said (TF warns at the fifth)."""
+
+
+class RetraceWarning(UserWarning):
+    """A step function is traced again and again."""
+
+
+@dataclass(slots=True)
+class Signature:
+    """The programs of calls with the same arguments. ``draws`` is what the last traced
+    one drew; ``asks_context`` is true once any of them asked."""
+
+    draws: tuple[int, ...] = ()
+    asks_context: bool = False
+    programs: dict[Hashable, Program] = field(default_factory=dict)
+
+    def find(self, elements: Sequence[Element]) -> Program | None:
+        """The program for these elements in the current worker context."""
+        return self.programs.get(self._name(elements))
+
+    def add(self, elements: Sequence[Element], program: Program) -> None:
+        """Keeps a program that was just traced."""
+        self.draws = program.plan.draws
+        self.asks_context = self.asks_context or program.plan.asked_context
+        self.programs[self._name(elements)] = program
+
+    def _name(self, elements: Sequence[Element]) -> Hashable:
+        context = worker_context.get() if self.asks_context else None
+        return (context, tuple([element.key for element in elements]))
+
+
+class Draws:
+    """Real or abstract elements for one call: drawn, used, given back."""
+
+    def __init__(self, iterators: Sequence[StepIterator]) -> None:
+        self._iterators = iterators
+        self._drawn: list[tuple[int, Any, Element]] = []
+        self._used = 0
+
+    @property
+    def elements(self) -> list[Element]:
+        """What was drawn, in order."""
+        return [element for _, _, element in self._drawn]
+
+    def draw(self, ordinal: int) -> Element:
+        """One more element of the ``ordinal``-th iterator.
+
+        Raises:
+            OutOfRangeError: There is none; then all others were given back.
+        """
+        iterator = self._iterators[ordinal]
+        if iterator.is_abstract:
+            raw: Any = iterator.element_spec
+        else:
+            try:
+                raw = iterator.draw()
+            except BaseException:
+                self.unread()
+                raise
+        self._drawn.append((ordinal, raw, Element(raw)))
+        return self._drawn[-1][2]
+
+    def supply(self, ordinal: int, iterator: StepIterator) -> Element:
+        """For a trace: the elements that were drawn already, then new ones."""
+        del iterator  # the ordinal names it
+        if self._used < len(self._drawn):
+            known, _, element = self._drawn[self._used]
+            if known == ordinal:
+                self._used += 1
+                return element
+            # The body draws in another order for these shapes: begin anew.
+            self._give_back(self._used)
+        self._used += 1
+        return self.draw(ordinal)
+
+    def keep_used(self) -> None:
+        """Gives back what the trace did not use."""
+        self._give_back(self._used)
+
+    def unread(self) -> None:
+        """Gives everything back."""
+        self._give_back(0)
+
+    def _give_back(self, start: int) -> None:
+        while len(self._drawn) > start:
+            ordinal, raw, _ = self._drawn.pop()
+            if not self._iterators[ordinal].is_abstract:
+                self._iterators[ordinal].unread(raw)
+
+
+class Programs:
+    """All programs of one function."""
+
+    def __init__(self, step: str, fn: Callable[..., Any]) -> None:
+        self.trace_count = 0
+        self._step = step
+        self._fn = fn
+        self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
+        self._words: dict[str, str] = {}
+        # Re-entrant: a body may call its own step function, which is inlined.
+        self._lock = threading.RLock()
+
+    def find(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Program, Draws]:
+        """The program for a call, and the elements that it draws.
+
+        Raises:
+            OutOfRangeError: A dataset has no more elements; nothing was drawn.
+            TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
+        """
+        draws = Draws(call.iterators)
+        signature = self._signatures.get(call.key)
+        if signature is not None:
+            for ordinal in signature.draws:
+                draws.draw(ordinal)
+            program = signature.find(draws.elements if signature.draws else ())
+            if program is not None:
+                return program, draws
+        with self._lock:
+            return self._traced(call, args, kwargs, draws), draws
+
+    def _traced(
+        self,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        draws: Draws,
+    ) -> Program:
+        try:
+            require_traceable(args, kwargs)
+            plan, template = discover(self._step, self._fn, call, draws.supply)
+        except BaseException:
+            draws.unread()
+            raise
+        draws.keep_used()
+        program = Program(plan, template)
+        signature = self._signatures.setdefault(call.key, Signature())
+        signature.add(draws.elements, program)
+        self._forget_oldest()
+        self._count(describe(args, kwargs, draws.elements))
+        return program
+
+    def _forget_oldest(self) -> None:
+        while sum(len(s.programs) for s in self._signatures.values()) > MAX_PROGRAMS:
+            oldest = next(iter(self._signatures.values()))
+            oldest.programs.pop(next(iter(oldest.programs)))
+            if not oldest.programs:
+                self._signatures.popitem(last=False)
+
+    def _count(self, words: dict[str, str]) -> None:
+        before, self._words = self._words, words
+        self.trace_count += 1
+        if self.trace_count not in WARN_AT:
+            return
+        changed = [
+            f"{place} was {before.get(place, 'not there')} and is "
+            f"{words.get(place, 'not there')}"
+            for place in dict.fromkeys((*before, *words))
+            if before.get(place) != words.get(place)
+        ]
+        warnings.warn(
+            f"the step function {self._step!r} was traced {self.trace_count} times, "
+            "and each trace is compiled. Since the last one: "
+            f"{'; '.join(changed) or 'an argument compares unequal'}. Give arrays of "
+            "equal shapes and dtypes (pad the last batch), and pass what is not an "
+            "array but changes as a number or array",
+            RetraceWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,128 @@
+"""The words for what a step function cannot do, and what to write instead.
+
+Law of the file: every text names the user's line. jax's own error stays the cause.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from jax import errors as jax_errors
+
+from ._where import here, raised_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (
+        jax_errors.TracerBoolConversionError,
+        "a Python branch (if, while, and, or, not, assert) on a value that is known "
+        "only when the step runs. Write jnp.where(condition, a, b), jax.lax.cond or "
+        "jax.lax.while_loop; a Python bool or str argument may be branched on",
+    ),
+    (
+        jax_errors.TracerIntegerConversionError,
+        "Python needs an integer now (an index, a length), but it is known only when "
+        "the step runs. Index a jax array (jnp.asarray(x)[i], jnp.take) or pass the "
+        "number in from outside of the step",
+    ),
+    (
+        jax_errors.NonConcreteBooleanIndexError,
+        "a boolean mask as an index gives a shape that is known only when the step "
+        "runs. Write jnp.where(mask, x, 0), or multiply by the mask",
+    ),
+    (
+        jax_errors.TracerArrayConversionError,
+        "numpy needs a value that is known only when the step runs. Use jax.numpy in "
+        "place of numpy, and value() in place of numpy()",
+    ),
+    (
+        jax_errors.ConcretizationTypeError,
+        "Python needs a value now (int(), float(), bool(), a shape, an axis), but it "
+        "is known only when the step runs. Keep it a jax array, or pass it in from "
+        "outside of the step",
+    ),
+)
+
+_NOT_TRANSFORMED: Final = (
+    "inside a function that jax transforms (jax.grad, jax.jit, jax.vmap, jax.lax.cond, "
+    "jax.lax.scan or zs.value_and_grad), where it would happen never or many times"
+)
+
+
+@contextmanager
+def in_our_words(step: str) -> Iterator[None]:
+    """Turns jax's errors about traced values into ours, with the user's line.
+
+    Raises:
+        TypeError: In place of jax's errors about values that are not known yet.
+        RuntimeError: In place of jax's error about a leaked value.
+    """
+    try:
+        yield
+    except jax_errors.UnexpectedTracerError as error:
+        raise leaked(step, "the body", raised_at(error)) from error
+    except tuple(cls for cls, _ in _TRACED) as error:
+        words = next(text for cls, text in _TRACED if isinstance(error, cls))
+        raise TypeError(
+            f"{raised_at(error)}, in the step function {step!r}: {words}. (To step "
+            "through the body with real values, use @zs.function(eager=True).)"
+        ) from error
+
+
+def update_inside(variable: object, op: str) -> RuntimeError:
+    """An update under jax.grad, lax.cond and the like."""
+    return RuntimeError(
+        f"{here()}: {op} of {variable} {_NOT_TRANSFORMED}. Return the new value from "
+        "that function (from a loss: has_aux=True) and update the variable after it; "
+        "for an update under a condition assign jnp.where(condition, new, old)"
+    )
+
+
+def live_read_inside(variable: object) -> RuntimeError:
+    """A variable is differentiated by name, eagerly, and read under jax.jit."""
+    return RuntimeError(
+        f"{here()}: {variable} is read inside a function that jax transforms (jax.jit, "
+        "jax.vmap, jax.lax.scan, ...) while zs.value_and_grad(variables=...) "
+        "differentiates with real values. Pass it as an argument (argnums), or do it "
+        "in a zs.function that is not eager"
+    )
+
+
+def draw_inside() -> RuntimeError:
+    """next(iterator) under jax.grad, lax.cond and the like."""
+    return RuntimeError(
+        f"{here()}: next(iterator) {_NOT_TRANSFORMED}. Draw the element before, in the "
+        "body of the zs.function, and pass it in as an argument"
+    )
+
+
+def read_after_optimizer(variable: object, where: str) -> RuntimeError:
+    """The new value exists only on the ps."""
+    return RuntimeError(
+        f"{here()}: {variable} is read after an optimizer updated it in the same step "
+        f"(at {where}): its new value is computed on the parameter server, after the "
+        "step. Read it before apply_gradients, or in the next step"
+    )
+
+
+def leaked(step: str, what: str, where: str) -> RuntimeError:
+    """A tracer of a finished or outer transformation is used in a step."""
+    return RuntimeError(
+        f"{where}, in the step function {step!r}: {what} uses a value that belongs to "
+        "another function that jax transforms (jax.grad, jax.jit, jax.vmap, "
+        "jax.lax.cond, ...): it was kept in a global, an attribute or a list, or the "
+        "step is itself called under a transformation. Return the value from that "
+        "function, or pass it to the step"
+    )
+
+
+def changed(step: str, what: str) -> RuntimeError:
+    """The second trace of the body differs from the first."""
+    return RuntimeError(
+        f"the body of the step function {step!r} did something else when it was traced "
+        f"again: {what}. It must depend on its arguments alone: no counters, random "
+        "choices or clocks of Python, no 'first call' branches"
+    )

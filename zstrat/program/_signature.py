@@ -1,0 +1,179 @@
+"""Cuts the arguments of a call into inputs of a program and what names the program.
+
+- Arrays and Python ints, floats and complexes are *inputs*: their values differ from
+  call to call, their types name the program. Python numbers are weakly typed, as in
+  jax.
+- Booleans, strings and other hashable values are *static*: each value names a program
+  of its own, and the body may branch on it.
+- Variables and optimizers are named by their identity in the session; the element
+  types of iterators are found when elements are drawn.
+
+This runs for every scheduled step, so it is one pass without allocation per type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from zstrat.variables import Optimizer, Variable
+
+from ._iterator import Element, StepIterator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ._structure import TreeDef
+
+_NUMBERS: Final = frozenset((int, float, complex))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call, cut.
+
+    ``marks`` has one entry per leaf of ``treedef``; with it, it is the ``key``.
+    ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
+    iterators, both in order; ``leaves`` are all leaves.
+    """
+
+    key: Hashable
+    treedef: TreeDef
+    leaves: list[Any]
+    inputs: list[Any]
+    iterators: list[StepIterator]
+
+
+_NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
+_BARE_CALL: Final = Call((_NO_ARGUMENTS, ()), _NO_ARGUMENTS, [], [], [])
+
+
+def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    """Cuts the arguments.
+
+    Raises:
+        TypeError: An argument is neither a pytree of arrays nor hashable.
+    """
+    if not args and not kwargs:
+        return _BARE_CALL
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    inputs: list[Any] = []
+    iterators: list[StepIterator] = []
+    marks: list[Any] = []
+    for leaf in leaves:
+        kind = type(leaf)
+        if kind is np.ndarray:
+            marks.append((leaf.shape, leaf.dtype))
+            inputs.append(leaf)
+        elif kind in _NUMBERS:
+            marks.append(kind)
+            inputs.append(leaf)
+        elif isinstance(leaf, jax.Array):
+            marks.append((leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type))
+            inputs.append(leaf)
+        elif isinstance(leaf, np.generic):
+            marks.append((leaf.shape, leaf.dtype))
+            inputs.append(leaf)
+        elif isinstance(leaf, StepIterator):
+            marks.append(_iterator_mark(leaf, iterators))
+        elif isinstance(leaf, Variable):
+            marks.append(leaf.spec)
+        elif isinstance(leaf, Optimizer):
+            marks.append((Optimizer, leaf.id))
+        else:
+            marks.append((kind, leaf))
+    key = (treedef, tuple(marks))
+    try:
+        hash(key)
+    except TypeError:
+        _refuse_unhashable(args, kwargs)
+        raise
+    return Call(key, treedef, leaves, inputs, iterators)
+
+
+def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses what hashes but cannot be an argument of a step. Once per trace.
+
+    Raises:
+        TypeError: Names the argument.
+    """
+    for place, leaf in _places(args, kwargs):
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"{place} is being traced by jax: a zs.function is called inside a "
+                "function that jax transforms. Call its plain Python function there "
+                "(fn.__wrapped__), or call it from another zs.function"
+            )
+        if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
+            raise TypeError(
+                f"{place} is an iterator ({type(leaf).__name__}) that a step cannot "
+                "draw from: use the iterator of create_per_worker_dataset(...), or in "
+                "this process zs.StepIterator(iterator)"
+            )
+        if isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind in "OSUmM":
+            raise TypeError(
+                f"{place} is an array of dtype {leaf.dtype}, which jax cannot compute "
+                "with: a step takes arrays of numbers or booleans"
+            )
+
+
+def describe(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], elements: Sequence[Element]
+) -> dict[str, str]:
+    """The types that name a program, by place, in words."""
+    words = {place: _words(leaf) for place, leaf in _places(args, kwargs)}
+    for number, element in enumerate(elements):
+        paths, _ = jax.tree_util.tree_flatten_with_path(
+            element.treedef.unflatten(element.leaves)
+        )
+        for path, leaf in paths:
+            words[f"element {number}{keystr(path)}"] = _words(leaf)
+    return words
+
+
+def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashable:
+    for ordinal, known in enumerate(iterators):
+        if known is leaf:
+            return (StepIterator, ordinal)
+    iterators.append(leaf)
+    spec = Element(leaf.element_spec).key if leaf.is_abstract else None
+    return (StepIterator, len(iterators) - 1, spec)
+
+
+def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for place, leaf in _places(args, kwargs):
+        try:
+            hash(leaf)
+        except TypeError:
+            if isinstance(leaf, np.ndarray | jax.Array):
+                continue
+            raise TypeError(
+                f"{place} is a {type(leaf).__name__}, which is neither an array nor "
+                "hashable: pass arrays, numbers, strings and pytrees of them, or "
+                "register the class as a pytree (jax.tree_util.register_dataclass)"
+            ) from None
+
+
+def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    found = []
+    for root, tree in (("args", args), ("kwargs", dict(kwargs))):
+        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found.append((f"{root}{keystr(path)}", leaf))
+    return found
+
+
+def _words(leaf: Any) -> str:
+    if isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, StepIterator):
+        return "an iterator"
+    if isinstance(leaf, Variable):
+        return str(leaf.spec)
+    if type(leaf) in _NUMBERS:
+        return f"a Python {type(leaf).__name__}"
+    return f"{type(leaf).__name__} {leaf!r:.60}"

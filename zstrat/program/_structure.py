@@ -1,0 +1,209 @@
+"""The structure of a step's result as plain data, so that it crosses the wire.
+
+A result is any pytree. Its arrays are *leaves*, numbered in jax's order; Python
+numbers, strings, bytes and booleans are *static*: part of the structure. The plain form
+is nested lists that msgpack can carry:
+
+    n                    leaf number n
+    None                 None
+    ["=", value]         a static value
+    ["[", x, ...]        a list;    ["(", x, ...]  a tuple
+    ["{", [k, x], ...]   a dict
+    ["*", slot, ...]     any other pytree, flat: a slot is a leaf number or a static
+                         value; whoever traced the function too knows its treedef
+
+Law of the file: what `encode` writes, `rebuild` reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from zstrat.variables import Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.wire._messages import PlainTree
+
+TreeDef = Any  # jax's PyTreeDef, whose stubs lack what we call
+_KEYS: Final = (str, int, bool, float, bytes)
+_STATIC: Final = (bool, int, float, str, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A leaf of a result that is no array but a plain Python value."""
+
+    value: bool | int | float | str | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResultLayout:
+    """How to cut and rebuild a result: per leaf a dtype name and a shape, and the
+    structure in plain form. One object per compiled program: compare it by identity."""
+
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    structure: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A result without its arrays: its treedef, and per leaf of that a number or a
+    static value."""
+
+    treedef: TreeDef
+    slots: tuple[int | Static, ...]
+
+    @property
+    def plain(self) -> PlainTree:
+        """The plain form."""
+        return encode(self.treedef, self.slots)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """The result with these arrays."""
+        return self.treedef.unflatten(
+            [s.value if isinstance(s, Static) else leaves[s] for s in self.slots]
+        )
+
+
+def split(
+    result: object, read: Callable[[Variable], Any]
+) -> tuple[Structure, list[Any]]:
+    """Cuts a result into structure and arrays; a `Variable` counts as its value.
+
+    Raises:
+        TypeError: A leaf is neither an array nor a plain Python value; names its path.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(result)
+    slots: list[int | Static] = []
+    arrays: list[Any] = []
+    for path, leaf in paths:
+        if isinstance(leaf, Variable):
+            leaf = read(leaf)
+        if isinstance(leaf, _STATIC) and not isinstance(leaf, np.generic):
+            slots.append(Static(_static(leaf, path)))
+            continue
+        _require_array(leaf, path)
+        slots.append(len(arrays))
+        arrays.append(leaf)
+    return Structure(treedef, tuple(slots)), arrays
+
+
+def encode(treedef: TreeDef, slots: Sequence[int | Static]) -> PlainTree:
+    """The plain form of a structure."""
+    plain = _encode(treedef, iter(slots))
+    return ["*", *map(_slot, slots)] if isinstance(plain, _Foreign) else plain
+
+
+def rebuild(
+    structure: PlainTree, leaves: Sequence[Any], treedef: TreeDef | None = None
+) -> Any:
+    """The result from its plain structure and its arrays.
+
+    Args:
+        treedef: Of the function's own trace; needed only for results that contain
+            other pytrees than lists, tuples, dicts and None.
+
+    Raises:
+        ValueError: The structure is none, or needs a ``treedef`` that was not given or
+            does not fit.
+    """
+    match structure:
+        case None:
+            return None
+        case bool():
+            pass
+        case int(number) if 0 <= number < len(leaves):
+            return leaves[number]
+        case ["=", value]:
+            return value
+        case ["[", *items]:
+            return [rebuild(item, leaves, treedef) for item in items]
+        case ["(", *items]:
+            return tuple(rebuild(item, leaves, treedef) for item in items)
+        case ["{", *pairs]:
+            return {k: rebuild(item, leaves, treedef) for k, item in _pairs(pairs)}
+        case ["*", *slots]:
+            if treedef is None or treedef.num_leaves != len(slots):
+                raise ValueError(
+                    f"a result of {len(slots)} leaves in a pytree of its own kind "
+                    f"arrived, but the function was traced here as {treedef}"
+                )
+            return treedef.unflatten([rebuild(s, leaves) for s in slots])
+    raise ValueError(f"this is no structure of a result: {structure!r:.200}")
+
+
+class _Foreign:
+    """Marks a structure with a node that has no plain form."""
+
+
+def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreign:
+    data = node.node_data()
+    if data is None:
+        # A treedef of a bare leaf and one of None look alike but for their leaves.
+        return _slot(next(slots)) if node.num_leaves else None
+    kind, keys = data
+    if kind is type(None):
+        return None
+    parts: list[Any] = [_encode(child, slots) for child in node.children()]
+    if any(isinstance(part, _Foreign) for part in parts):
+        return _Foreign()
+    if kind is list:
+        return ["[", *parts]
+    if kind is tuple:
+        return ["(", *parts]
+    if kind is dict and all(isinstance(key, _KEYS) for key in keys):
+        return ["{", *([k, part] for k, part in zip(keys, parts, strict=True))]
+    return _Foreign()
+
+
+def _slot(slot: int | Static) -> PlainTree:
+    return ["=", slot.value] if isinstance(slot, Static) else slot
+
+
+def _pairs(pairs: list[PlainTree]) -> Iterator[tuple[Any, PlainTree]]:
+    for pair in pairs:
+        match pair:
+            case [bool() | int() | float() | str() | bytes() as key, item]:
+                yield key, item
+            case _:
+                raise ValueError(f"this is no item of a dict: {pair!r:.200}")
+
+
+def _static(leaf: Any, path: Any) -> bool | int | float | str | bytes:
+    if not isinstance(leaf, bool):
+        # A subclass (a StrEnum, say) loses its class: it could not cross the wire.
+        leaf = next(kind for kind in _STATIC if isinstance(leaf, kind))(leaf)
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+        raise TypeError(
+            f"the step returns {leaf} at {_place(path)}, which is no 64-bit integer"
+        )
+    plain: bool | int | float | str | bytes = leaf
+    return plain
+
+
+def _require_array(leaf: Any, path: Any) -> None:
+    if isinstance(leaf, jax.Array) and jax.numpy.issubdtype(
+        leaf.dtype, jax.dtypes.prng_key
+    ):
+        raise TypeError(
+            f"the step returns a random key at {_place(path)}: return "
+            "jax.random.key_data(key), and wrap it again with jax.random.wrap_key_data"
+        )
+    plain = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUmM"
+    if not plain and not isinstance(leaf, jax.Array | complex):
+        raise TypeError(
+            f"the step returns {type(leaf).__name__} at {_place(path)}: return arrays, "
+            "numbers, strings, None, and pytrees of them"
+        )
+
+
+def _place(path: Any) -> str:
+    return f"result{keystr(path)}"

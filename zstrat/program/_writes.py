@@ -1,0 +1,75 @@
+"""The updates of a step, and what they do to a value: for reads after writes.
+
+The parameter server does the same to the stored value; of duplicate indices in
+SCATTER_UPDATE the last one wins, on every device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.wire._messages import UpdateOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.variables import Optimizer, Variable
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One update: what the step did, and the user's line that did it."""
+
+    variable: Variable
+    op: UpdateOp
+    operands: tuple[jax.Array, ...]
+    optimizer: Optimizer | None
+    where: str
+
+
+def written(value: jax.Array, writes: Sequence[Recorded]) -> jax.Array:
+    """``value`` after the updates, in order. Shape and dtype stay as they are."""
+    for write in writes:
+        value = _after(value, write.op, write.operands)
+    return value
+
+
+def _after(
+    value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]
+) -> jax.Array:
+    match op:
+        case UpdateOp.ASSIGN:
+            return operands[0]
+        case UpdateOp.ADD:
+            return value + operands[0]
+        case UpdateOp.SUB:
+            return value - operands[0]
+    indices, rows = operands
+    match op:
+        case UpdateOp.SCATTER_ADD:
+            return value.at[indices].add(rows)
+        case UpdateOp.SCATTER_SUB:
+            return value.at[indices].add(-rows)
+        case UpdateOp.SCATTER_MUL:
+            return value.at[indices].multiply(rows)
+        case UpdateOp.SCATTER_DIV:
+            return value.at[indices].divide(rows)
+        case UpdateOp.SCATTER_MIN:
+            return value.at[indices].min(rows)
+        case UpdateOp.SCATTER_MAX:
+            return value.at[indices].max(rows)
+        case UpdateOp.SCATTER_UPDATE:
+            return value.at[_last(indices, value.shape[0])].set(rows, mode="drop")
+    raise AssertionError(f"{op.name} has no local meaning")
+
+
+def _last(indices: jax.Array, size: int) -> jax.Array:
+    """The indices with all but the last of equal ones moved out of bounds: XLA leaves
+    open which of several wins."""
+    order = jnp.arange(indices.shape[0], dtype=jnp.int32)
+    winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
+    return jnp.where(winner[indices] == order, indices, size)

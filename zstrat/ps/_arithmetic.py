@@ -1,0 +1,225 @@
+"""What each plain update does to an array, in numpy and in bulk.
+
+Every function here has the form ``compute(source, operands, out)``: it leaves the new
+value in ``out``, which is either ``source`` itself or other memory. Operands have been
+validated (`check`), so that nothing here can fail half-way: a floating-point exception
+is a value (inf, NaN), not an error.
+
+Duplicate indices of a scatter accumulate for add, sub, mul and div, are in any order
+the same for min and max, and the last one wins for update. `np.add.at` on rows goes
+element by element; sorting the indices and adding duplicates in rounds is five times
+faster (0.5 ms in place of 2.7 for 4,096 rows of 64 floats), so add and sub do that; the
+rarer operations take ``ufunc.at`` if there are duplicates at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import UpdateOp
+
+Operands = Sequence[np.ndarray]
+Compute = Callable[[np.ndarray, Operands, np.ndarray], None]
+
+SCATTERS: Final = frozenset(
+    {
+        UpdateOp.SCATTER_ADD,
+        UpdateOp.SCATTER_SUB,
+        UpdateOp.SCATTER_MUL,
+        UpdateOp.SCATTER_DIV,
+        UpdateOp.SCATTER_MIN,
+        UpdateOp.SCATTER_MAX,
+        UpdateOp.SCATTER_UPDATE,
+    }
+)
+_ROUNDS: Final = 16
+"""Duplicates of one index that are added round by round over all indices; what is
+beyond (a few hot rows) is summed per index."""
+
+OPTIMIZERS: Final = frozenset({UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS})
+
+_UFUNCS: Final[dict[UpdateOp, np.ufunc]] = {
+    UpdateOp.ADD: np.add,
+    UpdateOp.SUB: np.subtract,
+    UpdateOp.SCATTER_ADD: np.add,
+    UpdateOp.SCATTER_SUB: np.subtract,
+    UpdateOp.SCATTER_MUL: np.multiply,
+    UpdateOp.SCATTER_DIV: np.true_divide,
+    UpdateOp.SCATTER_MIN: np.minimum,
+    UpdateOp.SCATTER_MAX: np.maximum,
+}
+
+
+def is_integer(dtype: np.dtype) -> bool:
+    return dtype.kind in "iu"
+
+
+def is_floating(dtype: np.dtype) -> bool:
+    """Real floating point; bfloat16 and the fp8 types have numpy's kind "V"."""
+    return dtype.kind in "fV"
+
+
+def check(
+    op: UpdateOp, operands: Operands, shape: tuple[int, ...], dtype: np.dtype, name: str
+) -> None:
+    """Whether a plain update fits a variable. Cost: one pass over the indices.
+
+    Raises:
+        InvalidArgumentError: It does not; says what was expected and what came.
+    """
+    want = 2 if op in SCATTERS else 1
+    if len(operands) != want:
+        raise _wrong(name, op, f"{want} arrays", f"{len(operands)}")
+    if operands[-1].dtype != dtype:
+        raise _wrong(name, op, dtype.name, operands[-1].dtype.name)
+    if not _is_defined(op, dtype):
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} is not defined for its dtype {dtype.name}"
+        )
+    if want == 1:
+        if operands[0].shape != shape:
+            raise _wrong(name, op, f"shape {shape}", f"{operands[0].shape}")
+    else:
+        _check_scatter(op, operands, shape, name)
+
+
+def _check_scatter(
+    op: UpdateOp, operands: Operands, shape: tuple[int, ...], name: str
+) -> None:
+    indices, rows = operands
+    if not shape:
+        raise _wrong(name, op, "a variable that has rows", "one of shape ()")
+    if indices.ndim != 1 or not is_integer(indices.dtype):
+        got = f"{indices.dtype.name} of shape {indices.shape}"
+        raise _wrong(name, op, "integer indices of shape (n,)", got)
+    if rows.shape != (len(indices), *shape[1:]):
+        want = f"rows of shape {(len(indices), *shape[1:])}"
+        raise _wrong(name, op, want, f"shape {rows.shape}")
+    if len(indices):
+        for index in (int(indices.min()), int(indices.max())):
+            if not 0 <= index < shape[0]:
+                raise _wrong(name, op, f"indices in [0, {shape[0]})", f"{index}")
+    if op is UpdateOp.SCATTER_DIV and is_integer(rows.dtype) and not rows.all():
+        raise _wrong(name, op, "integer divisors other than 0", "a 0")
+
+
+def compute(
+    op: UpdateOp, source: np.ndarray, operands: Operands, out: np.ndarray
+) -> None:
+    """The new value, into ``out`` (maybe ``source`` itself), from checked operands."""
+    with np.errstate(all="ignore"):
+        if op is UpdateOp.ASSIGN:
+            np.copyto(out, operands[0])
+            return
+        if op not in SCATTERS:
+            _UFUNCS[op](source, operands[0], out=out)
+            return
+        if out is not source:
+            np.copyto(out, source)
+        _scatter(op, out, operands[0], operands[1])
+
+
+def _scatter(
+    op: UpdateOp, out: np.ndarray, indices: np.ndarray, rows: np.ndarray
+) -> None:
+    # As intp, because uint64 indices would be refused by fancy indexing.
+    indices = indices.astype(np.intp, copy=False)
+    if op is UpdateOp.SCATTER_UPDATE:
+        out[indices] = rows  # numpy promises that the last of equal indices wins
+        return
+    if not rows.size:
+        return
+    runs = _runs(indices)
+    ufunc = _UFUNCS[op]
+    if op is UpdateOp.SCATTER_DIV and is_integer(out.dtype):
+        _divide_integers(out, runs, rows)
+    elif len(runs.starts) == len(indices):
+        out[indices] = ufunc(out[indices], rows)
+    elif ufunc is np.add or ufunc is np.subtract:
+        out[runs.unique] = ufunc(out[runs.unique], _sums(runs, rows))
+    else:
+        ufunc.at(out, indices, rows)
+
+
+class _Runs(NamedTuple):
+    """Where equal indices are: those of ``unique[i]`` stand at
+    ``order[starts[i] : starts[i] + counts[i]]``, in their first order."""
+
+    unique: np.ndarray
+    order: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+
+def _runs(indices: np.ndarray) -> _Runs:
+    bits = len(indices).bit_length()
+    if int(indices.max()) < 2 ** (63 - bits):
+        # Index and position in one number: sorting that is four times as fast as
+        # a stable argsort.
+        keyed = (indices << bits) | np.arange(len(indices))
+        keyed.sort()
+        ordered, order = keyed >> bits, keyed & (2**bits - 1)
+    else:
+        order = np.argsort(indices, kind="stable")
+        ordered = indices[order]
+    first = np.empty(len(ordered), bool)
+    first[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    starts = np.flatnonzero(first)
+    return _Runs(ordered[starts], order, starts, np.diff(starts, append=len(ordered)))
+
+
+def _sums(runs: _Runs, rows: np.ndarray) -> np.ndarray:
+    """The sum of the rows of each index; below 32 bits in float32, rounded once."""
+    small = is_floating(rows.dtype) and rows.dtype.itemsize < 4
+    dtype = np.dtype(np.float32) if small else rows.dtype
+    sums: np.ndarray = rows[runs.order[runs.starts]].astype(dtype)
+    for turn in range(1, min(int(runs.counts.max()), _ROUNDS)):
+        some = np.flatnonzero(runs.counts > turn)
+        sums[some] += rows[runs.order[runs.starts[some] + turn]]
+    for hot in np.flatnonzero(runs.counts > _ROUNDS):
+        start, end = runs.starts[hot] + _ROUNDS, runs.starts[hot] + runs.counts[hot]
+        sums[hot] += rows[runs.order[start:end]].sum(axis=0, dtype=sums.dtype)
+    return sums.astype(rows.dtype, copy=False)
+
+
+def _divide_integers(out: np.ndarray, runs: _Runs, rows: np.ndarray) -> None:
+    """Division that truncates towards zero, as XLA and TensorFlow divide integers.
+
+    Round k divides by the k-th row of every index.
+    """
+    for turn in range(int(runs.counts.max())):
+        some = np.flatnonzero(runs.counts > turn)
+        at, divisor = runs.unique[some], rows[runs.order[runs.starts[some] + turn]]
+        dividend = out[at]
+        quotient = dividend // divisor
+        inexact = quotient * divisor != dividend
+        quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(out.dtype)
+        out[at] = quotient
+
+
+@lru_cache(maxsize=256)
+def _is_defined(op: UpdateOp, dtype: np.dtype) -> bool:
+    """Asks numpy: the ufunc, tried on one element, must exist and keep the dtype."""
+    ufunc = _UFUNCS.get(op)
+    if ufunc is None:
+        return True
+    if op in (UpdateOp.SCATTER_MIN, UpdateOp.SCATTER_MAX) and dtype.kind == "c":
+        return False  # numpy orders complex numbers by their parts; nobody else does
+    if ufunc is np.true_divide and is_integer(dtype):
+        return True
+    try:
+        return bool(ufunc(np.ones(1, dtype), np.ones(1, dtype)).dtype == dtype)
+    except TypeError:  # no loop of the ufunc takes the dtype
+        return False
+
+
+def _wrong(name: str, op: UpdateOp, want: str, got: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"variable {name!r}: {op.name} expects {want}, got {got}"
+    )

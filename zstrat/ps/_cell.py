@@ -1,0 +1,194 @@
+"""Where the value of one variable lives, and who may still be looking at it.
+
+The law: **memory that a reader can see is never written.** A reader gets the live
+buffer, without a copy, as a read-only array (a *lease*); an update writes in place if
+no lease is alive and into other memory if one is.
+
+A cell is in one of two states:
+
+*host*: a 64-byte-aligned numpy buffer of our own. A lease is a view of a *window*, an
+    array over a read-only memoryview of the buffer. numpy makes a view of a view point
+    at the array that owns the memory, which would hide views from a weak reference;
+    but it stops at an array whose own base is no ndarray (``PyArray_SetBaseObject``).
+    So every view derived from a lease, by anybody, keeps the window alive, and one weak
+    reference tells whether anyone looks.
+
+*device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
+    A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
+    buffer. XLA donates (writes in place) a buffer only while nothing else refers to it
+    and otherwise computes into fresh memory: its own accounting keeps the law, and the
+    tests of this file hold it to that.
+
+A host buffer that goes to XLA is read there, never donated: donation of memory that
+numpy owns is declined by XLA, and afterwards the cell is in the device state, where
+nobody writes the old buffer. Going back, a plain update computes from the device value
+into a new host buffer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Final
+
+import numpy as np
+
+from zstrat.errors import UnavailableError
+
+ALIGNMENT: Final = 64
+"""XLA shares host memory so aligned, in place of copying it; also a cache line."""
+
+PATIENCE: Final = 16
+"""Updates in place after which the second buffer is given up: readers that overlap
+updates come back within a few steps, a reader that came once does not."""
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+class _Buffer:
+    """A host buffer and the lease on it, if one is alive."""
+
+    __slots__ = ("_bytes", "_window", "array")
+
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.array = aligned(shape, dtype)
+        # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
+        self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
+        self._window: weakref.ref[np.ndarray] | None = None
+
+    @property
+    def is_leased(self) -> bool:
+        return self._window is not None and self._window() is not None
+
+    def lease(self) -> np.ndarray:
+        array = self.array
+        if not array.size:
+            return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
+        window = self._window() if self._window is not None else None
+        if window is None:
+            # Not np.ndarray(buffer=...), which looks through the memoryview for a base.
+            window = np.frombuffer(self._bytes, array.dtype)
+            self._window = weakref.ref(window)
+        return window.reshape(array.shape)
+
+
+class Cell:
+    """The value of one variable, with copy-on-write. One user at a time: no locks.
+
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; by XLA it is
+    ``give()``, compute, ``take_back()``.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_device",
+        "_idle",
+        "_lost",
+        "_spare",
+        "_writing",
+        "dtype",
+        "nbytes",
+        "shape",
+    )
+
+    def __init__(self, initial: np.ndarray) -> None:
+        """Copies ``initial``, an array of any layout."""
+        self.shape, self.dtype, self.nbytes = (
+            initial.shape,
+            initial.dtype,
+            initial.nbytes,
+        )
+        self._buffer: _Buffer | None = _Buffer(self.shape, self.dtype)
+        self._device: object = None
+        self._spare: _Buffer | None = None
+        self._writing: _Buffer | None = None
+        self._idle = 0
+        self._lost = ""
+        np.copyto(self._buffer.array, initial)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it owns: the value and, if readers overlap updates, a second."""
+        return self.nbytes * (1 if self._spare is None else 2)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the next plain update cannot work in place."""
+        return self._buffer is None or self._buffer.is_leased
+
+    def lease(self) -> np.ndarray:
+        """The value, read-only and without a copy; it never changes afterwards."""
+        if self._buffer is not None:
+            return self._buffer.lease()
+        return self._view()
+
+    def begin(self) -> tuple[np.ndarray, np.ndarray]:
+        """Starts an update by numpy.
+
+        Returns:
+            ``(source, out)``: the value and where to write the new one: the same array
+            if nobody looks at it, and otherwise memory that becomes the value by
+            `settle`.
+        """
+        source = self._view() if self._buffer is None else self._buffer.array
+        return source, self.overwrite()
+
+    def overwrite(self) -> np.ndarray:
+        """Starts an update that does not need the old value; `settle` ends it too."""
+        buffer = self._buffer
+        if buffer is None:
+            self._writing = _Buffer(self.shape, self.dtype)
+        elif not buffer.is_leased:
+            self._rest()
+            self._writing = buffer
+        else:
+            spare, self._spare, self._idle = self._spare, None, 0
+            if spare is None or spare.is_leased:
+                spare = _Buffer(self.shape, self.dtype)
+            self._writing = spare
+        return self._writing.array
+
+    def settle(self) -> None:
+        """Makes the array that `begin` handed out the value."""
+        assert self._writing is not None, "settle() without begin()"
+        if self._buffer is not None and self._buffer is not self._writing:
+            self._spare = self._buffer
+        self._buffer, self._device, self._writing = self._writing, None, None
+        self._lost = ""
+
+    def give(self) -> object:
+        """The value for XLA: an array that it may donate, or memory that it reads.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        if self._lost:
+            self._view()
+        return self._device if self._buffer is None else self._buffer.array
+
+    def take_back(self, value: object) -> None:
+        """Makes a fresh, immutable array of XLA's the value."""
+        self._device, self._buffer, self._spare = value, None, None
+
+    def lose(self, why: str) -> None:
+        """XLA failed while it wrote in place: nothing is there until it is assigned."""
+        self._device, self._lost = None, why
+
+    def _view(self) -> np.ndarray:
+        if self._lost:
+            raise UnavailableError(
+                f"the value was lost when its optimizer failed ({self._lost}): "
+                "assign it anew"
+            )
+        return np.asarray(self._device)
+
+    def _rest(self) -> None:
+        if self._spare is not None:
+            self._idle += 1
+            if self._idle >= PATIENCE:
+                self._spare, self._idle = None, 0

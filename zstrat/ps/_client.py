@@ -1,0 +1,360 @@
+"""The parameter servers of a cluster, as one thing that is pulled from and pushed to.
+
+Lives on the loop that owns the links. A call sends at most one message to each server,
+to all of them at once, before it returns; its future is done when all have answered.
+Requests to one server arrive in the order of the calls, so that a pull which follows a
+push on the same client reads what the push wrote.
+
+A server that is lost is `PSUnavailableError`, whatever was asked of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+
+from zstrat.errors import PeerLostError, ProtocolError, PSUnavailableError
+from zstrat.wire import (
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    Hello,
+    Inspect,
+    Message,
+    Pull,
+    Pulled,
+    Push,
+    Pushed,
+    Read,
+    Statistics,
+    Update,
+    UpdateOp,
+    VariableEntry,
+)
+
+from ._known import Known, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+
+    from zstrat.wire import PlainTree
+
+BATCH: Final = 512
+"""Variables created by one message: their names fit the header by far."""
+
+MEMORY: Final = 256 * 2**20
+"""Default bound in bytes of the values that a client remembers."""
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+class Ref(NamedTuple):
+    """A variable: which parameter server, and its key there."""
+
+    ps: int
+    key: int
+
+
+class PsUpdate(NamedTuple):
+    """What a push does to one variable. ``optimizer`` is 0 unless ``op`` optimises."""
+
+    ps: int
+    key: int
+    op: UpdateOp
+    optimizer: int
+    arrays: Sequence[np.ndarray]
+
+
+class Line(Protocol):
+    """What the client needs of a link (`zstrat.transport.Link`)."""
+
+    @property
+    def peer(self) -> Hello | None: ...
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]: ...
+
+
+class PsClient:
+    """Pulls from and pushes to all parameter servers of one session.
+
+    Args:
+        links: One per parameter server, in task order, opened by the caller.
+        session: The session that is open on all of them.
+        memory: Bytes of values to remember, so that a variable which did not change is
+            not sent again; 0 remembers nothing.
+    """
+
+    def __init__(
+        self, links: Sequence[Line], session: int, *, memory: int = MEMORY
+    ) -> None:
+        self._links = tuple(links)
+        self._session = session
+        self._known = Known(memory)
+        self._incarnations: list[int | None] = [None] * len(self._links)
+
+    # ---- values ------------------------------------------------------------------
+
+    def pull(
+        self, refs: Sequence[Ref], *, deadline: float | None = None
+    ) -> asyncio.Future[list[np.ndarray]]:
+        """Reads variables: read-only arrays in the order of ``refs``.
+
+        Each is a whole version of its variable; together they are no snapshot.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises (in the future):
+            PSUnavailableError: A parameter server is gone.
+            NotFoundError, StaleSessionError: As the server says.
+        """
+        self._forget_restarted()
+        places: dict[int, list[int]] = {}
+        for place, ref in enumerate(refs):
+            places.setdefault(ref[0], []).append(place)
+        values: list[np.ndarray | None] = [None] * len(refs)
+        parts: list[_Part[Pulled]] = []
+        for ps, mine in places.items():
+            known = [self._known.get(refs[place]) for place in mine]
+            reads = [
+                Read(refs[place][1], -1 if value is None else value.version)
+                for place, value in zip(mine, known, strict=True)
+            ]
+            take = partial(self._pulled, values, refs, mine, known)
+            parts.append(_Part(ps, Pull(self._session, reads), Pulled, take))
+        return self._ask(parts, lambda: [v for v in values if v is not None], deadline)
+
+    def _pulled(
+        self,
+        values: list[np.ndarray | None],
+        refs: Sequence[Ref],
+        places: list[int],
+        known: list[Value | None],
+        answer: Pulled,
+    ) -> None:
+        arrays = iter(answer.arrays)
+        for place, old, version in zip(places, known, answer.versions, strict=True):
+            # What was known when the request was sent: by now it may have been dropped,
+            # or replaced by a later one.
+            if old is not None and old.version == version:
+                values[place] = old.array
+                continue
+            values[place] = array = next(arrays)
+            self._known.put(refs[place], Value(version, array))
+
+    def push(
+        self,
+        step: int,
+        part: int,
+        low_water: int,
+        updates: Sequence[PsUpdate],
+        *,
+        deadline: float | None = None,
+    ) -> asyncio.Future[bool]:
+        """Applies updates: on each server all of its own, or none.
+
+        Args:
+            step: The closure whose effect this is, -1 for none. A server applies
+                ``(step, part)`` at most once in a session.
+            low_water: All steps below are over.
+
+        Returns:
+            Whether any server applied it; False if all had done so before.
+
+        Raises (in the future):
+            PSUnavailableError: A parameter server is gone.
+            InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: As the
+                server says. Others may have applied their part.
+        """
+        mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
+        for ps, key, op, optimizer, operands in updates:
+            entries, arrays = mine.setdefault(ps, ([], []))
+            entries.append(Update(key, int(op), optimizer, len(operands)))
+            arrays.extend(operands)
+        applied: list[bool] = []
+        parts = [
+            _Part(
+                ps,
+                Push(self._session, step, part, low_water, entries, tuple(arrays)),
+                Pushed,
+                lambda answer: applied.append(answer.applied),
+            )
+            for ps, (entries, arrays) in mine.items()
+        ]
+        return self._ask(parts, lambda: any(applied) or not parts, deadline)
+
+    # ---- variables and optimizers --------------------------------------------------
+
+    async def create(
+        self, variables: Sequence[tuple[int, VariableEntry, np.ndarray]]
+    ) -> None:
+        """Creates variables, ``(ps, entry, initial value)`` each.
+
+        One of the same key, shape and dtype that is there already stays as it is.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            AlreadyExistsError: A key is taken by another variable.
+
+        Cancellation: variables may have been created.
+        """
+        mine: dict[int, list[tuple[VariableEntry, np.ndarray]]] = {}
+        for ps, entry, value in variables:
+            mine.setdefault(ps, []).append((entry, value))
+        parts: list[_Part[Message]] = []
+        for ps, pairs in mine.items():
+            for at in range(0, len(pairs), BATCH):
+                some = pairs[at : at + BATCH]
+                entries, arrays = [e for e, _ in some], tuple(a for _, a in some)
+                message = CreateVariables(self._session, entries, arrays)
+                parts.append(_Part(ps, message))
+        await self._ask(parts, _nothing)
+
+    async def delete(self, refs: Sequence[Ref]) -> None:
+        """Deletes variables with their optimizer slots.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            NotFoundError: A variable does not exist; nothing is deleted on its server.
+
+        Cancellation: variables may have been deleted.
+        """
+        mine: dict[int, list[int]] = {}
+        for ref in refs:
+            mine.setdefault(ref[0], []).append(ref[1])
+            self._known.drop(ref)
+        await self._ask(
+            [
+                _Part(ps, DeleteVariables(self._session, keys))
+                for ps, keys in mine.items()
+            ],
+            _nothing,
+        )
+
+    async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+        """Ships an optax transformation to all parameter servers.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            InvalidArgumentError: It cannot run there; says what to write instead.
+            AlreadyExistsError: The id is taken by another one.
+
+        Cancellation: it may have been registered.
+        """
+        message = CreateOptimizer(self._session, optimizer, name, code)
+        parts = [_Part[Message](ps, message) for ps in range(len(self._links))]
+        await self._ask(parts, _nothing)
+
+    async def statistics(self) -> list[dict[str, PlainTree]]:
+        """What each parameter server says of itself, in task order.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+
+        Cancellation: nothing is lost.
+        """
+        answers: dict[int, dict[str, PlainTree]] = {}
+
+        def take(ps: int, answer: Statistics) -> None:
+            answers[ps] = answer.values
+
+        parts = [
+            _Part(ps, Inspect(), Statistics, partial(take, ps))
+            for ps in range(len(self._links))
+        ]
+        return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
+
+    # ---- asking several at once ------------------------------------------------------
+
+    def _ask(
+        self,
+        parts: Sequence[_Part[M]],
+        result: Callable[[], T],
+        deadline: float | None = None,
+    ) -> asyncio.Future[T]:
+        """Sends all parts; done with the last answer or the first error."""
+        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        left = len(parts)
+
+        def answered(part: _Part[M], reply: asyncio.Future[Message]) -> None:
+            nonlocal left
+            left -= 1
+            if reply.cancelled():
+                outcome.cancel()
+                return
+            try:
+                part.take(reply)
+            except (
+                Exception
+            ) as error:  # goes to the caller, unless one is there already
+                if not outcome.done():
+                    outcome.set_exception(error)
+            else:
+                if not left and not outcome.done():
+                    outcome.set_result(result())
+
+        for part in parts:
+            try:
+                reply = self._links[part.ps].submit(part.message, deadline=deadline)
+            except (
+                Exception
+            ) as error:  # goes to the caller, as if the server had said it
+                if not outcome.done():
+                    outcome.set_exception(error)
+                break
+            reply.add_done_callback(partial(answered, part))
+        if not parts:
+            outcome.set_result(result())
+        return outcome
+
+    def _forget_restarted(self) -> None:
+        """Versions begin anew in a new process."""
+        for ps, link in enumerate(self._links):
+            peer = link.peer
+            if peer is not None and peer.incarnation != self._incarnations[ps]:
+                if self._incarnations[ps] is not None:
+                    self._known.clear()
+                self._incarnations[ps] = peer.incarnation
+
+
+class _Part(Generic[M]):
+    """One message of a call, to one server, and what to do with its answer."""
+
+    __slots__ = ("_take", "_want", "message", "ps")
+
+    def __init__(
+        self,
+        ps: int,
+        message: Message,
+        want: type[M] | None = None,
+        take: Callable[[M], None] | None = None,
+    ) -> None:
+        self.ps, self.message = ps, message
+        self._want, self._take = want, take
+
+    def take(self, reply: asyncio.Future[Message]) -> None:
+        task = f"/job:ps/task:{self.ps}"
+        try:
+            answer = reply.result()
+        except PeerLostError as error:
+            raise PSUnavailableError(task, error.reason) from error
+        if self._want is None or self._take is None:
+            return
+        try:
+            if not isinstance(answer, self._want):
+                raise ValueError(type(answer).__name__)
+            self._take(answer)
+        except (ValueError, StopIteration) as error:
+            raise ProtocolError(
+                f"{task} answered {type(self.message).__name__} with something else "
+                f"than was asked for: {error}"
+            ) from error
+
+
+def _nothing() -> None:
+    pass

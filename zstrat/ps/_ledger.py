@@ -1,0 +1,68 @@
+"""Which pushes of the session were applied already: exactly once, in bounded memory.
+
+A push of a closure is named by ``(step, part)``. The coordinator retries a closure when
+a worker is lost, and then cannot know whether its push had arrived; the ledger does.
+It forgets a step when the coordinator's low-water mark says that it is over for ever,
+and answers for all of them with that one number.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from zstrat.errors import BusyError
+
+UNNAMED: Final = -1
+"""The step of a push that belongs to no closure: never a duplicate."""
+
+CAPACITY: Final = 2**20
+"""Steps remembered at a time: four times what the coordinator's queue can hold."""
+
+
+class Ledger:
+    """The applied ``(step, part)`` of one session, above the low-water mark."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._applied: dict[int, set[int]] = {}
+        self.low_water = 0
+
+    def __len__(self) -> int:
+        return len(self._applied)
+
+    def is_duplicate(self, step: int, part: int) -> bool:
+        """True if the push was applied, or if its step is over."""
+        if step == UNNAMED:
+            return False
+        return step < self.low_water or part in self._applied.get(step, ())
+
+    def admit(self, step: int) -> None:
+        """Refuses a step that could not be remembered.
+
+        Raises:
+            BusyError: The low-water mark does not rise and the ledger is full.
+        """
+        full = len(self._applied) >= self._capacity
+        if full and step != UNNAMED and step not in self._applied:
+            raise BusyError(
+                f"{self._capacity} steps above the low-water mark {self.low_water} "
+                f"have pushed, so step {step} cannot be remembered: wait until older "
+                "steps end"
+            )
+
+    def record(self, step: int, part: int) -> None:
+        if step != UNNAMED and step >= self.low_water:
+            self._applied.setdefault(step, set()).add(part)
+
+    def raise_to(self, low_water: int) -> None:
+        """All steps below are over. A lower mark than before, come late, is ignored."""
+        old, new = self.low_water, low_water
+        if new <= old:
+            return
+        self.low_water = new
+        # The mark moves by a few steps at a time; a jump is cheaper by a sweep.
+        if new - old <= len(self._applied):
+            for step in range(old, new):
+                self._applied.pop(step, None)
+        else:
+            self._applied = {s: p for s, p in self._applied.items() if s >= new}

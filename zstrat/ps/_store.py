@@ -1,0 +1,324 @@
+"""The variables of one parameter server: versions, reads, and pushes that apply whole.
+
+Decides without I/O and without a clock. Anything that changes the store happens in
+three parts, so that the middle one may run on another thread:
+
+1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
+2. ``plan.compute()`` (any thread): does the arithmetic (`zstrat.ps._plans`);
+3. ``commit`` (loop): versions, ledger, statistics.
+
+A version is a number that grows by one with every applied update, and never returns
+for a key, not even when the variable is deleted and created anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+from zstrat.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    NotFoundError,
+    StaleSessionError,
+)
+from zstrat.wire import Done, Push, Pushed, Read, UpdateOp, VariableEntry
+
+from ._arithmetic import OPTIMIZERS, check
+from ._ledger import Ledger
+from ._plans import (
+    CreatePlan,
+    Held,
+    OptimizerPlan,
+    Plan,
+    PlannedUpdate,
+    PushPlan,
+    work_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
+
+    from ._engine import OptimizerEngine
+
+_OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the store did since it was opened."""
+
+    pulls: int = 0
+    reads: int = 0
+    unchanged: int = 0
+    pushes: int = 0
+    updates: int = 0
+    duplicates: int = 0
+
+
+class Store:
+    """All variables that one task holds for one session.
+
+    ``task`` names the parameter server in errors.
+    """
+
+    def __init__(self, engine: OptimizerEngine, *, task: str = "ps") -> None:
+        self._task = task
+        self._engine = engine
+        self._held: dict[int, Held] = {}
+        self._ledger = Ledger()
+        self._generation = 0
+        self._first_version = 0
+        self.counts = Counts()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._held
+
+    # ---- reading -----------------------------------------------------------------
+
+    def read(self, reads: Sequence[Read]) -> tuple[list[int], tuple[np.ndarray, ...]]:
+        """Versions of all, and values of those that the reader does not know yet.
+
+        The arrays are read-only views of live memory whose content never changes.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        versions, arrays = [], []
+        for key, known in reads:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            versions.append(held.version)
+            if held.version != known:
+                arrays.append(held.cell.lease())
+        counts = self.counts
+        counts.pulls += 1
+        counts.reads += len(versions)
+        counts.unchanged += len(versions) - len(arrays)
+        return versions, tuple(arrays)
+
+    def nbytes(self, keys: Iterable[int]) -> int:
+        """Bytes of those variables that exist."""
+        return sum(held.cell.nbytes for key in keys if (held := self._held.get(key)))
+
+    # ---- creating ----------------------------------------------------------------
+
+    def create(
+        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Creates all or none; one of the same key, shape and dtype stays as it is.
+
+        Raises:
+            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            InvalidArgumentError: The message is not one array per entry, keys repeat.
+        """
+        plan = self.plan_create(entries, arrays)
+        plan.compute()
+        self.commit(plan)
+
+    def plan_create(
+        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
+    ) -> CreatePlan:
+        if len(entries) != len(arrays):
+            raise InvalidArgumentError(
+                f"{self._task}: {len(entries)} variables came with {len(arrays)} values"
+            )
+        if len({entry.key for entry in entries}) != len(entries):
+            raise InvalidArgumentError(f"{self._task}: a key of new variables repeats")
+        new = [
+            pair for pair in zip(entries, arrays, strict=True) if self._is_new(*pair)
+        ]
+        values = [array for _, array in new]
+        work = sum(array.nbytes for array in values)
+        return CreatePlan(self._generation, [entry for entry, _ in new], values, work)
+
+    def delete(self, keys: Sequence[int]) -> None:
+        """Deletes all or none.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        for key in keys:
+            if key not in self._held:
+                raise self._unknown(key)
+        for key in set(keys):
+            version = self._held.pop(key).version
+            self._first_version = max(self._first_version, version + 1)
+
+    def clear(self) -> None:
+        """Drops the session's variables, optimizers and memory of pushes.
+
+        A plan that is still computing cannot be committed any more.
+        """
+        self._held.clear()
+        self._engine.clear()
+        self._ledger = Ledger()
+        self._generation += 1
+        self._first_version = 0
+
+    # ---- pushing -----------------------------------------------------------------
+
+    def push(self, push: Push) -> Pushed:
+        """Plan, compute and commit at once."""
+        plan = self.plan_push(push)
+        if isinstance(plan, Pushed):
+            return plan
+        plan.compute()
+        answer = self.commit(plan)
+        assert isinstance(answer, Pushed)
+        return answer
+
+    def plan_push(self, push: Push) -> PushPlan | Pushed:
+        """Validates a push; changes nothing but the low-water mark.
+
+        Returns:
+            A plan to compute and commit, or the answer if the push is a duplicate.
+
+        Raises:
+            NotFoundError: A variable or optimizer does not exist.
+            InvalidArgumentError: An update does not fit its variable.
+            BusyError: The step could not be remembered.
+        """
+        self._ledger.raise_to(push.low_water)
+        if self._ledger.is_duplicate(push.step, push.part):
+            self.counts.duplicates += 1
+            return Pushed(applied=False, versions=self._versions(push))
+        self._ledger.admit(push.step)
+        return self._validated(push)
+
+    # ---- optimizers --------------------------------------------------------------
+
+    def plan_optimizer(
+        self, optimizer: int, name: str, code: bytes
+    ) -> OptimizerPlan | Done:
+        """The same code under the same id again has nothing to do."""
+        if self._engine.is_registered(optimizer, code):
+            return Done()
+        return OptimizerPlan(self._generation, self._engine, optimizer, name, code)
+
+    # ---- committing --------------------------------------------------------------
+
+    def commit(self, plan: Plan) -> Done | Pushed:
+        """Makes what a plan has computed true: versions, keys, the memory of steps.
+
+        Raises:
+            StaleSessionError: The store was cleared while the plan computed.
+            AlreadyExistsError: The id of an optimizer is taken by another one.
+        """
+        if plan.generation != self._generation:
+            raise StaleSessionError(
+                f"{self._task}: the session ended while its request was computed"
+            )
+        match plan:
+            case PushPlan():
+                return self._commit_push(plan)
+            case CreatePlan(entries=entries, cells=cells):
+                for entry, cell in zip(entries, cells, strict=True):
+                    self._held[entry.key] = Held(entry, cell, self._first_version)
+            case OptimizerPlan(loaded=loaded):
+                assert loaded is not None, "commit before compute"
+                self._engine.register(loaded)
+            case _:
+                assert_never(plan)
+        return Done()
+
+    def _commit_push(self, plan: PushPlan) -> Pushed:
+        for update in plan.updates:
+            update.held.version += 1
+        self._ledger.record(plan.push.step, plan.push.part)
+        self.counts.pushes += 1
+        self.counts.updates += len(plan.updates)
+        return Pushed(applied=True, versions=self._versions(plan.push))
+
+    def _validated(self, push: Push) -> PushPlan:
+        arrays, at, work, optimizes = push.arrays, 0, 0, False
+        planned: list[PlannedUpdate] = []
+        for key, code, optimizer, count in push.updates:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            op = _OPS.get(code)
+            if op is None or not 0 < count <= len(arrays) - at:
+                raise InvalidArgumentError(
+                    f"{self._task}: an update of variable {held.entry.name!r} has the "
+                    f"operation {code} with {count} of {len(arrays) - at} arrays left"
+                )
+            operands = arrays[at : at + count]
+            at += count
+            work += work_of(op, held, operands)
+            if op in OPTIMIZERS:
+                optimizes = True
+                known = self._engine.check(
+                    optimizer, op, held.entry, held.cell, operands
+                )
+                planned.append(PlannedUpdate(held, op, known, operands))
+            else:
+                self._check_plain(optimizer, op, held, operands)
+                planned.append(PlannedUpdate(held, op, None, operands))
+        if at != len(arrays):
+            raise InvalidArgumentError(
+                f"{self._task}: a push has {len(arrays)} arrays, its updates take {at}"
+            )
+        return PushPlan(self._generation, push, planned, work, optimizes)
+
+    def _check_plain(
+        self, optimizer: int, op: UpdateOp, held: Held, operands: Sequence[np.ndarray]
+    ) -> None:
+        name = held.entry.name
+        if optimizer:
+            raise InvalidArgumentError(
+                f"variable {name!r}: {op.name} takes no optimizer, got {optimizer}"
+            )
+        check(op, operands, held.cell.shape, held.cell.dtype, name)
+
+    # ---- statistics --------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Cheap: one pass over the variables, none over their values."""
+        held, counts = self._held.values(), self.counts
+        return {
+            "variables": len(held),
+            "bytes": sum(each.cell.nbytes for each in held),
+            "held_bytes": sum(each.cell.held_bytes for each in held),
+            "slot_bytes": sum(
+                s.nbytes for each in held for s in list(each.slots.values())
+            ),
+            "pulls": counts.pulls,
+            "reads": counts.reads,
+            "unchanged": counts.unchanged,
+            "pushes": counts.pushes,
+            "updates": counts.updates,
+            "duplicates": counts.duplicates,
+            "remembered_steps": len(self._ledger),
+            "low_water": self._ledger.low_water,
+        }
+
+    def _is_new(self, entry: VariableEntry, array: np.ndarray) -> bool:
+        held = self._held.get(entry.key)
+        if held is None:
+            return True
+        cell = held.cell
+        if (cell.shape, cell.dtype) == (array.shape, array.dtype):
+            return False
+        raise AlreadyExistsError(
+            f"{self._task} holds key {entry.key} as {held.entry.name!r}, "
+            f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
+            f"{array.dtype.name}{list(array.shape)}, cannot be created under it"
+        )
+
+    def _versions(self, push: Push) -> list[int]:
+        """Of a duplicate, a variable may be gone: -1."""
+        held = self._held
+        return [held[u.key].version if u.key in held else -1 for u in push.updates]
+
+    def _unknown(self, key: int) -> NotFoundError:
+        return NotFoundError(
+            f"{self._task} holds no variable with key {key} (but {len(self._held)} "
+            "others): it was deleted, or created in another session"
+        )

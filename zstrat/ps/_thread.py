@@ -1,0 +1,96 @@
+"""The one thread on which a parameter server does what would hold up its loop."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import Final
+
+from zstrat.errors import BusyError, ClosedError
+
+CAPACITY: Final = 4096
+"""Jobs that may wait. Each one holds its message, whose bytes transport bounds."""
+
+Job = tuple[Callable[[], None], asyncio.Future[None]]
+
+
+class ComputeThread:
+    """Runs jobs one after the other, off the loop that owns it. Starts when needed."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        return self._jobs.qsize()
+
+    def submit(self, job: Callable[[], None]) -> asyncio.Future[None]:
+        """Queues a job; its future is done, on the loop, when the job is.
+
+        Raises:
+            BusyError: The queue is full.
+            ClosedError: The thread was closed.
+        """
+        if self._closed:
+            raise ClosedError(f"{self._name} was closed")
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        try:
+            self._jobs.put_nowait((job, done))
+        except queue.Full:
+            raise BusyError(f"{self._name}: {CAPACITY} jobs wait already") from None
+        if self._thread is None:
+            # A daemon, so that a job which never ends cannot keep the process alive.
+            self._thread = threading.Thread(
+                target=self._run, args=(loop,), name=self._name, daemon=True
+            )
+            self._thread.start()
+        return done
+
+    def close(self, timeout: float) -> bool:
+        """Ends the thread after the jobs that wait; False if it has not ended in time.
+
+        Blocks for up to ``timeout`` seconds: await the jobs first.
+        """
+        self._closed = True
+        if self._thread is None:
+            return True
+        try:
+            self._jobs.put(None, timeout=timeout)
+        except queue.Full:
+            return False
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, done = entry
+            error: BaseException | None = None
+            try:
+                job()
+            except BaseException as caught:  # goes to whoever awaits the job
+                error = caught
+            del job, entry
+            try:
+                loop.call_soon_threadsafe(_finish, done, error)
+            except RuntimeError:  # the loop was closed: nobody awaits the job any more
+                return
+            # While this thread waits for the next job it must not keep the last one's
+            # arrays alive, by the traceback of its error.
+            del done, error
+
+
+def _finish(done: asyncio.Future[None], error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(None)
+    elif isinstance(error, StopIteration):  # the one that a future cannot carry
+        done.set_exception(RuntimeError(f"the job raised {error!r}"))
+    else:
+        done.set_exception(error)

@@ -1,0 +1,129 @@
+"""The strategy of code that entered none: one replica, variables in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Final, final
+
+from . import _context
+from ._context import ReplicaContext
+from ._strategy import Extended, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import jax
+
+    from zstrat.variables import Creator, Variable
+
+_DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+@final
+class DefaultExtended(Extended):
+    """Everything is here."""
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return (_DEVICE,)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return (_DEVICE,)
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        return v.device == _DEVICE
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> AbstractContextManager[None]:
+        del colocate_with_variable  # there is only one place
+        return contextlib.nullcontext()
+
+
+@final
+class DefaultStrategy(Strategy):
+    """Current when no other strategy is. Made once, by this module."""
+
+    is_default = True
+
+    def __init__(self) -> None:
+        self._extended = DefaultExtended()
+        self._context = ReplicaContext(self, 0)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return 1
+
+    @property
+    def extended(self) -> Extended:
+        return self._extended
+
+    @property
+    def replica_context(self) -> ReplicaContext:
+        """The context of code outside of every strategy."""
+        return self._context
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Changes nothing.
+
+        Raises (on entering):
+            RuntimeError: Another strategy is current.
+        """
+        if has_strategy():
+            raise RuntimeError(
+                f"Must not nest strategy scopes: the default strategy's in that of "
+                f"{get_strategy()!r}"
+            )
+        yield self
+
+    def _creator(self) -> Creator | None:
+        return None
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return ()
+
+    def __repr__(self) -> str:
+        return "<zstrat default strategy>"
+
+    def __reduce__(self) -> Any:
+        return default_strategy, ()
+
+
+_DEFAULT: Final = DefaultStrategy()
+
+
+def default_strategy() -> Strategy:
+    """The one default strategy of this process."""
+    return _DEFAULT
+
+
+def get_strategy() -> Strategy:
+    """The current strategy, the default one outside of every scope."""
+    frame = _context.current()
+    return _DEFAULT if frame is None else frame.strategy
+
+
+def has_strategy() -> bool:
+    """Whether a strategy other than the default one is current."""
+    return not get_strategy().is_default
+
+
+def in_cross_replica_context() -> bool:
+    """Whether this code is in a scope and not in a replica function."""
+    frame = _context.current()
+    return frame is not None and frame.replica is None
+
+
+def get_replica_context() -> ReplicaContext | None:
+    """The context of the replica function that runs, None directly in a scope. Outside
+    of everything: that of the default strategy."""
+    frame = _context.current()
+    return _DEFAULT.replica_context if frame is None else frame.replica
+
+
+def get_cross_replica_context() -> Strategy | None:
+    """The current strategy in its cross-replica context, else None."""
+    return get_strategy() if in_cross_replica_context() else None

@@ -1,0 +1,260 @@
+"""Parameter-server training: variables on the ps, steps on workers, one coordinator.
+
+The strategy connects when it is made and stands for that connection. A pickled one
+arrives on a worker as a `WorkerStrategy`: the same methods over that worker's devices,
+without a connection.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, Final, Self, final
+
+import jax
+
+from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
+from zstrat.config import Settings, environment, settings_from
+from zstrat.coordinator import ClusterSession, CoordinatedStrategy
+from zstrat.program import worker_context
+from zstrat.variables import recorder
+
+from . import _context
+from ._placement import ServerVariables
+from ._strategy import Extended, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.variables import Creator, Variable
+
+    Connect = Callable[[ClusterSpec, Settings], ClusterSession]
+
+_log: Final = logging.getLogger(__name__)
+
+
+@final
+class ParameterServerExtended(Extended):
+    """Devices and places of a parameter-server cluster."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        platform: str,
+        ps_count: int,
+        variables: ServerVariables | None,
+    ) -> None:
+        self._strategy = strategy
+        self._platform = platform
+        self._ps_count = ps_count
+        self._variables = variables
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of one worker, relative to it."""
+        count = self._strategy.num_replicas_in_sync
+        return tuple(f"/device:{self._platform.upper()}:{i}" for i in range(count))
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return tuple(f"/job:ps/task:{i}" for i in range(self._ps_count))
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        return self._variables is not None and self._variables.owns(v)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> AbstractContextManager[None]:
+        frame = _context.current()
+        if frame is None or frame.strategy is not self._strategy:
+            raise RuntimeError("colocate_vars_with is used inside strategy.scope()")
+        if self._variables is None or not self._variables.owns(colocate_with_variable):
+            raise ValueError(
+                f"`colocate_vars_with` must only be passed a variable created in the "
+                f"scope of this strategy, not {colocate_with_variable!r}"
+            )
+        return self._variables.colocated(colocate_with_variable)
+
+
+@final
+class ParameterServerStrategy(Strategy, CoordinatedStrategy):
+    """Asynchronous training with variables on parameter servers.
+
+    Connects at once: all ps must answer, and at least one worker; the others may come
+    later. Variables created in `scope` go to the ps in turn.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster, and which one this is.
+        variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
+            of rank 1 or more; returns a number of parts for each axis. This version
+            keeps variables whole, and refuses one that it wants in several parts.
+        settings: Timeouts, keys and limits; from the environment if left out.
+        connect: Opens the session; another one in tests.
+
+    Raises:
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or this
+            process is one of those.
+        DeadlineExceededError: A task does not answer in time; names it.
+        BusyError: Another coordinator holds the cluster.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        settings: Settings | None = None,
+        connect: Connect = ClusterSession.connect,
+    ) -> None:
+        spec = _checked_spec(cluster_resolver)
+        if settings is None:
+            settings = settings_from(environment())
+        self._resolver = cluster_resolver
+        self._partitioner = variable_partitioner
+        self._session = connect(spec, settings)
+        self._ps_count = spec.num_tasks("ps")
+        # Fixed here: plans that were traced for it must stay true when workers change.
+        self._replicas = max(1, self._session.devices)
+        self._variables = ServerVariables(
+            self._session, self._ps_count, variable_partitioner
+        )
+        self._extended = ParameterServerExtended(
+            self, self._session.platform, self._ps_count, self._variables
+        )
+
+    @property
+    def session(self) -> ClusterSession:
+        """The connection to the cluster, which this strategy owns."""
+        return self._session
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    @property
+    def variable_partitioner(self) -> Callable[..., Any] | None:
+        return self._partitioner
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of one worker (TF's rule: not the number of workers)."""
+        return self._replicas
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        return self._extended
+
+    def close(self) -> None:
+        """Ends the connection; the daemons drop what was created and wait for another
+        coordinator. Closing twice is fine; ``with`` closes at its end."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        # The coordinator plans for its workers' devices and computes on one of its own.
+        return ()
+
+    def _used(self, method: str) -> None:
+        if recorder.get() is None and worker_context.get() is None:
+            _log.warning(
+                "strategy.%s is executed on the coordinator, on one device and without "
+                "ClusterCoordinator.schedule: that is fine for a try and slow for "
+                "training; call it inside a zs.function and schedule that",
+                method,
+            )
+
+    def __reduce__(self) -> Any:
+        return worker_strategy, (self._ps_count, self._replicas)
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
+            f"{self._session.worker_count} workers>"
+        )
+
+
+@final
+class WorkerStrategy(Strategy):
+    """A `ParameterServerStrategy` as a step sees it on a worker: its local devices are
+    the replicas, and variables cannot be created.
+
+    A worker with fewer devices than the coordinator planned for computes all replicas
+    on one: slower, with the same results.
+    """
+
+    def __init__(self, ps_count: int, replicas: int) -> None:
+        self._replicas = replicas
+        self._local = tuple(jax.local_devices()[:replicas])
+        self._extended = ParameterServerExtended(
+            self, self._local[0].platform, ps_count, None
+        )
+        if len(self._local) < replicas:
+            _log.warning(
+                "this worker has %d devices, the coordinator planned %d replicas per "
+                "worker: it computes all of them on one device",
+                len(self._local),
+                replicas,
+            )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        return self._replicas
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        return self._extended
+
+    def _creator(self) -> Creator | None:
+        return None
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._local
+
+    def __reduce__(self) -> Any:
+        return worker_strategy, (len(self._extended.parameter_devices), self._replicas)
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.ParameterServerStrategy on a worker: {self._replicas} replicas>"
+        )
+
+
+@functools.cache
+def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
+    """The stand-in of this process; one object, as scopes compare strategies by
+    identity and a step function and its arguments are unpickled apart."""
+    return WorkerStrategy(ps_count, replicas)
+
+
+def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
+    """The resolver's cluster, in TF's order of complaints."""
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    if not spec:
+        raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")
+    validate_cluster_spec(spec, resolver.task_type, resolver.task_id)
+    for job in ("ps", "worker"):
+        if job not in spec.jobs or not spec.num_tasks(job):
+            raise ValueError(f"There must be at least one {job}.")
+    if resolver.task_type in ("ps", "worker"):
+        raise ValueError(
+            f"this process is {resolver.task_type} {resolver.task_id} of the cluster, "
+            "and a ParameterServerStrategy is made by the coordinator (task type "
+            "'chief', or none): start zs.Server or zstrat-ps / zstrat-worker here"
+        )
+    return spec

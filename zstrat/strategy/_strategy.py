@@ -1,0 +1,299 @@
+"""A strategy: where variables live, where steps run, how results meet.
+
+The methods are the same for all strategies; a subclass, which is final, says how many
+replicas there are, on which devices, and who creates variables. Replica functions run
+in one program over the local devices (`zstrat.program._replicas`).
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import jax
+import numpy as np
+
+from zstrat.program import _collective, _replicas
+from zstrat.variables import Variable, recorder
+
+from . import _context
+from ._context import ReplicaContext, Scope
+from ._values import (
+    PerReplica,
+    ReduceOp,
+    ValueContext,
+    gather_values,
+    is_distributed,
+    local_results,
+    reduce_values,
+    select_replica,
+    split_rows,
+    stack_parts,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.variables import Creator
+
+
+class Extended(abc.ABC):
+    """The less common face of a strategy, as TF has it (``strategy.extended``)."""
+
+    experimental_require_static_shapes = False
+
+    @property
+    @abc.abstractmethod
+    def worker_devices(self) -> tuple[str, ...]:
+        """TF's names of the devices that the replicas of one worker run on."""
+
+    @property
+    @abc.abstractmethod
+    def parameter_devices(self) -> tuple[str, ...]:
+        """TF's names of the places where variables are created."""
+
+    @abc.abstractmethod
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether ``v`` was created in the scope of this very strategy."""
+
+    @abc.abstractmethod
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> AbstractContextManager[None]:
+        """Variables created inside go where that one is.
+
+        Raises:
+            ValueError: It was not created in this strategy's scope.
+            RuntimeError: Entered outside of this strategy's scope.
+        """
+
+    def value_container(self, value: Variable) -> Variable:
+        """The variable that ``value`` is a component of: itself."""
+        return value
+
+
+class Strategy(abc.ABC):
+    """Base of all strategies. Only subclasses are made."""
+
+    is_default: bool = False
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """Over how many replicas gradients are summed before they leave a worker."""
+
+    @property
+    @abc.abstractmethod
+    def extended(self) -> Extended: ...
+
+    @property
+    def cluster_resolver(self) -> Any:
+        """The resolver that the strategy was made from, None if there is none."""
+        return None
+
+    @abc.abstractmethod
+    def _creator(self) -> Creator | None:
+        """Who creates variables in scope; None: they live in this process."""
+
+    @abc.abstractmethod
+    def _devices(self) -> Sequence[jax.Device]:
+        """Devices of this process to run replicas on, one each; fewer is fine."""
+
+    def _used(self, method: str) -> None:
+        """Told when a method of a step runs; a strategy may warn."""
+        del method
+
+    def scope(self) -> AbstractContextManager[Strategy]:
+        """Makes the strategy current; variables created inside are its own.
+
+        May be nested in itself.
+
+        Raises (on entering):
+            RuntimeError: Another strategy is current, or a replica function runs.
+        """
+        return Scope(self, self._creator())
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: object = None,
+    ) -> Any:
+        """Calls ``fn`` once per local replica, in a replica context.
+
+        With one replica this is a call: it returns what ``fn`` returns. With several,
+        ``fn`` is traced and all replicas run as one program: array results come back as
+        `PerReplica`, anything else as it is. Of ``args`` and ``kwargs`` each replica
+        gets its part of a PerReplica value, its share of the rows of arrays drawn from
+        an iterator in this step, and everything else whole.
+
+        Raises:
+            ValueError: ``args`` is no list or tuple; a drawn batch does not split
+                evenly; a variable whose aggregation is NONE is updated by several
+                replicas.
+            RuntimeError: Called inside a replica function.
+        """
+        if not isinstance(args, list | tuple):
+            raise ValueError(
+                f"positional args must be a list or tuple, got {type(args).__name__}: "
+                "write strategy.run(fn, args=(x,))"
+            )
+        if _context.in_real_replica_context():
+            _context.refuse_replica_context("run()")
+        self._used("run")
+        del options
+        named = {} if kwargs is None else kwargs
+        with self.scope():
+            if self.num_replicas_in_sync > 1:
+                return self._run_replicas(fn, args, named)
+            args, named = select_replica(0, (tuple(args), named))
+            with ReplicaContext(self, 0):
+                return fn(*args, **named)
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+        """One value from the replicas' values, leaf by leaf of a pytree.
+
+        ``axis`` None reduces across replicas alone; an integer (or several) also over
+        that axis of each replica's value, a mean then counting every element once.
+
+        Raises:
+            RuntimeError: Called inside a replica function.
+            ValueError: An unknown operation, an axis outside the rank, or the sum of a
+                value that is not distributed over several replicas.
+            TypeError: ``axis`` is no integer.
+        """
+        if _context.in_real_replica_context():
+            _context.refuse_replica_context("reduce()")
+        self._used("reduce")
+        op = ReduceOp.of(reduce_op)
+        return reduce_values(op, value, axis, self.num_replicas_in_sync)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
+
+        Raises:
+            RuntimeError: Called inside a replica function.
+            NotImplementedError: The value is an IndexedSlices.
+            ValueError: Scalars, or shapes that differ in another dimension.
+        """
+        if _context.in_real_replica_context():
+            _context.refuse_replica_context("gather()")
+        return gather_values(value, axis, self.num_replicas_in_sync)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """One entry per local replica; ``(value,)`` for what is not distributed."""
+        return local_results(value)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> PerReplica:
+        """A `PerReplica` of what ``value_fn`` returns for each replica's context.
+
+        Raises:
+            RuntimeError: Called inside a replica function.
+        """
+        if _context.in_real_replica_context():
+            _context.refuse_replica_context(
+                "experimental_distribute_values_from_function()"
+            )
+        count = self.num_replicas_in_sync
+        return PerReplica(tuple(value_fn(ValueContext(i, count)) for i in range(count)))
+
+    def __copy__(self) -> NoReturn:
+        raise RuntimeError(
+            "a strategy cannot be copied: use the same object, or deepcopy"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        # A strategy stands for a set of devices or a cluster, which there is once.
+        return self
+
+    @final
+    def _run_replicas(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        sorted_out = _Arguments((tuple(args), kwargs), self.num_replicas_in_sync)
+
+        def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
+            own_args, own_kwargs = sorted_out.of_replica(shared, own)
+            with ReplicaContext(self, _collective.replica_id()):
+                return fn(*own_args, **own_kwargs)
+
+        result = _replicas.replicate(
+            replica,
+            sorted_out.shared,
+            sorted_out.split,
+            count=self.num_replicas_in_sync,
+            devices=self._devices(),
+        )
+        return jax.tree.map(_per_replica, result)
+
+
+class _Arguments:
+    """Arguments of ``run``, sorted into what is split, shared and not an array."""
+
+    def __init__(self, tree: Any, replicas: int) -> None:
+        self.shared: list[Any] = []
+        self.split: list[Any] = []
+        self._plan: list[tuple[str, Any]] = []
+        self._replicas = replicas
+        tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
+        leaves, self._treedef = jax.tree.flatten(tree)
+        for leaf in leaves:
+            self._sort(leaf)
+
+    def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
+        """The arguments, made of one replica's arrays."""
+        sources = {"shared": iter(shared), "split": iter(own)}
+        leaves = [
+            leaf if kind == "whole" else next(sources[kind])
+            for kind, leaf in self._plan
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _expand(self, node: Any) -> Any:
+        """A PerReplica of pytrees as a pytree of parts."""
+        if not isinstance(node, PerReplica):
+            return node
+        if len(node.values) != self._replicas:
+            raise ValueError(
+                f"a PerReplica argument of strategy.run has {len(node.values)} values; "
+                f"expected one for each of the {self._replicas} replicas"
+            )
+        return jax.tree.map(lambda *parts: _Parts(parts), *node.values)
+
+    def _sort(self, leaf: Any) -> None:
+        if isinstance(leaf, _Parts):
+            self._plan.append(("split", None))
+            self.split.append(stack_parts(leaf.parts))
+        elif _is_batch(leaf):
+            self._plan.append(("split", None))
+            self.split.append(split_rows(leaf, self._replicas))
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            self._plan.append(("shared", None))
+            self.shared.append(leaf)
+        else:
+            self._plan.append(("whole", leaf))
+
+
+class _Parts:
+    """One leaf per replica; opaque to pytrees."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+
+def _is_batch(leaf: Any) -> bool:
+    """Whether the array was drawn from an iterator, so that its rows are split."""
+    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+        return False
+    recording = recorder.get()
+    return recording is not None and recording.drew(leaf)
+
+
+def _per_replica(leaf: Any) -> Any:
+    if isinstance(leaf, _replicas.Stacked):
+        return PerReplica(tuple(leaf.array[i] for i in range(leaf.array.shape[0])))
+    return leaf

@@ -1,0 +1,292 @@
+"""Values that differ from replica to replica, and what is done to them together.
+
+Law of the file: pure functions of values. Who may call what in which context is decided
+by the strategies. Works on traced arrays inside a step and on numpy outside of one.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.variables import IndexedSlices, Variable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class ReduceOp(enum.Enum):
+    """How values of replicas become one."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+
+    @classmethod
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """The member itself, or the one of that name in any case.
+
+        Raises:
+            ValueError: There is none; says which ones there are.
+        """
+        if isinstance(op, ReduceOp):
+            return op
+        try:
+            return cls(str(op).upper())
+        except ValueError:
+            names = ", ".join(repr(member.value) for member in cls)
+            raise ValueError(f"reduce_op {op!r}: expected one of {names}") from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PerReplica:
+    """One value (an array or a pytree) per local replica, in replica order.
+
+    A pytree node: a step may return it, and the coordinator fetches it as one.
+    """
+
+    values: tuple[Any, ...]
+
+    def __repr__(self) -> str:
+        lines = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
+
+
+def _children(node: PerReplica) -> tuple[tuple[Any, ...], None]:
+    return node.values, None
+
+
+def _from_children(_: None, values: Any) -> PerReplica:
+    return PerReplica(tuple(values))
+
+
+jax.tree_util.register_pytree_node(PerReplica, _children, _from_children)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """What ``experimental_distribute_values_from_function`` tells its function."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+def is_distributed(node: object) -> bool:
+    """Whether this is a value per replica."""
+    return isinstance(node, PerReplica)
+
+
+def select_replica(replica: int, tree: Any) -> Any:
+    """The pytree as that replica sees it."""
+    return jax.tree.map(
+        lambda node: node.values[replica] if isinstance(node, PerReplica) else node,
+        tree,
+        is_leaf=is_distributed,
+    )
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """One entry per replica; ``(value,)`` if nothing in it is distributed."""
+    if isinstance(value, PerReplica):
+        return value.values
+    found = [
+        n for n in jax.tree.leaves(value, is_leaf=is_distributed) if is_distributed(n)
+    ]
+    if not found:
+        return (value,)
+    return tuple(select_replica(i, value) for i in range(len(found[0].values)))
+
+
+def reduce_values(
+    op: ReduceOp, value: Any, axis: int | Sequence[int] | None, replicas: int
+) -> Any:
+    """The pytree with every leaf reduced over the replicas, and over ``axis`` first.
+
+    A mean over ``axis`` divides the sum of all sums by the number of all elements, so
+    that uneven replicas weigh correctly. Means of integers are floats.
+
+    Raises:
+        ValueError: A value that is not distributed is to be summed over several
+            replicas; ``axis`` is outside the rank; replicas differ in structure.
+        TypeError: ``axis`` is no integer or sequence of integers.
+    """
+    axes = _axes(axis)
+
+    def leaf(node: Any) -> Any:
+        if isinstance(node, PerReplica):
+            return _joined(lambda parts: _reduce(op, parts, axes), node)
+        if replicas == 1:
+            return _reduce(op, [node], axes)
+        return _reduce_same(op, node, axes)
+
+    return jax.tree.map(leaf, value, is_leaf=_is_whole)
+
+
+def gather_values(value: Any, axis: int, replicas: int) -> Any:
+    """The pytree with the parts of each leaf concatenated along ``axis``.
+
+    Raises:
+        NotImplementedError: A leaf is an IndexedSlices.
+        ValueError: A part has rank 0 or other dimensions than the first one has, or a
+            value that is not distributed is gathered over several replicas.
+    """
+
+    def leaf(node: Any) -> Any:
+        if isinstance(node, PerReplica):
+            return _joined(lambda parts: _concatenate(parts, axis), node)
+        if replicas > 1:
+            raise ValueError(
+                f"gather: a value that is not distributed ({node!r:.80}) has no parts "
+                f"on the {replicas} replicas; gather what strategy.run returned"
+            )
+        return _concatenate([node], axis)
+
+    return jax.tree.map(leaf, value, is_leaf=_is_whole)
+
+
+def stack_parts(parts: Sequence[Any]) -> jax.Array:
+    """``[replicas, ...]`` of one array per replica, to be handed to a program.
+
+    Raises:
+        ValueError: The shapes or dtypes differ.
+    """
+    arrays = [jnp.asarray(part) for part in parts]
+    kinds = {(array.shape, array.dtype.name) for array in arrays}
+    if len(kinds) > 1:
+        raise ValueError(
+            "the parts of a PerReplica argument of strategy.run must have one shape "
+            f"and dtype, because all replicas run one program; got {sorted(kinds)}"
+        )
+    return jnp.stack(arrays)
+
+
+def split_rows(array: Any, replicas: int) -> jax.Array:
+    """A drawn batch ``[n, ...]`` as ``[replicas, n / replicas, ...]``.
+
+    Raises:
+        ValueError: The rows do not split evenly.
+    """
+    rows = array.shape[0]
+    if rows % replicas:
+        raise ValueError(
+            f"a batch of {rows} elements does not split evenly over the {replicas} "
+            f"replicas of a worker: use a batch size that {replicas} divides, and "
+            "batch(..., drop_remainder=True) so that the last one does too"
+        )
+    return jnp.reshape(array, (replicas, rows // replicas, *array.shape[1:]))
+
+
+def _is_whole(node: object) -> bool:
+    return isinstance(node, PerReplica | IndexedSlices)
+
+
+def _joined(join: Callable[[Sequence[Any]], Any], value: PerReplica) -> Any:
+    """``join`` over the parts, leaf by leaf if they are pytrees."""
+    return jax.tree.map(
+        lambda *parts: join(parts), *value.values, is_leaf=lambda n: _is_whole(n)
+    )
+
+
+def _array(value: Any) -> Any:
+    """jax if it is traced or on a device, numpy else, so that nothing is narrowed."""
+    if isinstance(value, Variable):
+        value = value.value()
+    return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
+
+
+def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    given = axis if isinstance(axis, list | tuple) else (axis,)
+    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in given):
+        raise TypeError(
+            f"axis must be None, an integer or a list of integers, got {axis!r}"
+        )
+    return tuple(int(a) for a in given)
+
+
+def _checked(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    rank = len(shape)
+    for axis in axes:
+        if not -rank <= axis < rank:
+            raise ValueError(
+                f"axis {axis} is out of bounds for a value of shape {shape}: expected "
+                f"{-rank} <= axis < {rank}"
+                if rank
+                else f"axis {axis} is out of bounds for a scalar: give axis=None"
+            )
+    return axes
+
+
+def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:
+    if any(isinstance(part, IndexedSlices) for part in parts):
+        return _reduce_slices(op, parts, axes)
+    if axes is None and len(parts) == 1:
+        return parts[0]
+    arrays = [_array(part) for part in parts]
+    count = len(arrays)
+    if axes is not None:
+        count = sum(
+            math.prod(a.shape[i] for i in _checked(axes, a.shape)) for a in arrays
+        )
+        arrays = [a.sum(axis=axes) for a in arrays]
+    shapes = {a.shape for a in arrays}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"reduce: the replicas have values of the shapes {sorted(shapes)}; give an "
+            "axis to reduce over, or use gather"
+        )
+    total = sum(arrays[1:], start=arrays[0])
+    return total if op is ReduceOp.SUM else total / count
+
+
+def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+    """A value that is the same on several replicas; TF's rules."""
+    if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
+        return _reduce(ReduceOp.SUM, [value], axes)
+    if op is ReduceOp.MEAN:
+        return _reduce(op, [value], axes)
+    raise ValueError(
+        f"A non-distributed value ({value!r:.80}) cannot be reduced with SUM: it is "
+        "the same on every replica; reduce what strategy.run returned, or use MEAN"
+    )
+
+
+def _reduce_slices(
+    op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None
+) -> IndexedSlices:
+    if axes is not None or not all(isinstance(part, IndexedSlices) for part in parts):
+        raise ValueError(
+            "IndexedSlices are reduced with axis=None and among themselves"
+        )
+    indices = jnp.concatenate([jnp.asarray(part.indices) for part in parts])
+    values = jnp.concatenate([jnp.asarray(part.values) for part in parts])
+    if op is ReduceOp.MEAN:
+        values = values / len(parts)
+    return IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+    if any(isinstance(part, IndexedSlices) for part in parts):
+        raise NotImplementedError("gather does not support IndexedSlices")
+    arrays = [_array(part) for part in parts]
+    for array in arrays:
+        if not array.shape:
+            raise ValueError(
+                "gather: the values must have a rank of at least 1; give scalars an "
+                "axis first (x[None])"
+            )
+        axis = _checked((axis,), array.shape)[0]
+    rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
+    if len(rests) > 1:
+        raise ValueError(
+            f"gather along axis {axis}: the values have the shapes "
+            f"{[a.shape for a in arrays]}, which must agree in every other dimension"
+        )
+    on_device = any(isinstance(a, jax.Array) for a in arrays)
+    return (jnp if on_device else np).concatenate(arrays, axis)

@@ -1,0 +1,258 @@
+"""Bodies between processes of one host, through memory that both have mapped.
+
+The sender of a body copies it into its *arena*, an anonymous memory file that the
+receiver has mapped read-only, and says where it lies; the receiver uses it in place and
+says when its arrays are gone. One copy at memory speed stands for two through the
+kernel, and nothing has a name in a file system: when both processes are dead, however
+they died, the memory is gone.
+
+Threats: a peer proves that it shares the host and the user by a random word that only
+the mapped memory contains; whoever cannot read ``/proc/PID/fd`` of this process cannot
+map it. A peer may change what it has sent while we read it, as it may send anything in
+the first place; it cannot touch memory that is not its own arena.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+from bisect import bisect_left
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.wire import Offer
+from zstrat.wire._body import aligned
+from zstrat.wire._greeting import task_name
+
+from ._pool import lend
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Settings
+    from zstrat.wire import Hello
+
+_LOG: Final = logging.getLogger("zstrat.transport")
+
+CAPACITY: Final = 2**30
+"""Address space of one arena. Memory is taken page by page as it is first used, so an
+arena costs what was in flight at most; what does not fit travels by socket."""
+
+_PAGE: Final = 4096
+_WORD: Final = 16
+_BATCH: Final = 4096
+"""Releases in one message: they fit the header by far."""
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""A file that shrinks kills whoever reads its mapping; a sealed one cannot."""
+
+
+class Blocks:
+    """Which parts of an arena are free: first fit from the bottom, neighbours merged.
+
+    The lowest fit keeps using the pages that have been touched: the first touch of a
+    page of shared memory costs ten times its copy.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free = [(start, end)]
+        self._taken: dict[int, int] = {}
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of a block at a multiple of a page, or None if nothing fits."""
+        size = -(-nbytes // _PAGE) * _PAGE
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + size, end)
+                self._taken[start] = start + size
+                return start
+        return None
+
+    def give_back(self, start: int) -> bool:
+        """False if no such block is taken: the peer made it up."""
+        end = self._taken.pop(start, None)
+        if end is None:
+            return False
+        i = bisect_left(self._free, (start, end))
+        if i < len(self._free) and self._free[i][0] == end:
+            end = self._free.pop(i)[1]
+        if i and self._free[i - 1][1] == start:
+            i -= 1
+            start = self._free.pop(i)[0]
+        self._free.insert(i, (start, end))
+        return True
+
+    @property
+    def taken(self) -> int:
+        return len(self._taken)
+
+
+class Arena:
+    """What this process shares with one peer: it writes, the peer reads."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        """Raises: OSError: the kernel has no anonymous memory files, or no memory."""
+        self.descriptor = os.memfd_create(
+            "zstrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        )
+        self.capacity = capacity
+        self.word = secrets.token_bytes(_WORD)
+        try:
+            os.ftruncate(self.descriptor, capacity)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory = np.frombuffer(mmap.mmap(self.descriptor, capacity), np.uint8)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self._memory[:_WORD] = np.frombuffer(self.word, np.uint8)
+        self._blocks = Blocks(_PAGE, capacity)
+
+    def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
+        """Copies a body (uint8 [n] each, aligned one behind the other) into the arena;
+        its offset, or None if it does not fit now."""
+        start = self._blocks.take(nbytes)
+        if start is None:
+            return None
+        position = start
+        for raw in raws:
+            position = aligned(position)
+            self._memory[position : position + raw.nbytes] = raw
+            position += raw.nbytes
+        return start
+
+    def give_back(self, offset: int) -> bool:
+        return self._blocks.give_back(offset)
+
+    def close(self) -> None:
+        """Lets go of the memory; a peer that still reads it keeps its own mapping."""
+        os.close(self.descriptor)
+
+
+class Mapping:
+    """The arena of a peer, as this process sees it: read-only."""
+
+    def __init__(self, pid: int, descriptor: int, capacity: int, word: bytes) -> None:
+        """Raises: OSError: it cannot be opened, or is not what the peer says it is."""
+        if not _PAGE < capacity <= CAPACITY:
+            raise OSError(f"an arena of {capacity} bytes: at most {CAPACITY}")
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        file = os.open(f"/proc/{pid}/fd/{descriptor}", flags)
+        try:
+            _check(file, capacity)
+            memory = mmap.mmap(file, capacity, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        if memory[: len(word)] != word or len(word) != _WORD:
+            raise OSError("the memory does not hold the word of the peer")
+        self._memory = np.frombuffer(memory, np.uint8)
+
+    def body(
+        self, offset: int, nbytes: int, released: Callable[[int], None]
+    ) -> memoryview:
+        """The body at ``offset``; ``released(offset)`` is called, on any thread, when
+        the last array in it is gone.
+
+        Raises:
+            ValueError: It does not lie within the arena.
+        """
+        if offset < _PAGE or offset % _PAGE or offset + nbytes > self._memory.size:
+            raise ValueError(f"{nbytes} bytes at {offset} are outside of the arena")
+        return lend(self._memory[offset : offset + nbytes], released, offset)
+
+
+def _check(file: int, capacity: int) -> None:
+    about = os.fstat(file)
+    if not stat.S_ISREG(about.st_mode) or about.st_size != capacity:
+        raise OSError("it is no file of the size of the arena")
+    if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise OSError("its size is not sealed")
+
+
+class SharedLane:
+    """The arenas of one connection: ours, made when there is a use for it, and the
+    peer's. Implements `zstrat.wire._lane.Lane`."""
+
+    def __init__(self, me: Hello) -> None:
+        self._host = me.host
+        self._arena: Arena | None = None
+        self._agreed = False
+        self._mapping: Mapping | None = None
+        # Arrays may die on any thread; appending and taking from the left are atomic.
+        self._unused: deque[int] = deque()
+        self.placed = 0
+        """Bodies that were sent through our arena."""
+
+    def offer(self, to: Hello) -> Offer | None:
+        if to.host != self._host:
+            return None
+        try:
+            self._arena = Arena()
+        except (AttributeError, OSError) as error:  # not on this system, or no memory
+            _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
+            return None
+        return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
+
+    def agreed(self, yes: bool) -> None:
+        self._agreed = yes and self._arena is not None
+        if not yes:
+            self._close_arena()
+
+    def accept(self, offer: Offer, of: Hello) -> bool:
+        if of.host != self._host:
+            return False
+        try:
+            self._mapping = Mapping(
+                of.pid, offer.descriptor, offer.capacity, offer.word
+            )
+        except (OSError, ValueError) as error:
+            # Another user, another container: the bodies come by socket.
+            _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
+            return False
+        return True
+
+    def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
+        if not self._agreed or self._arena is None:
+            return None
+        offset = self._arena.place(raws, nbytes)
+        self.placed += offset is not None
+        return offset
+
+    def body(self, offset: int, nbytes: int) -> memoryview | None:
+        if self._mapping is None:
+            return None
+        try:
+            return self._mapping.body(offset, nbytes, self._unused.append)
+        except ValueError:
+            return None
+
+    def released(self, offsets: Sequence[int]) -> None:
+        if self._arena is not None:
+            for offset in offsets:
+                self._arena.give_back(offset)
+
+    def take_unused(self) -> list[int]:
+        unused = self._unused
+        return [unused.popleft() for _ in range(min(len(unused), _BATCH))]
+
+    def close(self) -> None:
+        self._agreed, self._mapping = False, None
+        self._close_arena()
+
+    def _close_arena(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+def lane_of(settings: Settings, me: Hello) -> SharedLane | None:
+    """The shared memory of a connection, unless the user chose sockets."""
+    return SharedLane(me) if settings.lane in ("auto", "shm") else None

@@ -1,0 +1,229 @@
+"""Turns what a user gave into an array that fits its variable, or says why it does not.
+
+The rules of dtypes, in one place:
+
+- Python numbers and lists become float32 or int32 unless a dtype is given; numpy and
+  jax arrays keep theirs.
+- An update takes Python values and numpy arrays of another dtype of the same kind
+  (float64 into float32), as TF does; a jax array must have the variable's dtype,
+  because a step must not narrow what it computed in silence.
+- 64-bit variables live on a parameter server and are read and updated from outside a
+  step. Inside a step jax would truncate them unless ``jax_enable_x64`` is on; that is
+  refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.wire import DTYPES
+
+from ._operators import ArrayOperators
+
+if TYPE_CHECKING:
+    from ._spec import VariableSpec
+
+
+def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
+    """The first value of a variable, in C order, owned by nobody else.
+
+    Raises:
+        ValueError: It has another shape than ``shape`` says.
+        TypeError: It is no array of numbers or booleans.
+    """
+    if isinstance(value, ArrayOperators):
+        value = value.value()
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"the initial value of variable {name!r} is being traced: create variables "
+            "before the step function, not in its body"
+        )
+    wanted = None if dtype is None else as_dtype(dtype, name)
+    array: np.ndarray = np.array(value, dtype=wanted, order="C")
+    if wanted is None and not isinstance(value, np.ndarray | np.generic | jax.Array):
+        array = array.astype(_plain_dtype(array.dtype), copy=False)
+    array = array.astype(as_dtype(array.dtype, name), copy=False)
+    if shape is not None and array.shape != tuple(shape):
+        raise ValueError(
+            f"the initial value of variable {name!r} has shape {array.shape}; "
+            f"expected {tuple(shape)}"
+        )
+    return array
+
+
+def as_dtype(dtype: Any, name: str) -> np.dtype:
+    """The dtype of a variable from a string, a numpy dtype or a jax scalar type.
+
+    Raises:
+        TypeError: It is unknown, or its values are no numbers or booleans.
+    """
+    found: np.dtype = np.dtype(jnp.dtype(dtype))
+    if found.name not in DTYPES:
+        raise TypeError(
+            f"variable {name!r} cannot have dtype {found}: expected one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return DTYPES[found.name]  # the little-endian one
+
+
+def traced_operand(spec: VariableSpec, value: Any, what: str) -> jax.Array:
+    """The operand of an update of the whole variable, inside a step.
+
+    Raises:
+        ValueError: Its shape is not the variable's, or its dtype does not fit.
+    """
+    require_traceable(spec)
+    array = _traced(spec, value, what)
+    _check_shape(spec, array.shape, spec.shape, what)
+    return array
+
+
+def plain_operand(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
+    """The operand of an update of the whole variable, outside a step.
+
+    Raises:
+        ValueError: Its shape is not the variable's, or its dtype does not fit.
+    """
+    array = _plain(spec, value, what)
+    _check_shape(spec, array.shape, spec.shape, what)
+    return array
+
+
+def traced_rows(
+    spec: VariableSpec, indices: Any, values: Any, what: str
+) -> tuple[jax.Array, jax.Array]:
+    """Indices [n] and rows [n, ...] of a sparse update, inside a step.
+
+    Raises:
+        ValueError: Ranks, shapes or dtypes do not fit.
+    """
+    require_traceable(spec)
+    index = jnp.asarray(_value(indices))
+    rows = _traced(spec, values, what)
+    _check_rows(spec, index, rows, what)
+    return index, rows
+
+
+def plain_rows(
+    spec: VariableSpec, indices: Any, values: Any, what: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices [n] and rows [n, ...] of a sparse update, outside a step.
+
+    Raises:
+        ValueError: Ranks, shapes or dtypes do not fit.
+        IndexError: An index is outside the first axis.
+    """
+    index, rows = np.asarray(_value(indices)), _plain(spec, values, what)
+    _check_rows(spec, index, rows, what)
+    check_indices(spec, index, what)
+    return index, rows
+
+
+def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
+    """Refuses indices outside ``[0, shape[0])``.
+
+    Raises:
+        IndexError: Names the first one that is outside.
+    """
+    outside = (indices < 0) | (indices >= spec.shape[0])
+    if outside.any():
+        raise IndexError(
+            f"{what} {spec}: index {indices[outside].flat[0]} is out of bounds for "
+            f"axis 0 with size {spec.shape[0]}"
+        )
+
+
+def require_traceable(spec: VariableSpec) -> None:
+    """Refuses a 64-bit variable in a step while jax computes with 32 bits.
+
+    Raises:
+        TypeError: jax would truncate the value.
+    """
+    seen = jax.dtypes.canonicalize_dtype(spec.numpy_dtype)
+    if seen != spec.numpy_dtype:
+        raise TypeError(
+            f"{spec} is used in a step, where jax would truncate it to {seen}: "
+            f"create it with dtype={seen.name!r}, or switch on jax_enable_x64 in this "
+            "program and on the workers (JAX_ENABLE_X64=1)"
+        )
+
+
+def _value(value: Any) -> Any:
+    return value.value() if isinstance(value, ArrayOperators) else value
+
+
+def _traced(spec: VariableSpec, value: Any, what: str) -> jax.Array:
+    value = _value(value)
+    if isinstance(value, jax.Array):
+        weak = jax.typeof(value).weak_type
+        if value.dtype != spec.numpy_dtype and not (
+            weak and _same_kind(value.dtype, spec.numpy_dtype)
+        ):
+            raise ValueError(_wrong_dtype(spec, value.dtype, what))
+        return value.astype(spec.numpy_dtype)
+    return jnp.asarray(_plain(spec, value, what))
+
+
+def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
+    value = _value(value)
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{what} {spec}: the value is being traced by jax, but no zs.function is: "
+            "decorate the step with zs.function instead of jax.jit"
+        )
+    array = np.asarray(value)
+    strict = isinstance(value, jax.Array) and not jax.typeof(value).weak_type
+    wanted = spec.numpy_dtype
+    if array.dtype != wanted and (strict or not _same_kind(array.dtype, wanted)):
+        raise ValueError(_wrong_dtype(spec, array.dtype, what))
+    return np.asarray(array, wanted, order="C")
+
+
+def _same_kind(given: Any, wanted: np.dtype) -> bool:
+    """float into float of any width, integer into wider kinds; never float into int."""
+    ladder = (np.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    rank = [
+        next(i for i, kind in enumerate(ladder) if jnp.issubdtype(dtype, kind))
+        if dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
+        else len(ladder)
+        for dtype in (given, wanted)
+    ]
+    return rank[0] <= rank[1]
+
+
+def _plain_dtype(dtype: np.dtype) -> np.dtype:
+    """TF's dtypes of Python values: float32, int32 and complex64."""
+    narrow = {"f": np.float32, "i": np.int32, "c": np.complex64}
+    return np.dtype(narrow.get(dtype.kind, dtype))
+
+
+def _check_shape(
+    spec: VariableSpec, given: tuple[int, ...], wanted: tuple[int, ...], what: str
+) -> None:
+    if given != wanted:
+        raise ValueError(
+            f"cannot {what} {spec}: shape mismatch. The variable has shape "
+            f"{spec.shape}, and the value has shape {given}; expected {wanted}"
+        )
+
+
+def _check_rows(spec: VariableSpec, index: Any, rows: Any, what: str) -> None:
+    if not spec.shape:
+        raise ValueError(f"cannot {what} {spec}: it has no first axis")
+    if index.ndim != 1 or not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(
+            f"cannot {what} {spec}: indices must be a vector of integers, "
+            f"got {index.dtype}{list(index.shape)}"
+        )
+    _check_shape(spec, rows.shape, (index.shape[0], *spec.shape[1:]), what)
+
+
+def _wrong_dtype(spec: VariableSpec, given: Any, what: str) -> str:
+    return (
+        f"cannot {what} {spec}: dtype mismatch. The variable has dtype {spec.dtype}, "
+        f"and the value has dtype {given}; convert it with .astype({spec.dtype!r})"
+    )

@@ -1,0 +1,209 @@
+"""Arithmetic on variables: every operator acts on the value.
+
+Law of the file: an operator reads the variable once and leaves the rest to numpy (on
+the coordinator) or jax (inside a step). There is no in-place arithmetic: ``v += 1``
+would rebind the name, so it is refused with words.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+
+class ArrayOperators(abc.ABC):
+    """Python's operators for something that has a value."""
+
+    __slots__ = ()
+
+    # Higher than jax.Array's 100: numpy must leave ``ndarray * variable`` to us.
+    __array_priority__ = 200
+
+    @abc.abstractmethod
+    def value(self) -> Any:
+        """The array that the operators act on."""
+
+    def __jax_array__(self) -> jax.Array:
+        return jax.numpy.asarray(self.value())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = np.asarray(self.value())
+        if dtype is not None and value.dtype != dtype:
+            return value.astype(dtype)
+        return value.copy() if copy else value
+
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any
+    ) -> Any:
+        if method != "__call__" or options:
+            return NotImplemented
+        values = [_value(x) for x in inputs]
+        if any(isinstance(x, jax.Array) for x in values):
+            return getattr(jax.numpy, ufunc.__name__)(*values)
+        return ufunc(*values)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.value()[index]
+
+    def __iter__(self) -> Any:
+        return iter(self.value())
+
+    def __len__(self) -> int:
+        return len(self.value())
+
+    def __bool__(self) -> bool:
+        return bool(self.value())
+
+    def __int__(self) -> int:
+        return int(self.value())
+
+    def __float__(self) -> float:
+        return float(self.value())
+
+    def __index__(self) -> int:
+        return operator.index(self.value())
+
+    def __format__(self, how: str) -> str:
+        return format(self.value(), how) if how else str(self)
+
+    def __neg__(self) -> Any:
+        return -self.value()
+
+    def __pos__(self) -> Any:
+        return +self.value()
+
+    def __abs__(self) -> Any:
+        return abs(self.value())
+
+    def __invert__(self) -> Any:
+        return ~self.value()
+
+    def __round__(self, digits: int = 0) -> Any:
+        return self.value().round(digits)
+
+    def __add__(self, other: Any) -> Any:
+        return self.value() + _value(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _value(other) + self.value()
+
+    def __sub__(self, other: Any) -> Any:
+        return self.value() - _value(other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return _value(other) - self.value()
+
+    def __mul__(self, other: Any) -> Any:
+        return self.value() * _value(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return _value(other) * self.value()
+
+    def __truediv__(self, other: Any) -> Any:
+        return self.value() / _value(other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return _value(other) / self.value()
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self.value() // _value(other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return _value(other) // self.value()
+
+    def __mod__(self, other: Any) -> Any:
+        return self.value() % _value(other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return _value(other) % self.value()
+
+    def __divmod__(self, other: Any) -> Any:
+        return divmod(self.value(), _value(other))
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return divmod(_value(other), self.value())
+
+    def __pow__(self, other: Any) -> Any:
+        return self.value() ** _value(other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return _value(other) ** self.value()
+
+    def __matmul__(self, other: Any) -> Any:
+        return self.value() @ _value(other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _value(other) @ self.value()
+
+    def __and__(self, other: Any) -> Any:
+        return self.value() & _value(other)
+
+    def __rand__(self, other: Any) -> Any:
+        return _value(other) & self.value()
+
+    def __or__(self, other: Any) -> Any:
+        return self.value() | _value(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return _value(other) | self.value()
+
+    def __xor__(self, other: Any) -> Any:
+        return self.value() ^ _value(other)
+
+    def __rxor__(self, other: Any) -> Any:
+        return _value(other) ^ self.value()
+
+    def __lshift__(self, other: Any) -> Any:
+        return self.value() << _value(other)
+
+    def __rshift__(self, other: Any) -> Any:
+        return self.value() >> _value(other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self.value() < _value(other)
+
+    def __le__(self, other: Any) -> Any:
+        return self.value() <= _value(other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self.value() > _value(other)
+
+    def __ge__(self, other: Any) -> Any:
+        return self.value() >= _value(other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.value() == _value(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.value() != _value(other)
+
+    # Elementwise ``==`` and hashing by identity, as torch does: variables are keys of
+    # dicts and members of sets, where Python looks at identity first.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __iadd__(self, other: Any) -> NoReturn:
+        self._no_inplace("+=", "assign_add")
+
+    def __isub__(self, other: Any) -> NoReturn:
+        self._no_inplace("-=", "assign_sub")
+
+    def __imul__(self, other: Any) -> NoReturn:
+        self._no_inplace("*=", "assign")
+
+    def __itruediv__(self, other: Any) -> NoReturn:
+        self._no_inplace("/=", "assign")
+
+    def _no_inplace(self, what: str, instead: str) -> NoReturn:
+        raise TypeError(
+            f"{what} would replace the variable by an array and change nothing on it: "
+            f"call {instead}(...) to update it, or write it out (x = v + y) for a value"
+        )
+
+
+def _value(other: Any) -> Any:
+    return other.value() if isinstance(other, ArrayOperators) else other

@@ -1,0 +1,76 @@
+"""What a variable is, apart from its value: a frozen description that travels.
+
+Law of the file: nothing here holds or moves a value. A spec is equal on every task, so
+it names a variable in plans, in pickled step functions and on the parameter servers.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from zstrat.wire import DTYPES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+LOCAL: Final = -1
+"""`VariableSpec.ps` of a variable that lives in the process that created it."""
+
+
+class VariableSynchronization(enum.Enum):
+    """When the copies of a variable are brought together (TF's names)."""
+
+    AUTO = 0
+    NONE = 1
+    ON_WRITE = 2
+    ON_READ = 3
+
+
+class VariableAggregation(enum.Enum):
+    """How the updates of several replicas become one (TF's names)."""
+
+    NONE = 0
+    SUM = 1
+    MEAN = 2
+    ONLY_FIRST_REPLICA = 3
+
+
+@dataclass(frozen=True, slots=True)
+class VariableSpec:
+    """Shape, dtype and place of one variable.
+
+    ``key`` is unique in the session: not negative for a variable on a parameter server,
+    negative for one of this process. ``ps`` is the task index, `LOCAL` for none.
+    """
+
+    key: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    ps: int = LOCAL
+    trainable: bool = True
+    aggregation: VariableAggregation = VariableAggregation.NONE
+    synchronization: VariableSynchronization = VariableSynchronization.AUTO
+
+    @property
+    def device(self) -> str:
+        """TF's name of the place."""
+        if self.ps == LOCAL:
+            return "/job:localhost/replica:0/task:0/device:CPU:0"
+        return f"/job:ps/replica:0/task:{self.ps}/device:CPU:0"
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        """The dtype as numpy knows it (bfloat16 and the float8 types included)."""
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the value."""
+        return math.prod(self.shape) * self.numpy_dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"variable {self.name!r} ({self.dtype}{list(self.shape)})"

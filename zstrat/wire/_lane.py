@@ -1,0 +1,49 @@
+"""What a connection asks of memory that two processes of one host share.
+
+`zstrat.transport` has the memory; a connection without any sends bodies in chunks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from ._messages import Hello, Offer
+
+LEAST: Final = 64 * 1024
+"""A smaller body costs less to copy twice than to place and release."""
+
+MOST: Final = 64 * 2**20
+"""A larger body travels in chunks: copying it in one go would hold up the loop."""
+
+
+class Lane(Protocol):
+    """The memory of both sides of one connection. Nothing here raises."""
+
+    def offer(self, to: Hello) -> Offer | None:
+        """Our memory, for the first body that is worth it; None if there is none."""
+
+    def agreed(self, yes: bool) -> None:
+        """The peer has mapped our memory, or cannot."""
+
+    def accept(self, offer: Offer, of: Hello) -> bool:
+        """Maps the memory of the peer; False if that cannot be."""
+
+    def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
+        """Copies a body into our memory: its offset, or None if it does not fit now."""
+
+    def body(self, offset: int, nbytes: int) -> memoryview | None:
+        """The body in the peer's memory, read-only; None if it cannot lie there."""
+
+    def released(self, offsets: Sequence[int]) -> None:
+        """The peer does not read these bodies of ours any more."""
+
+    def take_unused(self) -> list[int]:
+        """Bodies of the peer that nothing reads any more since the last call."""
+
+    def close(self) -> None:
+        """Lets go of the memory; arrays in the peer's stay readable."""

@@ -1,0 +1,105 @@
+"""Who owns a task: at most one coordinator at a time, decided without I/O.
+
+A session is named by the incarnation of its coordinator. It begins with `OpenSession`
+and lasts until its coordinator closes it or another one takes the task over, which is
+granted only when the owner is gone: an owner that was lost keeps what it has on the
+task (it may come back, or the next one may start afresh), but it cannot keep the task.
+Only this file changes who the owner is; ps and worker ask it before they act.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zstrat.errors import BusyError, StaleSessionError
+
+if TYPE_CHECKING:
+    from zstrat.wire._messages import Hello
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The coordinator that holds a task; ``peer`` is its connection, by identity."""
+
+    session: int
+    peer: object
+    hello: Hello
+    alive: bool = True
+
+    def __str__(self) -> str:
+        who = self.hello
+        return f"{who.job}:{who.index} (pid {who.pid} on {who.host})"
+
+
+class Ownership:
+    """The session that one task serves. ``task`` names that task in errors."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._owner: Owner | None = None
+
+    @property
+    def session(self) -> int | None:
+        """The session that is open, None before the first and after a close."""
+        return None if self._owner is None else self._owner.session
+
+    @property
+    def owner(self) -> Owner | None:
+        return self._owner
+
+    def open(self, session: int, peer: object, hello: Hello) -> bool:
+        """Gives the task to a coordinator.
+
+        Returns:
+            True if the session is new: what belongs to an older one is to be dropped.
+            False if this session was open already (the coordinator reconnected).
+
+        Raises:
+            BusyError: Another coordinator, which is alive, holds the task.
+        """
+        owner = self._owner
+        if owner is not None and owner.session != session and owner.alive:
+            raise BusyError(
+                f"{self._task} serves the coordinator {owner} since before you: "
+                "stop that program, or wait until it ends"
+            )
+        self._owner = Owner(session, peer, hello)
+        return owner is None or owner.session != session
+
+    def lost(self, peer: object) -> bool:
+        """The connection is gone; True if it was the owner's."""
+        owner = self._owner
+        if owner is None or owner.peer is not peer:
+            return False  # a connection that the owner has replaced may die late
+        self._owner = Owner(owner.session, peer, owner.hello, alive=False)
+        return True
+
+    def close(self, session: int) -> bool:
+        """Ends the session; False if none was open (closing twice is no error).
+
+        Raises:
+            StaleSessionError: Another session is open.
+        """
+        if self._owner is None:
+            return False
+        self.check(session)
+        self._owner = None
+        return True
+
+    def check(self, session: int) -> None:
+        """Passes the requests of the open session, and no others.
+
+        Raises:
+            StaleSessionError: ``session`` is not the one that is open.
+        """
+        owner = self._owner
+        if owner is not None and owner.session == session:
+            return
+        serves = (
+            "no session" if owner is None else f"session {owner.session:#x} of {owner}"
+        )
+        raise StaleSessionError(
+            f"{self._task} serves {serves}, not session {session:#x}: the task was "
+            "restarted or taken over; connect the program to the cluster anew"
+        )

@@ -1,0 +1,117 @@
+"""The home of variables while an eager step runs: each read and update is a request.
+
+An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
+round trip at a time. Its updates are parts 0, 1, 2, … of one step, so that a step that
+is tried again is still applied once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, TypeVar, final
+
+from zstrat.ps import PsUpdate, Ref
+
+if TYPE_CHECKING:
+    import asyncio
+
+    import numpy as np
+
+    from zstrat.ps import PsClient
+    from zstrat.variables import Optimizer, Variable
+    from zstrat.wire import UpdateOp
+
+T = TypeVar("T")
+Ask = Callable[[Callable[["PsClient"], "asyncio.Future[T]"]], T]
+
+
+class Asking:
+    """Starts requests on the loop for another thread, and waits for their outcome."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, client: PsClient, timeout: float
+    ) -> None:
+        self._loop, self._client, self._timeout = loop, client, timeout
+
+    def __call__(self, start: Callable[[PsClient], asyncio.Future[T]]) -> T:
+        """Blocks until the request has its outcome.
+
+        Raises:
+            TimeoutError: It had none; the links' own deadlines come first.
+        """
+        answer: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._begin, start, answer)
+        return answer.result(self._timeout)
+
+    def _begin(
+        self,
+        start: Callable[[PsClient], asyncio.Future[T]],
+        answer: concurrent.futures.Future[T],
+    ) -> None:
+        try:
+            future = start(self._client)
+        except Exception as error:  # goes to the thread that waits
+            answer.set_exception(error)
+        else:
+            future.add_done_callback(partial(_hand_over, answer))
+
+
+@final
+class Direct:
+    """A `zstrat.variables.Home` for one run of one eager step.
+
+    Args:
+        low_water: All steps below it are over.
+    """
+
+    def __init__(self, ask: Asking, step: int, low_water: int) -> None:
+        self._ask: Final = ask
+        self._step, self._low_water = step, low_water
+        self._part = 0
+
+    def read(self, variable: Variable) -> np.ndarray:
+        refs = [Ref(variable.spec.ps, variable.spec.key)]
+        return self._ask(lambda client: client.pull(refs))[0]
+
+    async def read_async(self, variable: Variable) -> np.ndarray:
+        raise _not_here(variable)
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        part, self._part = self._part, self._part + 1
+        spec, rule = variable.spec, 0 if optimizer is None else optimizer.id
+        update = PsUpdate(spec.ps, spec.key, op, rule, operands)
+        self._ask(
+            lambda client: client.push(self._step, part, self._low_water, [update])
+        )
+
+    async def update_async(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        raise _not_here(variable)
+
+
+def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:
+    if future.cancelled():
+        answer.set_exception(concurrent.futures.CancelledError())
+    elif (error := future.exception()) is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(future.result())
+
+
+def _not_here(variable: Variable) -> RuntimeError:
+    return RuntimeError(
+        f"{variable.spec}: a step is no coroutine: use the blocking forms in it"
+    )

@@ -1,0 +1,142 @@
+"""How a closure ended, in the form in which the coordinator hears of it.
+
+Endings are made on the executor thread, complete with the bytes of a small result, so
+that the loop only puts them together. What a program returns has the same layout each
+time: it is numbered and described once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat import errors
+from zstrat.wire import Completion, Layout, Outcome
+
+from ._traceback import trim
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import numpy as np
+
+    from zstrat.program import ResultLayout, StepResult
+    from zstrat.wire import PlainTree
+
+_NO_LAYOUT: Final = 0
+_REMEMBERED: Final = 4096
+"""Layouts that are found again; an eager step that returns another Python number each
+time makes one for each, and they must not pile up."""
+_LONGEST: Final = 8000
+"""Characters of a text in an error."""
+
+
+@final
+@dataclass(slots=True)
+class Ending:
+    """``data`` are the bytes of a small result, ``kept`` the arrays of a large one."""
+
+    completion: Completion
+    layout: Layout | None = None
+    data: bytes = b""
+    kept: Sequence[np.ndarray] | None = None
+
+
+def failed(step: int, error: BaseException) -> Ending:
+    """The closure raised, or could not run."""
+    return Ending(Completion(step, int(Outcome.FAILED), _NO_LAYOUT, 0, plain(error)))
+
+
+def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
+    """The closure did not begin.
+
+    Without an error it was cancelled as asked. With one, this worker does not take it,
+    and the error says why; it is retryable: another worker may run the closure.
+    """
+    assert error is None or error.retryable
+    told = None if error is None else plain(error)
+    return Ending(Completion(step, int(Outcome.CANCELLED), _NO_LAYOUT, 0, told))
+
+
+def plain(error: BaseException) -> PlainTree:
+    """The error for the wire, with the lines of the user's own traceback."""
+    return _bounded(errors.to_wire(trim(error)))
+
+
+def _bounded(value: Any) -> PlainTree:
+    """Long texts lose their middle: an error that prints an array is no larger than
+    another, and many fit into one message."""
+    if isinstance(value, list):
+        return [_bounded(item) for item in value]
+    if isinstance(value, str) and len(value) > _LONGEST:
+        half = _LONGEST // 2
+        return (
+            f"{value[:half]}\n… {len(value) - 2 * half} characters …\n{value[-half:]}"
+        )
+    if isinstance(value, bytes):
+        return value[:_LONGEST]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
+    plain_value: PlainTree = value
+    return plain_value
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Known:
+    source: ResultLayout  # held, so that its identity is not given to another
+    layout: Layout
+    size: int
+
+
+@final
+class Layouts:
+    """Numbers the layouts of one session.
+
+    A program has one layout object for all its results, found by identity; eager steps
+    make a new one each time, found by value.
+
+    Args:
+        inline: Results of more bytes stay on the worker.
+    """
+
+    def __init__(self, inline: int) -> None:
+        self._inline: Final = inline
+        self._numbered = 0
+        self._known: dict[int, _Known] = {}
+        self._by_value: dict[Hashable, _Known] = {}
+
+    def __len__(self) -> int:
+        """How many layouts there were."""
+        return self._numbered
+
+    def ok(self, step: int, result: StepResult) -> Ending:
+        """The closure ran to its end."""
+        leaves = result.leaves
+        known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
+        layout, size = known.layout, known.size
+        if size > self._inline:
+            completion = Completion(step, int(Outcome.OK), layout.layout, -1, None)
+            return Ending(completion, layout, b"", leaves)
+        if len(leaves) == 1:
+            data = leaves[0].tobytes()
+        else:
+            data = b"".join([leaf.tobytes() for leaf in leaves])
+        completion = Completion(step, int(Outcome.OK), layout.layout, size, None)
+        return Ending(completion, layout, data)
+
+    def _learn(self, source: ResultLayout, leaves: Sequence[np.ndarray]) -> _Known:
+        value = (source.dtypes, source.shapes, repr(source.structure))
+        known = self._by_value.get(value)
+        if known is None:
+            self._numbered += 1
+            shapes = [list(shape) for shape in source.shapes]
+            layout = Layout(
+                self._numbered, list(source.dtypes), shapes, source.structure
+            )
+            known = _Known(source, layout, sum(leaf.nbytes for leaf in leaves))
+            if len(self._by_value) >= _REMEMBERED:
+                self._known.clear()
+                self._by_value.clear()
+            self._by_value[value] = self._known[id(source)] = known
+        return known

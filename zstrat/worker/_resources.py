@@ -1,0 +1,286 @@
+"""What a coordinator put on this worker: code, arguments, datasets. Thread side.
+
+Everything here is unpickled or built by user code, so it lives on the executor thread.
+Arguments are kept as they came and unpickled when they are first used: they refer to
+resources by number, and a resource that is built again has to be met by the same
+arguments. The law: what was loaded never refers to a resource that is gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+import numpy as np
+
+from zstrat.data import Elements, InputContext
+from zstrat.errors import ClosureInputError, NotFoundError
+from zstrat.program import StepIterator, Structure
+from zstrat.wire import Layout
+
+from ._traceback import trim
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.wire import Arrays, BuildResource, PlainTree
+
+Load = Callable[[bytes, Sequence[np.ndarray], Callable[[int], object]], object]
+"""`zstrat.program.load`: code, its large arrays, and what stands for a resource."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+NO_ARGUMENTS: Final = 0
+
+
+_NOT_LOADED: Final = object()
+
+
+@final
+class Broken:
+    """Stands where something could not be loaded or built; whoever needs it raises."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error: Final = error
+
+
+@final
+@dataclass(slots=True)
+class _Shipped:
+    """Pickled code or arguments, and what they became; ``uses`` are the resources that
+    they refer to."""
+
+    code: bytes
+    arrays: Arrays = ()
+    loaded: Any = _NOT_LOADED
+    uses: set[int] = field(default_factory=set)
+
+
+@final
+class Resources:
+    """Functions by digest, arguments and resources by number, of one session.
+
+    Args:
+        task: This worker, as errors name it.
+        context: Says what dataset functions are told.
+    """
+
+    def __init__(
+        self, task: str, load: Load, context: Callable[[], InputContext]
+    ) -> None:
+        self._task, self._load, self._context = task, load, context
+        self._code: dict[bytes, _Shipped] = {}
+        self._arguments: dict[int, _Shipped] = {}
+        self._made: dict[int, object] = {}
+        self._open: dict[int, Elements[Any]] = {}
+
+    # Code
+
+    def put_code(self, digest: bytes, code: bytes) -> None:
+        """Unpickles a function or a maker, unless it is here.
+
+        Raises:
+            Exception: Whatever unpickling raised; closures that use it raise it too.
+        """
+        if digest not in self._code:
+            self._code[digest] = _Shipped(code)
+        self.code(digest)
+
+    def code(self, digest: bytes) -> Any:
+        """The object of that digest, the same at every call.
+
+        Raises:
+            NotFoundError: It was not put here.
+            Exception: Whatever unpickling raised.
+        """
+        shipped = self._code.get(digest)
+        if shipped is None:
+            raise NotFoundError(
+                f"{self._task} has no function {digest.hex()}: it was restarted since "
+                "the function was shipped"
+            )
+        return self._loaded(shipped)
+
+    def functions(self) -> Iterable[object]:
+        """Everything that was unpickled. Safe to call from the loop."""
+        return [shipped.loaded for shipped in list(self._code.values())]
+
+    def inherit(self, other: Resources) -> None:
+        """Takes over what the same coordinator shipped before its connection broke, so
+        that nothing that was compiled is compiled again."""
+        for digest, shipped in other._code.items():
+            if shipped.loaded is not _NOT_LOADED and not shipped.uses:
+                self._code.setdefault(digest, shipped)
+
+    # Arguments
+
+    def put_arguments(self, number: int, code: bytes, arrays: Arrays) -> None:
+        self._arguments[number] = _Shipped(code, arrays)
+
+    def drop_arguments(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._arguments.pop(number, None)
+
+    def arguments(self, number: int) -> Arguments:
+        """``(args, kwargs)``, the same objects at every call.
+
+        Raises:
+            NotFoundError: They were not put here.
+            ClosureInputError: They contain a resource that could not be built.
+            Exception: Whatever unpickling raised.
+        """
+        if number == NO_ARGUMENTS:
+            return (), {}
+        shipped = self._arguments.get(number)
+        if shipped is None:
+            raise NotFoundError(f"{self._task} has no arguments {number}")
+        arguments: Arguments = self._loaded(shipped)
+        return arguments
+
+    def _loaded(self, shipped: _Shipped) -> Any:
+        if shipped.loaded is _NOT_LOADED:
+
+            def resolve(resource: int) -> object:
+                shipped.uses.add(resource)
+                return self._resource(resource)
+
+            shipped.loaded = self._load(shipped.code, shipped.arrays, resolve)
+        return shipped.loaded
+
+    # Resources
+
+    def build(self, order: BuildResource) -> Layout:
+        """Builds a resource, in place of the one that had its number.
+
+        Returns:
+            The layout of an iterator's elements, or of a value.
+
+        Raises:
+            OutOfRangeError: The dataset has no element at all.
+            TypeError, ValueError: The maker cannot be called, or makes the wrong thing.
+            Exception: Whatever the maker raised.
+        """
+        self.drop([order.resource])
+        try:
+            made = self._make(order)
+            if order.purpose == "value":
+                self._made[order.resource] = made
+                return _layout_of_value(made)
+            return self._iterate(order.resource, made)
+        except BaseException as error:  # goes to the coordinator, and to its closures
+            self.drop([order.resource])
+            self._made[order.resource] = Broken(trim(error))
+            raise
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Closes iterators and forgets resources; unknown ones are no error."""
+        gone = set(numbers)
+        for number in numbers:
+            self._made.pop(number, None)
+            elements = self._open.pop(number, None)
+            if elements is not None:
+                elements.close()
+        for shipped in (*self._arguments.values(), *self._code.values()):
+            if not shipped.uses.isdisjoint(gone):
+                shipped.loaded = _NOT_LOADED
+                shipped.uses.clear()
+
+    def close(self) -> None:
+        """Closes all iterators and forgets everything."""
+        self._arguments.clear()
+        self._code.clear()
+        self.drop(list(self._made))
+
+    def _resource(self, number: int) -> object:
+        made = self._made.get(number)
+        if isinstance(made, Broken):
+            raise ClosureInputError(
+                f"an argument of the closure could not be built on {self._task}",
+                made.error,
+            )
+        if made is None:
+            raise NotFoundError(
+                f"{self._task} has no resource {number}: iterate the dataset again"
+            )
+        return made
+
+    def _make(self, order: BuildResource) -> object:
+        if order.purpose not in ("iterator", "value"):
+            raise ValueError(
+                f"a resource is built to be an iterator or a value: {order.purpose!r}"
+            )
+        maker = self.code(order.maker)
+        args, kwargs = self.arguments(order.arguments)
+        if not callable(maker):
+            return maker  # a dataset itself
+        if not args and not kwargs and _wants_context(maker):
+            return maker(self._context())
+        return maker(*args, **kwargs)
+
+    def _iterate(self, number: int, made: object) -> Layout:
+        name = f"the dataset of {self._task}"
+        elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
+        self._open[number] = elements
+        layout = _layout_of_element(elements.peek(), name)
+        self._made[number] = StepIterator(elements, name=name)
+        return layout
+
+
+def _wants_context(maker: Callable[..., object]) -> bool:
+    """Whether a dataset function takes an `InputContext`: its one parameter has no
+    default (``lambda i=i: …`` binds a value), or is called ``input_context``."""
+    try:
+        parameters = list(inspect.signature(maker).parameters.values())
+    except (TypeError, ValueError):  # a builtin that does not say: call it as it is
+        return False
+    if not parameters:
+        return False
+    first = parameters[0]
+    if first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return False
+    return first.default is first.empty or first.name == "input_context"
+
+
+def _layout_of_element(element: object, name: str) -> Layout:
+    leaves, treedef = jax.tree.flatten(element)
+    structure = _plain(treedef)
+    if isinstance(structure, list) and structure[:1] == ["*"]:
+        raise TypeError(
+            f"an element of {name} must consist of dicts, lists and tuples of arrays, "
+            f"which the coordinator can describe; it is a {type(element).__name__}: "
+            "return dicts or plain tuples"
+        )
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    for array in arrays:
+        if array.dtype.kind in "OSUmM":
+            raise TypeError(
+                f"an element of {name} contains {array.dtype.name} data; a step draws "
+                "arrays of numbers or booleans: map the dataset first"
+            )
+    return _layout(arrays, structure)
+
+
+def _layout_of_value(value: object) -> Layout:
+    """Of a pytree of arrays; of any other object an empty one."""
+    leaves, treedef = jax.tree.flatten(value)
+    kinds = np.ndarray | np.generic | jax.Array
+    if not all(isinstance(leaf, kinds) for leaf in leaves):
+        return Layout(0, [], [], None)
+    return _layout([np.asarray(leaf) for leaf in leaves], _plain(treedef))
+
+
+def _plain(treedef: Any) -> PlainTree:
+    return Structure(treedef, tuple(range(treedef.num_leaves))).plain
+
+
+def _layout(arrays: Sequence[np.ndarray], structure: PlainTree) -> Layout:
+    return Layout(
+        0,
+        [array.dtype.name for array in arrays],
+        [list(array.shape) for array in arrays],
+        structure,
+    )

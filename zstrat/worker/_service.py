@@ -1,0 +1,289 @@
+"""A worker as a handler of messages: everything but the sockets it listens on.
+
+Runs on the loop. One coordinator at a time owns the worker and may run code on it;
+whoever else asks is refused, but for statistics. When the owner is lost its closures,
+datasets and code are dropped and the worker is ready for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Final, final
+
+import jax
+
+from zstrat import program
+from zstrat.data import InputContext
+from zstrat.errors import (
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+    WorkerLostError,
+)
+from zstrat.wire import (
+    CloseSession,
+    Done,
+    Hello,
+    Inspect,
+    Job,
+    Message,
+    OpenSession,
+    Ownership,
+    PlainTree,
+    SessionOpened,
+    Statistics,
+)
+
+from . import _machine
+from ._direct import Asking, Direct
+from ._executor import Executor
+from ._requests import Owned, serve
+from ._resources import Load, Resources
+from ._tenancy import Tenancy
+from ._workshop import Prepare, RunEager, Workshop
+
+if TYPE_CHECKING:
+    from zstrat.config import Settings
+    from zstrat.transport import Link, Remote
+
+MakeLink = Callable[[str, str], "Link"]
+"""A link that is not started yet, from the address of a task and its name."""
+
+
+@final
+class WorkerService:
+    """Answers the messages of one worker. Made and used on the loop.
+
+    Args:
+        me: Whom errors and statistics name.
+        make_link: Makes the way to a parameter server.
+        on_exit: Called once, when the coordinator ends the process.
+        on_crash: Called if the executor thread dies of a defect of zstrat's own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        me: Hello,
+        make_link: MakeLink,
+        *,
+        on_exit: Callable[[], None] | None = None,
+        on_crash: Callable[[BaseException], None] | None = None,
+        load: Load = program.load,
+        prepare: Prepare = program.prepare,
+        run_eager: RunEager = program.run_eager,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings, self._me, self._make_link = settings, me, make_link
+        self._task = f"/job:{me.job}/task:{me.index}"
+        self._on_exit, self._on_crash = on_exit, on_crash
+        self._load, self._prepare, self._run_eager = load, prepare, run_eager
+        self._clock, self._started_at = clock, clock()
+        self._ownership = Ownership(self._task)
+        self._tenancy: Tenancy | None = None
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._platform, self._devices = "", 0
+        self._refusal: WorkerLostError | None = None
+        self._compilations = _machine.Compilations()
+        self._executor = Executor(self._task, on_crash=self._crashed)
+
+    # The Endpoint's handler
+
+    def handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """Answers a request, or takes a notice.
+
+        Raises:
+            PermissionDeniedError: The peer is no coordinator.
+            StaleSessionError: Its session is not the one that is open here.
+            BusyError: Another coordinator, which is alive, has this worker.
+        """
+        if isinstance(message, Inspect):
+            return Statistics(self.statistics())
+        if not isinstance(message, Owned | OpenSession | CloseSession):
+            raise ProtocolError(
+                f"{self._task} is a worker and does not answer {type(message).__name__}"
+            )
+        if remote.role is not Job.CHIEF:
+            raise PermissionDeniedError(
+                f"{self._task} takes {type(message).__name__} from a chief, and "
+                f"{remote.name} is {remote.role}"
+            )
+        match message:
+            case OpenSession():
+                return self._open(remote, message)
+            case CloseSession():
+                return self._close(message)
+            case _:
+                tenancy = self._tenancy_of(message.session)
+                return serve(tenancy, self._executor, message)
+
+    def lost(self, remote: Remote, reason: str) -> None:
+        """A connection ended; if it was the owner's, all that is its is dropped."""
+        if self._ownership.lost(remote):
+            session = self._ownership.session
+            assert session is not None
+            # What it had is gone, so it has to open the session again to go on.
+            self._ownership.close(session)
+            self._drop(f"its coordinator was lost: {reason}")
+
+    # Sessions
+
+    def _tenancy_of(self, session: int) -> Tenancy:
+        self._ownership.check(session)
+        if self._tenancy is None:
+            raise StaleSessionError(
+                f"{self._task} is not ready for session {session:#x}: wait until it "
+                "has answered OpenSession"
+            )
+        return self._tenancy
+
+    async def _open(self, remote: Remote, message: OpenSession) -> SessionOpened:
+        if self._refusal is not None:
+            raise self._refusal
+        new = self._ownership.open(message.session, remote, remote.hello)
+        # A coordinator that connects anew knows nothing of what is here, and has given
+        # its closures to others: it starts afresh too, but for code that is compiled.
+        before = None if new else self._tenancy
+        self._tenancy = tenancy = self._move_in(remote, message, before)
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.connect
+        try:
+            self._platform, self._devices = await self._executor.submit(
+                _machine.devices
+            )
+            await tenancy.wait_open(deadline)
+        except BaseException:
+            if self._tenancy is tenancy:
+                self._ownership.close(message.session)
+                self._drop("its session could not be opened")
+            raise
+        return SessionOpened(self._platform, self._devices)
+
+    def _move_in(
+        self, remote: Remote, message: OpenSession, before: Tenancy | None
+    ) -> Tenancy:
+        """A new tenancy in place of the present one, with the code of ``before``."""
+        links = [
+            self._make_link(address, f"/job:ps/task:{number}")
+            for number, address in enumerate(message.ps)
+        ]
+        tenancy = Tenancy(message.session, remote, links, counts=self._counts)
+        shop = self._make_shop(tenancy, message.index, message.worker_count)
+        if before is not None:
+            old = before.shop.resources
+            self._executor.tell(partial(shop.resources.inherit, old))
+        self._drop("its coordinator opened a session anew")
+        tenancy.occupy(self._executor, shop)
+        return tenancy
+
+    def _make_shop(self, tenancy: Tenancy, index: int, count: int) -> Workshop:
+        asking = Asking(
+            asyncio.get_running_loop(),
+            tenancy.client,
+            2 * self._settings.timeouts.request,
+        )
+        return Workshop(
+            Resources(self._task, self._load, partial(_input_context, index, count)),
+            index=index,
+            count=count,
+            prepare=self._prepare,
+            run_eager=self._run_eager,
+            home=partial(Direct, asking),
+            carry=tenancy.carry,
+            inline=self._settings.limits.inline,
+        )
+
+    def _close(self, message: CloseSession) -> Done:
+        if self._ownership.close(message.session):
+            self._drop("its coordinator closed the session")
+        if message.exit and self._on_exit is not None:
+            on_exit, self._on_exit = self._on_exit, None
+            on_exit()
+        return Done()
+
+    def _drop(self, reason: str) -> None:
+        tenancy, self._tenancy = self._tenancy, None
+        if tenancy is None:
+            return
+        tenancy.leave()
+        task = asyncio.get_running_loop().create_task(
+            tenancy.close_links(reason), name=f"close session {tenancy.session:#x}"
+        )
+        self._leaving.add(task)  # awaited by close()
+        task.add_done_callback(self._leaving.discard)
+
+    # The end
+
+    async def drain(self) -> bool:
+        """Stops taking closures and finishes those that run.
+
+        What has not begun, and whatever is dispatched from now on, is sent back as
+        cancelled with a retryable `WorkerLostError`, so that another worker runs it.
+
+        Returns:
+            False if a closure was still running after ``timeouts.drain``.
+
+        Cancellation: closures that come are still sent back.
+        """
+        self._refusal = WorkerLostError(self._task, "it is shutting down")
+        if self._tenancy is None:
+            return True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.timeouts.drain
+        return await self._tenancy.drain(self._refusal, deadline)
+
+    async def close(self) -> None:
+        """Ends the session and the executor thread; a closure that does not return
+        within ``timeouts.drain`` is left behind on its daemon thread.
+
+        Cancellation: the thread ends with the process.
+        """
+        self._drop("the worker was shut down")
+        await asyncio.gather(*self._leaving)
+        await self._executor.close(self._settings.timeouts.drain)
+        self._compilations.close()
+
+    def _crashed(self, error: BaseException) -> None:
+        self._drop("its executor failed")
+        if self._on_crash is not None:
+            self._on_crash(error)
+
+    # What it says about itself
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
+        tenancy, owner = self._tenancy, self._ownership.owner
+        values: dict[str, PlainTree] = {
+            "job": self._me.job,
+            "task": self._task,
+            "incarnation": self._me.incarnation,
+            "uptime": self._clock() - self._started_at,
+            "session": 0 if owner is None else owner.session,
+            "owner": "" if owner is None else str(owner),
+            "draining": self._refusal is not None,
+            "queued": 0 if tenancy is None else tenancy.queued,
+            "kept_results": 0 if tenancy is None else len(tenancy.results),
+            "kept_bytes": 0 if tenancy is None else tenancy.results.nbytes,
+            "rss": _machine.resident_bytes(),
+            "compilations": self._compilations.count,
+            "compile_seconds": self._compilations.seconds,
+            "platform": self._platform,
+            "devices": self._devices,
+        }
+        for name in _COUNTED:
+            values[name] = self._counts[name]
+        values.update({} if tenancy is None else tenancy.shop.statistics())
+        return values
+
+
+_COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls")
+
+
+def _input_context(index: int, count: int) -> InputContext:
+    return InputContext(count, index, jax.local_device_count())

@@ -1,0 +1,306 @@
+"""One coordinator's stay on this worker, as the loop sees it.
+
+A tenancy owns the links to the parameter servers, carries out the posts of the executor
+thread (pushes, then pulls, then endings) and tells the coordinator how its closures
+ended. The law: a closure is *open* from its dispatch until its ending was put into a
+message; one that is open is not taken again, and one that is not open is not reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat.errors import BusyError, PeerLostError, ZstratError
+from zstrat.ps import PsClient
+from zstrat.wire import Completions, Outcome
+
+from . import _ending
+from ._results import Results
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.ps import PsUpdate
+    from zstrat.transport import Link, Remote
+    from zstrat.wire import Batch, Dispatch, Layout
+
+    from ._ending import Ending
+    from ._executor import Executor
+    from ._pipeline import Post, Pull
+    from ._workshop import Workshop
+
+MAX_OPEN: Final = 16384
+"""Closures that may wait here. A coordinator keeps 20 ms of work on a worker, at most
+hundreds of closures; more is a mistake, and they are not begun but sent back."""
+BATCH: Final = 1024
+"""Endings of one message: about 20 bytes each in its header, which is bounded."""
+AGAIN: Final = 0.02
+"""Seconds until completions are offered again to a coordinator that does not read."""
+
+_LOG: Final = logging.getLogger("zstrat.worker")
+
+
+@final
+class Tenancy:
+    """Loop side of a session. Only the loop touches it.
+
+    Args:
+        remote: The coordinator's connection.
+        links: To all parameter servers, in task order; owned by the tenancy.
+        counts: The worker's counters, over all sessions.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        remote: Remote,
+        links: Sequence[Link],
+        *,
+        counts: Counter[str],
+    ) -> None:
+        self.session: Final = session
+        self.client: Final = PsClient(links, session)
+        self.results: Final = Results()
+        self.remote = remote
+        self._links, self._counts = links, counts
+        self._loop: Final = asyncio.get_running_loop()
+        self._open: set[int] = set()
+        self._ended: list[Ending] = []
+        self._known_layouts: set[int] = set()
+        self._flushing: asyncio.Handle | None = None
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        self._refusal: ZstratError | None = None
+        self._low_water = 0
+        self._closed = False
+
+    def occupy(self, executor: Executor, shop: Workshop) -> None:
+        """Takes the executor and begins to connect. Called once, before all else."""
+        self._executor, self.shop = executor, shop
+        executor.tell(partial(executor.present, shop))
+        for link in self._links:
+            link.start()
+
+    async def wait_open(self, deadline: float) -> None:
+        """Waits until all parameter servers have answered.
+
+        Raises:
+            DeadlineExceededError: One did not by ``deadline`` (loop time); names it.
+            ClosedError: The session ended meanwhile.
+
+        Cancellation: the links go on connecting.
+        """
+        for link in self._links:
+            await link.wait_open(deadline)
+
+    @property
+    def queued(self) -> int:
+        """Closures that have not ended."""
+        return len(self._open)
+
+    # From the coordinator
+
+    def dispatch(self, message: Dispatch) -> None:
+        """Takes closures; those that are here already are ignored."""
+        batches = [self._take(batch) for batch in message.batches]
+        refusal = self._refusal
+        if refusal is None and len(self._open) > MAX_OPEN:
+            refusal = BusyError(f"{MAX_OPEN} closures wait on this worker already")
+        if refusal is not None:
+            self._send_back(batches, refusal)
+            return
+        if self._open:
+            self._idle.clear()
+        self._low_water = message.low_water
+        self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
+
+    def _take(self, batch: Batch) -> Batch:
+        """Opens the closures of a batch; without those that were open."""
+        before, taken = len(self._open), batch
+        if not self._open.isdisjoint(batch.steps):
+            new = [step for step in batch.steps if step not in self._open]
+            taken = batch._replace(steps=new)
+        self._open.update(taken.steps)
+        opened = len(self._open) - before
+        if opened < len(taken.steps):  # a closure twice in one batch
+            taken = taken._replace(steps=list(dict.fromkeys(taken.steps)))
+        self._counts["duplicates"] += len(batch.steps) - opened
+        return taken
+
+    def cancel(self, error: ZstratError | None = None) -> None:
+        """Ends every closure that has not begun, with the error if one is given."""
+        self._executor.tell(partial(self.shop.cancel, error))
+
+    # From the executor
+
+    def carry(self, post: Post) -> None:
+        """Carries out a post: the pushes first, the pulls read what they wrote."""
+        if self._closed:
+            return
+        for push, ending in post.pushes:
+            self._push(push, ending)
+        for pull in post.pulls:
+            self._pull(pull)
+        self._ended += post.endings
+        self._flush()
+
+    def _push(self, updates: list[PsUpdate], ending: Ending) -> None:
+        self._counts["pushes"] += 1
+        step = ending.completion.step
+        try:
+            future = self.client.push(step, 0, self._low_water, updates)
+        except Exception as error:  # goes to the coordinator as this step's outcome
+            self._ended.append(_ending.failed(step, error))
+        else:
+            future.add_done_callback(partial(self._pushed, ending))
+
+    def _pushed(self, ending: Ending, future: asyncio.Future[bool]) -> None:
+        error = _error_of(future)
+        if self._closed:
+            return
+        if error is not None:
+            ending = _ending.failed(ending.completion.step, error)
+        self._ended.append(ending)
+        self._flush_soon()
+
+    def _pull(self, pull: Pull) -> None:
+        self._counts["pulls"] += 1
+        try:
+            future = self.client.pull(pull.reads)
+        except Exception as error:  # goes to the coordinator as the steps' outcome
+            self._arrived(pull, None, error)
+        else:
+            future.add_done_callback(partial(self._pulled, pull))
+
+    def _pulled(self, pull: Pull, future: asyncio.Future[list[np.ndarray]]) -> None:
+        error = _error_of(future)
+        self._arrived(pull, None if error is not None else future.result(), error)
+
+    def _arrived(
+        self,
+        pull: Pull,
+        values: list[np.ndarray] | None,
+        error: BaseException | None,
+    ) -> None:
+        self._executor.tell(partial(self.shop.pipeline.arrived, pull, values, error))
+
+    # To the coordinator
+
+    def _flush_soon(self) -> None:
+        """Acknowledgements that arrive together are reported together."""
+        if self._flushing is None:
+            self._flushing = self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        while self._ended and not self._closed:
+            batch = self._ended[:BATCH]
+            try:
+                self._report(batch)
+            except BusyError:  # it does not read: offer them again, and it slows down
+                self._flushing = self._loop.call_later(AGAIN, self._flush)
+                return
+            except PeerLostError:  # told to us for itself; it ends the tenancy
+                return
+
+    def _report(self, batch: list[Ending]) -> None:
+        """Sends endings, the first of ``_ended``; in halves if they are too large."""
+        message = self._completions(batch)
+        try:
+            self.remote.notify(message)
+        except (TypeError, ValueError) as error:  # it does not fit into a message
+            if len(batch) > 1:
+                self._report(batch[: len(batch) // 2])
+                return
+            broken = _ending.failed(batch[0].completion.step, error)
+            self.remote.notify(self._completions([broken]))
+            batch = [broken]
+        else:
+            self._known_layouts.update([layout.layout for layout in message.layouts])
+        del self._ended[: len(batch)]
+        for ending in batch:
+            self._count(ending)
+        if not self._open:
+            self._idle.set()
+
+    def _completions(self, endings: list[Ending]) -> Completions:
+        layouts: dict[int, Layout] = {}
+        for ending in endings:
+            layout = ending.layout
+            if layout is not None and layout.layout not in self._known_layouts:
+                layouts[layout.layout] = layout
+        return Completions(
+            self.session,
+            [ending.completion for ending in endings],
+            list(layouts.values()),
+            b"".join([ending.data for ending in endings]),
+        )
+
+    def _count(self, ending: Ending) -> None:
+        completion = ending.completion
+        self._open.remove(completion.step)
+        self._counts[_NAMES[completion.outcome]] += 1
+        if ending.kept is not None:
+            self.results.keep(completion.step, ending.kept)
+
+    def _send_back(self, batches: Sequence[Batch], error: ZstratError) -> None:
+        for batch in batches:
+            self._ended += [_ending.cancelled(step, error) for step in batch.steps]
+        self._flush()
+
+    # The end
+
+    async def drain(self, refusal: ZstratError, deadline: float) -> bool:
+        """Sends back what has not begun and all that comes, and waits for the rest.
+
+        Returns:
+            False if a closure was still running at the deadline (loop time).
+        """
+        self._refusal = refusal
+        self.cancel(refusal)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Forgets the session at once; what runs goes on to its end, unheard of."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._executor.tell(partial(self._executor.present, None))
+        self._executor.tell(self.shop.close)
+        self._open.clear()
+        self._idle.set()
+
+    async def close_links(self, reason: str) -> None:
+        """Closes the links to the parameter servers; the last thing.
+
+        Cancellation: links that are not closed yet are left open.
+        """
+        await asyncio.gather(*[link.close(reason) for link in self._links])
+
+
+_NAMES: Final = {
+    int(Outcome.OK): "done",
+    int(Outcome.FAILED): "failed",
+    int(Outcome.CANCELLED): "cancelled",
+}
+
+
+def _error_of(future: asyncio.Future[Any]) -> BaseException | None:
+    if future.cancelled():
+        return asyncio.CancelledError("the request was cancelled")
+    return future.exception()

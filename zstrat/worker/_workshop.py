@@ -1,0 +1,255 @@
+"""The closures of one session, carried out on the executor thread.
+
+`Pipeline` decides what comes next; this file does it: finds functions and arguments,
+has the program prepared and run, and turns what comes of it into endings and pushes. A
+batch whose steps draw nothing is prepared once and run as often as it has steps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
+
+from zstrat.program import Function, WorkerContext, worker_context
+from zstrat.ps import PsUpdate, Ref
+
+from . import _ending
+from ._ending import Ending, Layouts
+from ._pipeline import Costs, Pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from zstrat.errors import ZstratError
+    from zstrat.program import Plan, Prepared, StepResult
+    from zstrat.variables import Home
+    from zstrat.wire import Batch, BuildResource, Layout, PlainTree
+
+    from ._executor import Clock
+    from ._pipeline import Post, Step
+    from ._resources import Resources
+
+
+class Prepare(Protocol):
+    """`zstrat.program.prepare`."""
+
+    def __call__(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], /
+    ) -> Prepared: ...
+
+
+class RunEager(Protocol):
+    """`zstrat.program.run_eager`."""
+
+    def __call__(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        home: Home,
+        /,
+    ) -> StepResult: ...
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Task:
+    """What the steps of one batch share."""
+
+    function: bytes
+    arguments: int
+    context: WorkerContext
+    low_water: int
+    once: tuple[Prepared, _Needs] | None = None
+    """Of a batch whose steps draw nothing: the preparation, which serves all."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What the pipeline has to know of a plan. Compared by identity: one per plan."""
+
+    plan: Plan  # held, so that its identity is not given to another
+    reads: tuple[Ref, ...] | None
+    nbytes: int
+    writes: bool
+
+
+@final
+class Workshop:
+    """A `Shop` of one session.
+
+    Args:
+        index, count: This worker and how many there are.
+        home: Makes the home of variables for one eager run, from its step number and
+            the low water.
+        carry: Takes posts over, on the loop.
+        inline: Bytes of a result that travel with the completion.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        *,
+        index: int,
+        count: int,
+        prepare: Prepare,
+        run_eager: RunEager,
+        home: Callable[[int, int], Home],
+        carry: Callable[[Post], None],
+        inline: int,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.clock: Final = clock
+        self.pipeline: Final = Pipeline()
+        self.resources: Final = resources
+        self._index, self._count = index, count
+        self._prepare, self._run_eager = prepare, run_eager
+        self._home, self._carry = home, carry
+        self._layouts: Final = Layouts(inline)
+        self._costs: Final[dict[bytes, Costs]] = {}
+        self._needs: Final[dict[int, _Needs]] = {}
+        self._refs: Final[dict[tuple[Ref, ...], tuple[Ref, ...]]] = {}
+
+    def carry(self, post: Post) -> None:
+        self._carry(post)
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Safe to call from the loop."""
+        functions = [f for f in self.resources.functions() if isinstance(f, Function)]
+        return {
+            "functions": len(functions),
+            "traces": sum(function.trace_count for function in functions),
+            "layouts": len(self._layouts),
+        }
+
+    # Events: called on the thread, between two pieces of work
+
+    def dispatch(self, batches: Iterable[Batch], low_water: int) -> None:
+        """Queues closures."""
+        for batch in batches:
+            context = WorkerContext(self._index, self._count, batch.attempt)
+            task = _Task(batch.function, batch.arguments, context, low_water)
+            costs = self._costs.setdefault(batch.function, Costs())
+            self.pipeline.dispatched(task, costs, batch.steps)
+
+    def cancel(self, error: ZstratError | None = None) -> None:
+        """Ends all that has not begun; what it has drawn goes back to its dataset."""
+        now = self.clock()
+        prepared, queued = self.pipeline.cancelled()
+        for step in prepared:
+            if step.work is not None:
+                step.work.unread()
+        for step in (*reversed(prepared), *queued):
+            self.pipeline.leave(_ending.cancelled(step.number, error), now)
+
+    def build(self, order: BuildResource) -> Layout:
+        """Builds a resource in the worker's context; see `Resources.build`."""
+        before = worker_context.set(WorkerContext(self._index, self._count))
+        try:
+            return self.resources.build(order)
+        finally:
+            worker_context.reset(before)
+
+    def close(self) -> None:
+        """The session is over: nobody hears of what is left."""
+        self.pipeline.cancelled()
+        self.pipeline.post()
+        self.resources.close()
+
+    # Work
+
+    def prepare(self, step: Step, began: float) -> float:
+        task: _Task = step.task
+        if task.once is not None:
+            step.work, needs = task.once
+            self.pipeline.prepared(
+                step,
+                began,
+                reads=needs.reads,
+                nbytes=needs.nbytes,
+                writes=needs.writes,
+            )
+            return began
+        before = worker_context.set(task.context)
+        try:
+            function = self.resources.code(task.function)
+            args, kwargs = self.resources.arguments(task.arguments)
+            if function.eager:
+                self.pipeline.prepared(step, began, writes=True, alone=True)
+                return began
+            prepared = self._prepare(function, args, kwargs)
+        except BaseException as error:  # goes to the coordinator as this step's outcome
+            now = self.clock()
+            self.pipeline.refused(step, _ending.failed(step.number, error), now)
+            return now
+        finally:
+            worker_context.reset(before)
+        step.work, needs = prepared, self._needs_of(prepared.plan)
+        if not prepared.plan.draws:
+            task.once = (prepared, needs)
+        now = self.clock()
+        self.pipeline.prepared(
+            step,
+            now,
+            cost=now - began,
+            reads=needs.reads,
+            nbytes=needs.nbytes,
+            writes=needs.writes,
+        )
+        return now
+
+    def run(self, step: Step, began: float) -> float:
+        push: list[PsUpdate] | None = None
+        if step.error is not None:
+            ending = self._not_run(step, step.error)
+        else:
+            task: _Task = step.task
+            before = worker_context.set(task.context)
+            try:
+                if step.work is None:
+                    result = self._eager(step, task)
+                else:
+                    result = step.work.run(step.values or ())
+                    push = _push(result)
+                ending = self._layouts.ok(step.number, result)
+            except BaseException as error:  # goes to the coordinator as the outcome
+                ending, push = _ending.failed(step.number, error), None
+            finally:
+                worker_context.reset(before)
+        step.work = step.values = None
+        now = self.clock()
+        self.pipeline.ran(step, ending, now, cost=now - began, push=push)
+        return now
+
+    def _eager(self, step: Step, task: _Task) -> StepResult:
+        function = self.resources.code(task.function)
+        args, kwargs = self.resources.arguments(task.arguments)
+        home = self._home(step.number, task.low_water)
+        return self._run_eager(function, args, kwargs, home)
+
+    def _not_run(self, step: Step, error: BaseException) -> Ending:
+        """The values did not come. The coordinator may try the closure again, so its
+        elements go back, though behind those that the next step has drawn already."""
+        if step.work is not None:
+            step.work.unread()
+        return _ending.failed(step.number, error)
+
+    def _needs_of(self, plan: Plan) -> _Needs:
+        needs = self._needs.get(id(plan))
+        if needs is None:
+            refs = tuple([Ref(spec.ps, spec.key) for spec in plan.reads])
+            # One object for equal reads, whosever plan: they share a pull.
+            refs = self._refs.setdefault(refs, refs)
+            nbytes = sum(spec.nbytes for spec in plan.reads)
+            needs = _Needs(plan, refs or None, nbytes, bool(plan.updates))
+            self._needs[id(plan)] = needs
+        return needs
+
+
+def _push(result: StepResult) -> list[PsUpdate] | None:
+    return [
+        PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
+        for spec, op, optimizer, arrays in result.updates
+    ] or None
