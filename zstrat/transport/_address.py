@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import os
 import socket
@@ -91,6 +92,22 @@ def check_directory(address: Address) -> None:
             f"mode {mode:04o}: expected user {os.geteuid()} and 0700, because every "
             "user who can enter it could send commands to this task"
         )
+
+
+def check_unused(address: Address) -> None:
+    """libzmq takes an ipc address away from whoever has it, without a word.
+
+    Raises:
+        OSError: A process listens there.
+    """
+    with socket.socket(
+        socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+    ) as knock:
+        if knock.connect_ex(address.host) in (0, errno.EAGAIN):
+            raise OSError(
+                errno.EADDRINUSE,
+                f"cannot bind ipc://{address.host}: another process listens there",
+            )
 
 
 def _parse_ipc(text: str, path: str) -> Address:

@@ -13,6 +13,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast, get_args
 
@@ -29,9 +30,9 @@ from zstrat.wire._greeting import described, mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer, failure
 
-from ._address import Address, check_directory, is_local, parse
+from ._address import Address, check_directory, check_unused, is_local, parse
 from ._monitor import Event, Happening, Monitor
-from ._pool import Pool
+from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
 from ._remote import Connection, Remote
 from ._roster import Identity, Roster, identity_of
@@ -82,7 +83,7 @@ class Endpoint:
         self._on_lost, self._security = on_lost, security
         self._connections: dict[bytes, Connection] = {}
         self._remotes: dict[Identity, Remote] = {}
-        self._roster, self._pool = Roster(), Pool()
+        self._roster = Roster()
         self._tasks: set[asyncio.Task[Message]] = set()
         self._counts: Counter[str] = Counter()
         self._complained_at = -_COMPLAINTS
@@ -90,6 +91,8 @@ class Endpoint:
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
+        self._parting: set[int] = set()
+        self._parted = asyncio.Event()
 
     async def bind(self, address: str) -> str:
         """Binds and serves from now on; returns the address that others connect to.
@@ -136,27 +139,40 @@ class Endpoint:
 
         Cancellation: the endpoint is closed all the same.
         """
-        self._closed = True
-        if self._pump is None:
+        pump, self._pump, self._closed = self._pump, None, True
+        if pump is None:
             return
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for connection in list(self._connections.values()):
-            connection.outlet.peer.leave(reason)
-            connection.outlet.flush()
-        self._connections.clear()
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()
-        self._monitor.close()
-        self._pump.close(LINGER)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._authenticator is not None:
-            self._authenticator.close()
+        try:
+            await self._part(reason)
+        finally:
+            self._monitor.close()
+            pump.close(LINGER)
+            if self._authenticator is not None:
+                self._authenticator.close()
         await end_context(self._context)
+
+    async def _part(self, reason: str) -> None:
+        """Says goodbye, and waits until the peers have hung up: a socket that is closed
+        with unread data resets its connection, and the goodbye may be lost with it."""
+        connections = list(self._connections.values())
+        self._connections.clear()
+        self._parting = {connection.descriptor for connection in connections}
+        for connection in connections:
+            connection.outlet.peer.leave(reason)
+            connection.outlet.flush()
+        if connections:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LINGER):
+                    await self._parted.wait()
 
     def statistics(self) -> dict[str, object]:
         """Counts since the start, and what is connected now."""
@@ -164,12 +180,13 @@ class Endpoint:
             "remotes": [remote.name for remote in self._remotes.values()],
             "handlers": len(self._tasks),
             "counts": dict(self._counts),
-            "pool": self._pool.statistics(),
+            "pool": POOL.statistics(),
         }
 
     async def _check_exposure(self, address: Address) -> None:
         if address.scheme == "ipc":
             check_directory(address)
+            check_unused(address)
         elif (
             self._security is None
             and not self._settings.insecure
@@ -177,10 +194,10 @@ class Endpoint:
         ):
             raise PermissionDeniedError(
                 f"{task_name(self._me)} will not bind {address.host}:{address.port}: "
-                "other machines can reach it, it has no keys, and whoever can may "
-                "run code here; make keys with `zstrat keygen DIR` and pass --keys DIR "
-                "(ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure if only you use "
-                "the network"
+                "other machines can reach it, it has no keys, and whoever reaches it "
+                "can run code here; make keys with `zstrat keygen DIR` and pass them "
+                "with --keys DIR (ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure "
+                "if only you use the network"
             )
 
     def _admits(self, key: str) -> bool:
@@ -193,6 +210,8 @@ class Endpoint:
     # ---- what arrives -----------------------------------------------------------
 
     def _received(self, frames: list[zmq.Frame]) -> None:
+        if self._closed:
+            return
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
@@ -226,7 +245,7 @@ class Endpoint:
             timeouts=self._settings.timeouts,
             limits=self._settings.limits,
             now=self._loop.time(),
-            allocate=self._pool.allocate,
+            allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
         )
         try:
@@ -244,6 +263,9 @@ class Endpoint:
         match event.happening:
             case Happening.BROKEN:
                 now = self._loop.time()
+                self._parting.discard(event.value)
+                if self._closed and not self._parting:
+                    self._parted.set()
                 for connection in self._connections.values():
                     if connection.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
@@ -255,6 +277,7 @@ class Endpoint:
         if self._authenticator is not None:
             self._authenticator.revive()
         now = self._loop.time()
+        POOL.age(now)
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
@@ -352,7 +375,10 @@ class Endpoint:
         self._roster.leave(identity)
         self._remotes.pop(identity, None)
         self._counts["lost"] += 1
-        self._on_lost(remote, reason)
+        try:
+            self._on_lost(remote, reason)
+        except Exception:  # to the log: one bad callback must not stop the others
+            _LOG.exception("%s: on_lost of %s", task_name(self._me), remote.name)
 
     # ---- requests -----------------------------------------------------------------
 

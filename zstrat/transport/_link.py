@@ -12,7 +12,7 @@ import itertools
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import zmq
 
@@ -29,7 +29,7 @@ from zstrat.wire._peer import Peer
 from ._address import parse
 from ._continuity import Continuity
 from ._monitor import Event, Happening, Monitor
-from ._pool import Pool
+from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
 from ._shared import lane_of
 from ._socket import LINGER, lease_context, new_socket, return_context
@@ -47,7 +47,13 @@ _FIRST_PAUSE: Final = 0.02
 _LONGEST_PAUSE: Final = 2.0
 """Seconds between two attempts after a connection that ended; doubled each time."""
 
+_LAST_WORDS: Final = 0.01
+"""Seconds in which what arrived before the end of a connection can still be read."""
+
 Reply = asyncio.Future[Message]
+
+
+Told = TypeVar("Told")
 
 
 def _ignore(_: object) -> None:
@@ -87,6 +93,8 @@ class Link:
     ) -> None:
         self.name, self.address = name, address
         self._where = parse(address)
+        if self._where.scheme == "tcp" and not self._where.port:
+            raise ValueError(f"address {address!r}: a link needs a port above 0")
         self._me = replace(me, link=next(_NUMBERS))
         self._settings, self._security, self._expect = settings, security, expect
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
@@ -95,7 +103,6 @@ class Link:
                 f"{name}: say whom to expect, to know which key it must have"
             )
         self._continuity = Continuity(settings.timeouts.reconnect)
-        self._pool = Pool()
         self._outlet: Outlet | None = None
         self._refusal: Exception | None = None
         self._trouble = "nothing answers there"
@@ -142,8 +149,7 @@ class Link:
 
         Cancellation: nothing is lost.
         """
-        if self._is_closed:
-            raise ClosedError(f"the link to {self.name} is closed")
+        self._check_usable()
         if self._outlet is not None and self.is_open:
             assert self._outlet.peer.hello is not None
             return self._outlet.peer.hello
@@ -179,13 +185,13 @@ class Link:
             BusyError: Too many requests are open.
             ClosedError: The link was closed.
         """
-        future: Reply = self._loop.create_future()
         outlet = self._outlet
         if outlet is None or outlet.peer.state is not State.OPEN:
-            if self._is_closed:
-                raise ClosedError(f"the link to {self.name} is closed")
+            self._check_usable()
+            future: Reply = self._loop.create_future()
             future.set_exception(PeerLostError(self.name, "it is not connected"))
             return future
+        future = self._loop.create_future()
         if deadline is None:
             deadline = self._loop.time() + self._settings.timeouts.request
         outlet.peer.request(message, future, deadline)
@@ -213,8 +219,7 @@ class Link:
         """
         outlet = self._outlet
         if outlet is None or outlet.peer.state is not State.OPEN:
-            if self._is_closed:
-                raise ClosedError(f"the link to {self.name} is closed")
+            self._check_usable()
             raise PeerLostError(self.name, "it is not connected")
         outlet.peer.notify(message)
         outlet.flush()
@@ -243,6 +248,12 @@ class Link:
         if self._is_started:
             await return_context()
 
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the link to {self.name} is closed")
+        if not self._is_started:
+            raise RuntimeError(f"the link to {self.name} was not started")
+
     # ---- connecting ---------------------------------------------------------------
 
     def _connect(self) -> None:
@@ -260,7 +271,9 @@ class Link:
             case Happening.READY:
                 self._greet()
             case Happening.BROKEN:
-                self._broke()
+                # Said before the last message can be read, which may be the goodbye.
+                if self._outlet is not None:
+                    self._loop.call_later(_LAST_WORDS, self._broke, self._outlet)
             case Happening.UNAUTHORISED:
                 assert self._security is not None
                 self._refuse(self._security.denied(self._target))
@@ -286,7 +299,7 @@ class Link:
             timeouts=self._settings.timeouts,
             limits=self._settings.limits,
             now=self._loop.time(),
-            allocate=self._pool.allocate,
+            allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
         )
         self._trouble = "something listens there, but it does not greet as a task does"
@@ -294,10 +307,8 @@ class Link:
         self._outlet.flush()
         self._arm(peer.due)
 
-    def _broke(self) -> None:
-        if self._pump is not None:
-            self._pump.drain()  # the last words may be there already
-        if self._outlet is None:
+    def _broke(self, outlet: Outlet) -> None:
+        if self._outlet is not outlet:
             return
         reason = "its connection broke"
         self._obey(self._outlet.peer.disconnected(reason, self._loop.time()))
@@ -324,7 +335,9 @@ class Link:
         outlet = self._outlet
         if outlet is None:
             return
-        self._obey(outlet.peer.tick(self._loop.time()))
+        now = self._loop.time()
+        POOL.age(now)
+        self._obey(outlet.peer.tick(now))
         outlet.flush()
         if self._outlet is outlet:
             self._arm(outlet.peer.due)
@@ -334,7 +347,7 @@ class Link:
         self._watch = None
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:
-            self._on_lost(PeerLostError(self.name, reason))
+            self._tell(self._on_lost, PeerLostError(self.name, reason))
 
     # ---- what Peer decided --------------------------------------------------------
 
@@ -345,7 +358,7 @@ class Link:
                     if not future.done():
                         future.set_result(message)
                 case Noticed(message):
-                    self._on_notice(message)
+                    self._tell(self._on_notice, message)
                 case Failed(future, error):
                     if not future.done():
                         future.set_exception(error)
@@ -364,11 +377,11 @@ class Link:
             self._watch = None
         reason = self._continuity.opened(hello)
         if reason is not None:
-            self._on_lost(PeerLostError(self.name, reason))
+            self._tell(self._on_lost, PeerLostError(self.name, reason))
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(hello)
-        self._on_open(hello)
+        self._tell(self._on_open, hello)
 
     def _ended(self, closed: Closed) -> None:
         """The connection is over: begin the next one."""
@@ -387,7 +400,13 @@ class Link:
         self._retry = self._loop.call_later(self._pause, self._connect)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if reason is not None:
-            self._on_lost(PeerLostError(self.name, reason))
+            self._tell(self._on_lost, PeerLostError(self.name, reason))
+
+    def _tell(self, callback: Callable[[Told], None], what: Told) -> None:
+        try:
+            callback(what)
+        except Exception:  # to the log: one bad callback must not stop the others
+            _LOG.exception("%s: a callback failed", self.name)
 
     def _refuse(self, error: Exception) -> None:
         self._refusal = error

@@ -9,28 +9,42 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.wire._body import ALIGNMENT
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 KEPT: Final = 256 * 2**20
 """Bytes that may lie idle: two bodies of 64 MB in turn, with room for a second size."""
+
+SPARE: Final = 30.0
+"""Seconds: longer than a pause for a checkpoint or an evaluation."""
 
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
 
 
 class _Memory(np.ndarray):
-    """Memory that is lent again and again."""
+    """What a lease is a view of."""
 
 
 class _Lease(np.ndarray):
-    """What the arrays of a body are views of; its death returns the memory.
+    """What the arrays of a body are views of; its death ends the loan."""
 
-    numpy makes the base of a view the base of its base, so long as these have the type
-    of the view. Lease and memory have types of their own, so an array holds its lease.
+
+def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memoryview:
+    """``memory`` (uint8 [n]), as long as any array or view made of it lives.
+
+    ``ended(what)`` is called, on any thread, when the last of them is gone.
     """
+    # numpy makes the base of a view the base of its base, so long as that has the type
+    # of the view: two types of our own keep an array from skipping its lease.
+    lease = memory.view(_Memory).view(_Lease)
+    weakref.finalize(lease, ended, what).atexit = False
+    return lease.data
 
 
 class Pool:
@@ -39,6 +53,7 @@ class Pool:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept, self._idle_bytes, self._leases = kept, 0, 0
         self._idle: dict[int, list[np.ndarray]] = {}
+        self._is_used, self._used_at = False, 0.0
         # Re-entrant: a collection that starts inside the lock may end a lease.
         self._lock = threading.RLock()
 
@@ -50,15 +65,16 @@ class Pool:
         """
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
-        lease = memory[:nbytes].view(_Lease)
-        weakref.finalize(lease, self._give_back, memory).atexit = False
-        return lease.data
+        return lend(memory[:nbytes], self._give_back, memory)
 
-    def trim(self) -> None:
-        """Lets all idle memory go."""
-        with self._lock:
-            self._idle.clear()
-            self._idle_bytes = 0
+    def age(self, now: float) -> None:
+        """Lets idle memory go that nobody asked for in `SPARE` seconds."""
+        if self._is_used:
+            self._is_used, self._used_at = False, now
+        elif self._idle_bytes and now - self._used_at > SPARE:
+            with self._lock:
+                self._idle.clear()
+                self._idle_bytes = 0
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -66,14 +82,14 @@ class Pool:
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
-            self._leases += 1
+            self._leases, self._is_used = self._leases + 1, True
             idle = self._idle.get(size)
             if idle:
                 self._idle_bytes -= size
                 return idle.pop()
         fresh = np.empty(size + ALIGNMENT, np.uint8)
         start = -fresh.ctypes.data % ALIGNMENT
-        return fresh[start : start + size].view(_Memory)
+        return fresh[start : start + size]
 
     def _give_back(self, memory: np.ndarray) -> None:
         size = memory.nbytes
@@ -82,3 +98,7 @@ class Pool:
             if self._idle_bytes + size <= self._kept:
                 self._idle.setdefault(size, []).append(memory)
                 self._idle_bytes += size
+
+
+POOL: Final = Pool()
+"""Of the process, because memory is: links and endpoints receive into the same."""

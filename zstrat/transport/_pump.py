@@ -65,6 +65,8 @@ class Pump:
 
     def send(self, frames: Frames, to: Frames = ()) -> Sending:
         """Sends one message, whole or not at all, and never waits."""
+        if self._closed:
+            return Sending.GONE
         send = self._socket.send
         if not self._scheduled:
             self._look_again()
@@ -127,8 +129,11 @@ class Pump:
                 receive(message)
         except zmq.Again:
             pass
+        except BaseException:  # to the loop's handler: the rest must not wait for it
+            self._look_again()
+            raise
         else:
-            if not self._scheduled and not self._closed:
+            if not self._scheduled:
                 self._look_again()
         if self._blocked:
             blocked, self._blocked = self._blocked, {}

@@ -20,7 +20,6 @@ import mmap
 import os
 import secrets
 import stat
-import weakref
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -30,6 +29,8 @@ import numpy as np
 from zstrat.wire import Offer
 from zstrat.wire._body import aligned
 from zstrat.wire._greeting import task_name
+
+from ._pool import lend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -165,9 +166,7 @@ class Mapping:
         """
         if offset < _PAGE or offset % _PAGE or offset + nbytes > self._memory.size:
             raise ValueError(f"{nbytes} bytes at {offset} are outside of the arena")
-        lease = self._memory[offset : offset + nbytes].view(_Lease)
-        weakref.finalize(lease, released, offset).atexit = False
-        return lease.data
+        return lend(self._memory[offset : offset + nbytes], released, offset)
 
 
 def _check(file: int, capacity: int) -> None:
@@ -176,10 +175,6 @@ def _check(file: int, capacity: int) -> None:
         raise OSError("it is no file of the size of the arena")
     if fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError("its size is not sealed")
-
-
-class _Lease(np.ndarray):
-    """What the arrays of a body are views of; see `zstrat.transport._pool`."""
 
 
 class SharedLane:

@@ -93,6 +93,8 @@ def new_socket(
     times, limits = settings.timeouts, settings.limits
     socket.linger = 0
     socket.maxmsgsize = max(limits.frame, limits.chunk, limits.header)
+    # Messages, not bytes: those with large bodies are bounded by credits before.
+    socket.sndhwm = socket.rcvhwm = 500
     socket.handshake_ivl = int(times.handshake * 1000)
     # Beneath our own beats: they end connections whose machine has vanished, where the
     # beats only tell us. The peer must not be given up before we would give it up.
@@ -107,8 +109,8 @@ def new_socket(
         socket.router_mandatory = 1
         socket.backlog = 1024
     else:
-        # Not `immediate`: with it libzmq throws away what is unread when the peer closes,
-        # and with them the last answers. A link sends nothing before the handshake.
+        # Not `immediate`: with it libzmq throws away what is unread when the peer
+        # closes, the last answers among it. A link sends only after the handshake.
         socket.immediate = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 20, 1000
     return socket

@@ -1,0 +1,233 @@
+"""Keys and roles: who is let in, who is not, and that the next honest one always is."""
+
+import asyncio
+import stat
+
+import pytest
+
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import DeadlineExceededError, PermissionDeniedError
+from zstrat.transport import Security, generate_keys
+from zstrat.wire import Done, Inspect, Job, Pull, Read, Statistics
+
+PS = ("ps", 0)
+
+
+def soon(seconds=10.0):
+    return asyncio.get_running_loop().time() + seconds
+
+
+@pytest.fixture
+def folder(tmp_path):
+    generate_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+async def served(net, folder):
+    endpoint, address, service = await net.serve(security=Security.load(folder, "ps"))
+    return endpoint, address, service
+
+
+async def honest(net, address, folder, job="worker"):
+    """The next honest client is served."""
+    link, _ = await net.open(
+        address, job=job, expect=PS, security=Security.load(folder, job)
+    )
+    return await link.request(Inspect())
+
+
+async def test_a_role_is_that_of_the_key(net, served, folder):
+    _, address, _ = served
+    for job in ("chief", "worker", "observer"):
+        assert await honest(net, address, folder, job) == Statistics({"role": job})
+
+
+async def test_bodies_travel_encrypted(net, served, folder):
+    _, address, _ = served
+    link, _ = await net.open(
+        address, expect=PS, security=Security.load(folder, "worker")
+    )
+    reply = await link.request(Pull(1, [Read(3_000_001, -1)]))
+    assert reply.arrays[0][-1] == 3_000_000 % 256
+
+
+async def test_a_claim_above_the_key_is_refused(net, served, folder):
+    _, address, _ = served
+    link, _ = net.link(
+        address, job="chief", expect=PS, security=Security.load(folder, "worker")
+    )
+    with pytest.raises(PermissionDeniedError, match="key of the role worker"):
+        await link.wait_open(soon())
+    assert await honest(net, address, folder)
+
+
+async def test_any_key_may_observe_and_then_only_observes(net, served, folder):
+    _, address, _ = served
+    link, _ = await net.open(
+        address, job="observer", expect=PS, security=Security.load(folder, "ps")
+    )
+    assert await link.request(Inspect()) == Statistics({"role": Job.OBSERVER})
+
+
+async def test_an_unknown_key_is_refused_promptly_naming_the_folder(
+    net, served, folder, tmp_path
+):
+    endpoint, address, service = served
+    generate_keys(tmp_path / "others")
+    stranger = Security.load(tmp_path / "others", "worker")
+    stranger._publics[Job.PS] = Security.load(folder, "ps")._publics[Job.PS]
+    link, _ = net.link(address, expect=PS, security=stranger)
+    with pytest.raises(PermissionDeniedError, match=str(tmp_path / "others")):
+        await link.wait_open(soon())
+    assert not service.seen
+    assert await honest(net, address, folder)
+    assert endpoint.statistics()["counts"]["refused"]
+
+
+async def test_no_key_is_refused(net, served, folder):
+    _, address, service = served
+    link, _ = net.link(address)
+    with pytest.raises(DeadlineExceededError, match="one side may use keys"):
+        await link.wait_open(soon(0.3))
+    assert not service.seen
+    assert await honest(net, address, folder)
+
+
+async def test_a_server_with_another_key_is_not_trusted(net, served, tmp_path):
+    _, address, service = served
+    generate_keys(tmp_path / "others")
+    link, _ = net.link(
+        address, expect=PS, security=Security.load(tmp_path / "others", "worker")
+    )
+    with pytest.raises(DeadlineExceededError, match="check"):
+        await link.wait_open(soon(0.3))
+    assert not service.seen
+
+
+async def test_a_server_without_keys_is_not_trusted(net, folder):
+    _, address, service = await net.serve()
+    link, _ = net.link(address, expect=PS, security=Security.load(folder, "worker"))
+    with pytest.raises(DeadlineExceededError, match="one side may use keys"):
+        await link.wait_open(soon(0.3))
+    assert not service.seen
+
+
+async def test_a_check_that_raises_refuses_and_the_next_one_is_served(
+    net, served, folder, caplog
+):
+    endpoint, address, service = served
+
+    def broken(key):
+        raise RuntimeError("the disk is full")
+
+    checker = endpoint._authenticator
+    sound, checker._admits = checker._admits, broken
+    link, _ = net.link(address, expect=PS, security=Security.load(folder, "worker"))
+    with pytest.raises(PermissionDeniedError):
+        await link.wait_open(soon())
+    assert "the disk is full" in caplog.text
+    assert not service.seen
+    checker._admits = sound
+    assert await honest(net, address, folder)
+
+
+async def test_a_dead_authenticator_admits_nobody_and_is_replaced(net, folder):
+    swift = Settings(timeouts=Timeouts(handshake=0.5))
+    endpoint, address, service = await net.serve(
+        security=Security.load(folder, "ps"), settings=swift
+    )
+    checker, revive = endpoint._authenticator, endpoint._authenticator.revive
+    checker.revive = lambda: None
+    checker.close()
+    security = Security.load(folder, "worker")
+    link, _ = net.link(address, expect=PS, security=security, settings=swift)
+    with pytest.raises((DeadlineExceededError, PermissionDeniedError)):
+        await link.wait_open(soon(0.5))
+    assert not service.seen
+    checker.revive = revive
+    assert await honest(net, address, folder)
+
+
+async def test_keys_serve_other_machines(net, folder):
+    _, address, _ = await net.serve("0.0.0.0:0", security=Security.load(folder, "ps"))
+    assert await honest(net, address.replace("0.0.0.0", "127.0.0.1"), folder)
+
+
+async def test_a_link_with_keys_says_whom_it_expects(net, folder):
+    with pytest.raises(ValueError, match="say whom to expect"):
+        net.link("127.0.0.1:1", security=Security.load(folder, "worker"))
+
+
+async def test_one_folder_serves_tasks_of_all_roles(net, folder):
+    for job in Job:
+        _, address, _ = await net.serve(
+            job=job,
+            security=Security.load(folder, job),
+            handler=lambda remote, message: Done(),
+        )
+        link, _ = await net.open(
+            address,
+            job="chief",
+            expect=(job, 0),
+            security=Security.load(folder, "chief"),
+        )
+        assert await link.request(Inspect()) == Done()
+
+
+# ---- the folder ----
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_keys_are_made_once_with_tight_modes(folder):
+    assert mode(folder) == 0o700
+    for job in Job:
+        assert mode(folder / f"{job}.secret") == 0o600
+    with pytest.raises(FileExistsError, match="holds keys already"):
+        generate_keys(folder)
+
+
+def test_a_readable_secret_is_refused(folder):
+    (folder / "ps.secret").chmod(0o640)
+    with pytest.raises(
+        PermissionDeniedError, match=r"ps.secret has mode 0640.*chmod 600"
+    ):
+        Security.load(folder, "ps")
+    (folder / "ps.secret").chmod(0o600)
+    folder.chmod(0o755)
+    with pytest.raises(PermissionDeniedError, match="chmod 700"):
+        Security.load(folder, "ps")
+
+
+def test_a_machine_needs_its_own_secret_alone(folder):
+    for job in Job:
+        if job != "worker":
+            (folder / f"{job}.secret").unlink()
+    assert Security.load(folder, "worker").job is Job.WORKER
+    with pytest.raises(ValueError, match=r"cannot read the key .*ps.secret"):
+        Security.load(folder, "ps")
+
+
+def test_a_folder_that_does_not_fit_is_refused(folder, tmp_path):
+    generate_keys(tmp_path / "others")
+    with pytest.raises(ValueError, match=r"make one with `zstrat keygen"):
+        Security.load(tmp_path / "nowhere", "ps")
+    (folder / "ps.public").write_bytes((tmp_path / "others/ps.public").read_bytes())
+    with pytest.raises(ValueError, match="two runs"):
+        Security.load(folder, "ps")
+    (folder / "ps.public").write_text("ß", "utf-8")
+    with pytest.raises(ValueError, match="is no key"):
+        Security.load(folder, "ps")
+    (folder / "ps.public").write_bytes((folder / "chief.public").read_bytes())
+    with pytest.raises(ValueError, match="a different key for each role"):
+        Security.load(folder, "ps")
+
+
+def test_secrets_do_not_show(folder):
+    security = Security.load(folder, "ps")
+    secret = (folder / "ps.secret").read_text().strip()
+    assert secret not in repr(security)
+    assert secret not in str(security.denied("somebody"))
