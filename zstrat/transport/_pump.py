@@ -118,6 +118,9 @@ class Pump:
 
     def _drain(self) -> None:
         recv, receive, left = self._socket.recv, self._receive, BUDGET
+        # What is sent meanwhile needs no look of its own: the last thing done here is
+        # to find the socket empty.
+        before, self._scheduled = self._scheduled, True
         try:
             while left > 0 and not self._closed:
                 frame = recv(_NOBLOCK, False)
@@ -128,13 +131,12 @@ class Pump:
                 left -= 1 + (len(frame) >> _UNIT)
                 receive(message)
         except zmq.Again:
-            pass
+            self._scheduled = before
         except BaseException:  # to the loop's handler: the rest must not wait for it
             self._look_again()
             raise
         else:
-            if not self._scheduled:
-                self._look_again()
+            self._look_again()
         if self._blocked:
             blocked, self._blocked = self._blocked, {}
             for outlet in blocked:

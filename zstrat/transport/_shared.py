@@ -241,6 +241,8 @@ class SharedLane:
 
     def take_unused(self) -> list[int]:
         unused = self._unused
+        if not unused:  # asked before each message: almost always so
+            return []
         return [unused.popleft() for _ in range(min(len(unused), _BATCH))]
 
     def close(self) -> None:
