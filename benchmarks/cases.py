@@ -120,12 +120,11 @@ def pull_64mb() -> Reading:
 
     size = 64 * MiB
     with direct.client(size // 4) as client:
-        device = jax.devices()[0]
 
-        def once() -> None:
-            jax.block_until_ready(jax.device_put(client.pull(), device))
+        async def once() -> None:
+            jax.block_until_ready(jax.device_put(await client.pull()))
 
-        value = _rate(size, once, 15)
+        value = size / client.seconds(once, 15)
     return Reading(value / 1e9, raw.pull(size, 15) / 1e9)
 
 
@@ -135,7 +134,7 @@ def push_64mb() -> Reading:
     size = 64 * MiB
     with direct.client(size // 4) as client:
         delta = np.ones(size // 4, np.float32)
-        value = _rate(size, lambda: client.push(delta), 15)
+        value = size / client.seconds(lambda: client.push(delta), 15)
     return Reading(value / 1e9, raw.push(size, 15) / 1e9)
 
 

@@ -7,6 +7,8 @@ bytes, and a push counts when the ps has applied it.
 from __future__ import annotations
 
 import contextlib
+import statistics
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +21,7 @@ from zstrat.transport import Link, hello, new_event_loop, new_incarnation
 from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
 
 class Client:
@@ -41,23 +43,30 @@ class Client:
         await self._link.wait_open(self._loop.time() + 10)
         self._client = PsClient([self._link], session, memory=0)
 
-    def pull(self) -> np.ndarray:
-        return self._loop.run_until_complete(self._pull())
-
-    async def _pull(self) -> np.ndarray:
+    async def pull(self) -> np.ndarray:
         (array,) = await self._client.pull([Ref(0, self._key)])
         return array
 
-    def push(self, delta: np.ndarray) -> None:
-        self._loop.run_until_complete(self._push(delta))
-
-    async def _push(self, delta: np.ndarray) -> None:
+    async def push(self, delta: np.ndarray) -> None:
         update = PsUpdate(0, self._key, UpdateOp.ADD, 0, (delta,))
         await self._client.push(-1, 0, 0, [update])
+
+    def seconds(self, once: Callable[[], Awaitable[object]], repeats: int) -> float:
+        """Median duration, on a loop that runs on as it does in a worker."""
+        return self._loop.run_until_complete(_seconds(once, repeats))
 
     def close(self) -> None:
         self._loop.run_until_complete(self._link.close())
         self._loop.close()
+
+
+async def _seconds(once: Callable[[], Awaitable[object]], repeats: int) -> float:
+    times = []
+    for _ in range(3 + repeats):
+        began = time.perf_counter()
+        await once()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[3:])
 
 
 @contextlib.contextmanager
