@@ -73,6 +73,9 @@ class Settings:
     timeouts: Timeouts = field(default_factory=Timeouts)
     limits: Limits = field(default_factory=Limits)
     lane: str = "auto"
+    prefetch: int | None = None
+    """Optimizer steps whose values a worker fetches while the one before computes.
+    None: 1 if there are several workers, whose steps interleave anyway, else 0."""
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
@@ -103,6 +106,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
             drain=_seconds(env, "ZSTRAT_DRAIN", default.drain),
         ),
         lane=lane,
+        prefetch=_prefetch(env),
         keys=Path(keys) if keys else None,
         insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
         log_json=env.get("ZSTRAT_LOG", "") == "json",
@@ -121,6 +125,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no valid TOML: {error}") from error
+
+
+def _prefetch(env: Mapping[str, str]) -> int | None:
+    text = env.get("ZSTRAT_PREFETCH", "auto")
+    if text not in ("auto", "0", "1"):
+        raise ValueError(f"ZSTRAT_PREFETCH={text!r}: expected auto, 0 or 1")
+    return None if text == "auto" else int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

@@ -223,7 +223,7 @@ def test_after_an_error_everything_else_is_cancelled(coordinator):
     coordinator.schedule(explode)
     with pytest.raises(RuntimeError, match="first"):
         while True:  # the error is raised by schedule or by join, whichever is first
-            value = coordinator.schedule(fine)
+            coordinator.schedule(fine)
             coordinator.join()
     assert coordinator.done()
     assert coordinator.schedule(fine).fetch() == 1.0

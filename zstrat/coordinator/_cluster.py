@@ -47,6 +47,7 @@ class Cluster:
         workers: Sequence[str],
         timeouts: Timeouts,
         make_link: MakeLink,
+        prefetch: int = 0,
     ) -> None:
         self.session, self._timeouts = session, timeouts
         self.dispatcher: Dispatcher | None = None
@@ -55,7 +56,7 @@ class Cluster:
 
         def lane(job: str, index: int, address: str) -> Lane:
             known = addresses if job == "worker" else []
-            opening = OpenSession(session, index, count, known)
+            opening = OpenSession(session, index, count, known, prefetch)
             is_ps = job == "ps"
             return Lane(job, index, address, opening, make_link, self, one_life=is_ps)
 

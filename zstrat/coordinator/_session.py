@@ -77,7 +77,14 @@ class ClusterSession:
         portal = Portal(f"zstrat {session:x}")
 
         async def open_() -> Cluster:
-            cluster = Cluster(session, ps, workers, settings.timeouts, make)
+            cluster = Cluster(
+                session,
+                ps,
+                workers,
+                settings.timeouts,
+                make,
+                _prefetch(settings, workers),
+            )
             try:
                 await cluster.open()
             except BaseException:
@@ -244,6 +251,14 @@ class ClusterSession:
 
 def _addresses(spec: ClusterSpec, job: str) -> list[str]:
     return [spec.task_address(job, index) for index in spec.task_indices(job)]
+
+
+def _prefetch(settings: Settings, workers: Sequence[str]) -> int:
+    # The steps of several workers interleave, so reading a value before one's own last
+    # push is nothing new; with one worker it would be the only staleness there is.
+    if settings.prefetch is not None:
+        return settings.prefetch
+    return 1 if len(workers) > 1 else 0
 
 
 def _links(session: int, settings: Settings) -> MakeLink:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
@@ -91,6 +92,10 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
             of rank 1 or more; returns a number of parts for each axis. This version
             keeps variables whole, and refuses one that it wants in several parts.
+        prefetch: Optimizer steps whose values a worker fetches while the one before
+            computes: 0, or 1, which hides the round trip and makes these values one
+            step of that worker older. Default: 1 with several workers, whose steps
+            interleave anyway, else 0, so that one worker computes what plain optax does.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -106,12 +111,17 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         cluster_resolver: ClusterResolver,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
+        prefetch: int | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
         spec = _checked_spec(cluster_resolver)
         if settings is None:
             settings = settings_from(environment())
+        if prefetch not in (None, 0, 1):
+            raise ValueError(f"prefetch={prefetch!r}: expected None, 0 or 1")
+        if prefetch is not None:
+            settings = replace(settings, prefetch=prefetch)
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._session = connect(spec, settings)

@@ -195,7 +195,8 @@ class OpenSession:
 
     ``session`` is the incarnation of the coordinator; ``ps`` are the addresses that a
     worker pulls from and pushes to, in task order; ``index`` is the receiver's own task
-    index, and ``worker_count`` goes into the worker context. A ps ignores the last two.
+    index, and ``worker_count`` goes into the worker context. ``prefetch``: how many
+    optimizer steps a worker may fetch ahead. A ps ignores all but the session.
     """
 
     kind: ClassVar = 16
@@ -203,6 +204,7 @@ class OpenSession:
     index: int
     worker_count: int
     ps: list[str]
+    prefetch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ Theory of operation:
   closure behind it may be prepared while the writer waits or runs (``_after``). When
   the writer has run, its push and the pull of the next one leave in one post: a
   training step costs one hop each way and one round trip.
+- With ``prefetch``, a step that only feeds optimizers does not wait for the push of
+  another one: its values are pulled while that one computes. They are then older by
+  one step of this worker, as those of the other workers are anyway.
 - Read-only closures may be prepared ``window`` ahead. Those that read the same
   variables share one pull: each of them was dispatched before that pull, so a value
   read by it is as fresh as its own pull could promise.
@@ -79,6 +82,8 @@ class Step:
     """What is pulled for it, compared by identity; None: nothing."""
     nbytes: int = 0
     writes: bool = False
+    optimizes: bool = False
+    """All that it writes are gradients for optimizers."""
     alone: bool = False
     ready: bool = False
     values: Any = None
@@ -115,13 +120,19 @@ class Pipeline:
     """The closures of one session on their way through one worker."""
 
     __slots__ = (
-        "_after", "_budget", "_bytes", "_interval", "_line", "_oldest", "_outbox",
-        "_queue", "_refilling", "_window", "_writer",
+        "_after", "_budget", "_bytes", "_early", "_interval", "_line", "_oldest",
+        "_outbox", "_prefetch", "_queue", "_refilling", "_window", "_writer",
     )  # fmt: skip
 
     def __init__(
-        self, *, window: int = WINDOW, interval: float = INTERVAL, budget: int = BUDGET
+        self,
+        *,
+        window: int = WINDOW,
+        interval: float = INTERVAL,
+        budget: int = BUDGET,
+        prefetch: bool = False,
     ) -> None:
+        self._prefetch: Final = prefetch
         self._window: Final = window
         self._interval: Final = interval
         self._budget: Final = budget
@@ -130,7 +141,9 @@ class Pipeline:
         self._writer: Step | None = None
         """First of the line that writes."""
         self._after: Step | None = None
-        """The one step behind the writer; its pull has to wait for that one's push."""
+        """The one step behind the writer; its pull has to wait for that one's push,"""
+        self._early = False
+        """unless this says that it was fetched before."""
         self._bytes = 0
         self._refilling = False
         self._outbox = Post()
@@ -155,6 +168,7 @@ class Pipeline:
         reads: Any = None,
         nbytes: int = 0,
         writes: bool = False,
+        optimizes: bool = False,
         alone: bool = False,
     ) -> None:
         """The step that `next` named has what it needs but for the values it reads.
@@ -165,6 +179,7 @@ class Pipeline:
         assert self._queue.popleft() is step
         step.costs.prepare = cost
         step.reads, step.writes, step.alone = reads, writes, alone
+        step.optimizes = optimizes
         shared = self._line and self._line[-1].reads is reads
         step.nbytes = 0 if shared else nbytes
         self._bytes += step.nbytes
@@ -173,6 +188,9 @@ class Pipeline:
             self._open(step, now)
         else:
             self._after = step
+            self._early = self._prefetch and self._writer.optimizes and optimizes
+            if self._early:
+                self._fetch(step, now)
 
     def refused(self, step: Step, ending: Any, now: float) -> None:
         """The step that `next` named could not be prepared."""
@@ -202,7 +220,9 @@ class Pipeline:
         if step is self._writer:
             self._writer = None
             after, self._after = self._after, None
-            if after is not None:
+            if after is not None and self._early:
+                self._writer, self._early = after, False
+            elif after is not None:
                 self._open(after, now)
 
     def cancelled(self) -> tuple[list[Step], list[Step]]:
@@ -219,7 +239,7 @@ class Pipeline:
         self._queue.clear()
         self._outbox.pulls.clear()
         self._writer = self._after = None
-        self._bytes, self._refilling = 0, False
+        self._bytes, self._refilling, self._early = 0, False, False
         if not self._outbox:
             self._oldest = math.inf
         return prepared, queued
@@ -259,7 +279,8 @@ class Pipeline:
         assert self._bytes == sum(step.nbytes for step in line) >= 0
         assert (self._oldest < math.inf) == bool(self._outbox)
         unposted = {id(s) for pull in self._outbox.pulls for s in pull.steps}
-        assert unposted <= {id(step) for step in line if step is not self._after}
+        late = None if self._early else self._after
+        assert unposted <= {id(step) for step in line if step is not late}
 
     def _choose(self) -> tuple[Do, Step | None]:
         head = self._line[0] if self._line else None
@@ -311,6 +332,10 @@ class Pipeline:
         """Everything that wrote before the step is posted, or will be with its pull."""
         if step.writes:
             self._writer = step
+        self._fetch(step, now)
+
+    def _fetch(self, step: Step, now: float) -> None:
+        """Has the values of the step pulled."""
         if step.reads is None:
             step.ready = True
             return

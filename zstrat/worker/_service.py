@@ -174,7 +174,7 @@ class WorkerService:
             for number, address in enumerate(message.ps)
         ]
         tenancy = Tenancy(message.session, remote, links, counts=self._counts)
-        shop = self._make_shop(tenancy, message.index, message.worker_count)
+        shop = self._make_shop(tenancy, message)
         if before is not None:
             old = before.shop.resources
             self._executor.tell(partial(shop.resources.inherit, old))
@@ -182,7 +182,8 @@ class WorkerService:
         tenancy.occupy(self._executor, shop)
         return tenancy
 
-    def _make_shop(self, tenancy: Tenancy, index: int, count: int) -> Workshop:
+    def _make_shop(self, tenancy: Tenancy, opening: OpenSession) -> Workshop:
+        index, count = opening.index, opening.worker_count
         asking = Asking(
             asyncio.get_running_loop(),
             tenancy.client,
@@ -197,6 +198,7 @@ class WorkerService:
             home=partial(Direct, asking),
             carry=tenancy.carry,
             inline=self._settings.limits.inline,
+            prefetch=opening.prefetch > 0,
         )
 
     def _close(self, message: CloseSession) -> Done:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from zstrat.program import Function, WorkerContext, worker_context
 from zstrat.ps import PsUpdate, Ref
+from zstrat.wire import UpdateOp
 
 from . import _ending
 from ._ending import Ending, Layouts
@@ -74,6 +75,7 @@ class _Needs:
     reads: tuple[Ref, ...] | None
     nbytes: int
     writes: bool
+    optimizes: bool
 
 
 @final
@@ -86,6 +88,7 @@ class Workshop:
             the low water.
         carry: Takes posts over, on the loop.
         inline: Bytes of a result that travel with the completion.
+        prefetch: Fetch the values of an optimizer step while the one before computes.
     """
 
     def __init__(
@@ -99,10 +102,11 @@ class Workshop:
         home: Callable[[int, int], Home],
         carry: Callable[[Post], None],
         inline: int,
+        prefetch: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
         self.clock: Final = clock
-        self.pipeline: Final = Pipeline()
+        self.pipeline: Final = Pipeline(prefetch=prefetch)
         self.resources: Final = resources
         self._index, self._count = index, count
         self._prepare, self._run_eager = prepare, run_eager
@@ -170,6 +174,7 @@ class Workshop:
                 reads=needs.reads,
                 nbytes=needs.nbytes,
                 writes=needs.writes,
+                optimizes=needs.optimizes,
             )
             return began
         before = worker_context.set(task.context)
@@ -197,6 +202,7 @@ class Workshop:
             reads=needs.reads,
             nbytes=needs.nbytes,
             writes=needs.writes,
+            optimizes=needs.optimizes,
         )
         return now
 
@@ -243,7 +249,9 @@ class Workshop:
             # One object for equal reads, whosever plan: they share a pull.
             refs = self._refs.setdefault(refs, refs)
             nbytes = sum(spec.nbytes for spec in plan.reads)
-            needs = _Needs(plan, refs or None, nbytes, bool(plan.updates))
+            optimizes = all(u.op is UpdateOp.OPTIMIZE for u in plan.updates)
+            writes = bool(plan.updates)
+            needs = _Needs(plan, refs or None, nbytes, writes, writes and optimizes)
             self._needs[id(plan)] = needs
         return needs
 
