@@ -95,7 +95,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         prefetch: Optimizer steps whose values a worker fetches while the one before
             computes: 0, or 1, which hides the round trip and makes these values one
             step of that worker older. Default: 1 with several workers, whose steps
-            interleave anyway, else 0, so that one worker computes what plain optax does.
+            interleave anyway, else 0: one worker computes what plain optax does.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 

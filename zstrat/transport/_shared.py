@@ -239,9 +239,9 @@ class SharedLane:
             for offset in offsets:
                 self._arena.give_back(offset)
 
-    def take_unused(self) -> list[int]:
+    def take_unused(self, at_least: int) -> list[int]:
         unused = self._unused
-        if not unused:  # asked before each message: almost always so
+        if len(unused) < at_least:  # asked before each message: almost always so
             return []
         return [unused.popleft() for _ in range(min(len(unused), _BATCH))]
 

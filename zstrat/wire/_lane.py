@@ -12,13 +12,22 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from ._arrays import ArraySpec
     from ._messages import Hello, Offer
 
 LEAST: Final = 64 * 1024
 """A smaller body costs less to copy twice than to place and release."""
 
+PLACE: Final = 64
+"""A frame as short as this stands for a body above `LEAST`: it says where that lies."""
+
 MOST: Final = 64 * 2**20
 """A larger body travels in chunks: copying it in one go would hold up the loop."""
+
+
+def is_placeable(specs: Sequence[ArraySpec]) -> bool:
+    """Whether the body of these arrays may lie in shared memory."""
+    return sum([spec.nbytes for spec in specs]) > LEAST
 
 
 class Lane(Protocol):
@@ -42,8 +51,8 @@ class Lane(Protocol):
     def released(self, offsets: Sequence[int]) -> None:
         """The peer does not read these bodies of ours any more."""
 
-    def take_unused(self) -> list[int]:
-        """Bodies of the peer that nothing reads any more since the last call."""
+    def take_unused(self, at_least: int) -> list[int]:
+        """Bodies of the peer that nothing reads any more; none if they are fewer."""
 
     def close(self) -> None:
         """Lets go of the memory; arrays in the peer's stay readable."""

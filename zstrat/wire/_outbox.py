@@ -93,9 +93,8 @@ class Outbox:
 
     def _put_placed(self, header: bytes, number: int, offset: int) -> None:
         # Costs a credit, as a body in one frame does: the window bounds both.
-        placed = encode(Placed(number, offset))[0]
-        self._ordered.append(_Waiting((header,), False, None, number))
-        self._ordered.append(_Waiting((placed,), True, None, number))
+        frames: Frames = (header, encode(Placed(number, offset))[0])
+        self._ordered.append(_Waiting(frames, True, None, number))
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""

@@ -41,6 +41,7 @@ from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
 from ._greeting import Judge, described
 from ._inbox import Inbox
+from ._lane import PLACE, is_placeable
 from ._messages import (
     Beat,
     Chunk,
@@ -80,6 +81,11 @@ if TYPE_CHECKING:
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only notices
 to a peer that does not read can fill it."""
+
+
+RELEASED: Final = 4
+"""Bodies that may lie unread in the peer's memory before a message says so: a message
+for each would cost more than it frees. What is left is said with the next tick."""
 
 
 class Peer(Generic[Token]):
@@ -164,6 +170,8 @@ class Peer(Generic[Token]):
             if quiet and not self._outbox.is_urgent:
                 self._outbox.say(_BEAT)
             self._return_credit(1)
+            if self._lane is not None:
+                self._release(self._lane, 1)
         return [
             Failed(each.token, self._too_late(each.kind))
             for each in self._requests.take_late(now)
@@ -246,15 +254,18 @@ class Peer(Generic[Token]):
 
     def _tend(self, lane: Lane) -> None:
         """Says which bodies were read, and offers a lane when there is a use for it."""
-        unused = lane.take_unused()
-        if unused:
-            self._outbox.say(Released(unused))
+        self._release(lane, RELEASED)
         if self._outbox.wants_lane and not self._is_offered:
             self._is_offered = True
             assert self.hello is not None
             offer = lane.offer(self.hello)
             if offer is not None:
                 self._outbox.say(offer)
+
+    def _release(self, lane: Lane, at_least: int) -> None:
+        unused = lane.take_unused(at_least)
+        if unused:
+            self._outbox.say(Released(unused))
 
     # ---- ordered messages ---------------------------------------------------------
 
@@ -266,11 +277,13 @@ class Peer(Generic[Token]):
             raise ProtocolError(f"expected Hello, got {kind.__name__}")
         if self._inbox.is_busy:
             raise ProtocolError(f"{kind.__name__} inside the body of another message")
-        if kind in _SPECIAL and kind is not Failure:
+        if (kind in _SPECIAL or kind is Placed) and kind is not Failure:
             raise ProtocolError(f"{kind.__name__} {number}: it has no number")
         if not (self._initiator and number & 1):  # an answer has its request's number
             self._check_order(number >> 1)
         raws = frames[1:]
+        if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
+            return self._on_placed(announced, raws[0])
         if len(raws) != len(specs):
             if raws:
                 raise ProtocolError(
@@ -334,11 +347,11 @@ class Peer(Generic[Token]):
             return self._close(str(error))
         return self._took_part()
 
-    def _on_placed(
-        self, header: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        placed = header.build(())
-        assert isinstance(placed, Placed)
+    def _on_placed(self, announced: Announced, place: Frame) -> Sequence[Order[Token]]:
+        placed = decode_header(place, self._limits).build(())
+        if not isinstance(placed, Placed):
+            raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
+        self._inbox.begin(announced)
         self._inbox.adopt(placed)
         return self._took_part()
 
@@ -513,6 +526,5 @@ _SPECIAL: Final[dict[type[Message], Callable[..., Sequence[Order[Any]]]]] = {
     Failure: Peer._on_failure,
     Offer: Peer._on_offer,
     Mapped: Peer._on_mapped,
-    Placed: Peer._on_placed,
     Released: Peer._on_released,
 }
