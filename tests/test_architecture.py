@@ -38,8 +38,6 @@ FLOORS = {
     "zstrat.coordinator": 6,
     "zstrat.strategy": 7,
     "zstrat.launch": 8,
-    "zstrat.testing": 8,
-    "zstrat.compat": 8,
     "zstrat.cli": 9,
     "zstrat.daemons": 10,
 }
