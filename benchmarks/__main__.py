@@ -1,4 +1,8 @@
-"""``python -m benchmarks [--runs N] [--only WORD] [--json FILE]``: the table."""
+"""``python -m benchmarks [--runs N] [--only WORD] [--json FILE]``: the table.
+
+Each run of a case is a process of its own. The JSON is written after every case, so
+that a run which is cut short leaves what it has measured.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,33 @@ from typing import Any
 
 from benchmarks.cases import CASES, Case
 
+LONGEST = 300.0
+"""Seconds that one run of a case may take."""
 
-def main() -> None:
+
+def main() -> int:
     arguments = _arguments()
     if arguments.one is not None:
         reading = CASES[arguments.one].measure()
         print(json.dumps({"value": reading.value, "limit": reading.limit}))
-        return
-    rows = []
-    _print_row("case", "median [min-max]", "reach", "limit", "ratio")
+        return 0
+    rows: list[dict[str, Any]] = []
+    failed = False
+    _print_row("", "case", "median [min-max]", "reach", "limit", "of the limit")
     for number, case in enumerate(CASES):
-        if arguments.only in case.name:
-            row = _summary(case, [_run(number) for _ in range(arguments.runs)])
-            rows.append(row)
-            _print_row(case.name, row["text"], case.target, row["beside"], row["ratio"])
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        machine = {"machine": platform.platform(), "python": platform.python_version()}
-        arguments.json.write_text(json.dumps({**machine, "rows": rows}, indent=1))
+        if arguments.only not in case.name:
+            continue
+        readings = [_run(number) for _ in range(arguments.runs)]
+        whole = [reading for reading in readings if reading is not None]
+        failed |= len(whole) < len(readings)
+        if whole:
+            rows.append(_row(case, whole))
+            _print(case, rows[-1])
+        _write(arguments.json, rows)
+    print("\nLimits, measured in the same runs:")
+    for row in rows:
+        print(f"  {row['name']}: {row['limit_is']}")
+    return int(failed)
 
 
 def _arguments() -> argparse.Namespace:
@@ -42,35 +55,54 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(number: int) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--one", str(number)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{CASES[number].name}:\n{done.stdout}{done.stderr}")
+def _run(number: int) -> dict[str, float] | None:
+    command = [sys.executable, "-m", "benchmarks", "--one", str(number)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LONGEST, check=True
+        )
+    except subprocess.CalledProcessError as error:
+        print(f"{CASES[number].name} failed:\n{error.stderr}", file=sys.stderr)
+        return None
+    except subprocess.TimeoutExpired:
+        print(f"{CASES[number].name}: not done in {LONGEST:g} s", file=sys.stderr)
+        return None
     reading: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return reading
 
 
-def _summary(case: Case, readings: list[dict[str, float]]) -> dict[str, Any]:
+def _row(case: Case, readings: list[dict[str, float]]) -> dict[str, Any]:
     values = [reading["value"] for reading in readings]
     limits = [reading["limit"] for reading in readings]
     ratios = [value / limit for value, limit in zip(values, limits, strict=True)]
+    reached = case.is_reached(statistics.median(values), statistics.median(ratios))
     return {
         "name": case.name,
         "unit": case.unit,
         "reach": case.target,
+        "is_reached": reached,
         "limit_is": case.limit,
         "values": values,
         "limits": limits,
-        "text": f"{_spread(values)} {case.unit}",
-        "beside": _spread(limits),
-        "ratio": _spread(ratios),
+        "ratios": ratios,
     }
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"machine": platform.platform(), "python": platform.python_version()}
+    path.write_text(json.dumps({**machine, "rows": rows}, indent=1))
+
+
+def _print(case: Case, row: dict[str, Any]) -> None:
+    _print_row(
+        "ok" if row["is_reached"] else "--",
+        case.name,
+        f"{_spread(row['values'])} {case.unit}",
+        case.target,
+        f"{_spread(row['limits'])} {case.unit}",
+        _spread(row["ratios"]),
+    )
 
 
 def _spread(values: list[float]) -> str:
@@ -83,9 +115,9 @@ def _short(value: float) -> str:
 
 
 def _print_row(*cells: str) -> None:
-    widths = (52, 34, 22, 28, 20)
+    widths = (4, 52, 34, 20, 34, 18)
     print("".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

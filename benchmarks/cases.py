@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -39,11 +40,24 @@ class Reading:
 class Case:
     name: str
     unit: str
-    target: str
+    reach: float
+    """The target: at least this, at most if ``lower``; of the limit if ``of_limit``."""
     limit: str
     """What the limit is, in words."""
     measure: Callable[[], Reading]
-    higher_is_better: bool = True
+    lower: bool = False
+    of_limit: bool = False
+
+    @property
+    def target(self) -> str:
+        sign = "<=" if self.lower else ">="
+        if self.of_limit:
+            return f"{sign} {self.reach:g} of the limit"
+        return f"{sign} {self.reach:,g} {self.unit}"
+
+    def is_reached(self, value: float, ratio: float) -> bool:
+        got = ratio if self.of_limit else value
+        return got <= self.reach if self.lower else got >= self.reach
 
 
 @contextlib.contextmanager
@@ -113,29 +127,31 @@ def latency() -> Reading:
     return Reading(statistics.median(times[500:]) * 1e6, raw.round_trip() * 1e6)
 
 
-def pull_64mb() -> Reading:
+def pull_64mb(lane: str) -> Reading:
     import jax
 
     from benchmarks import direct
 
     size = 64 * MiB
-    with direct.client(size // 4) as client:
+    with direct.client(size // 4, lane) as client:
 
         async def once() -> None:
             jax.block_until_ready(jax.device_put(await client.pull()))
 
         value = size / client.seconds(once, 15)
-    return Reading(value / 1e9, raw.pull(size, 15) / 1e9)
+    limit = raw.pull(size, 15) if lane == "tcp" else raw.memcpy(size, 15)
+    return Reading(value / 1e9, limit / 1e9)
 
 
-def push_64mb() -> Reading:
+def push_64mb(lane: str) -> Reading:
     from benchmarks import direct
 
     size = 64 * MiB
-    with direct.client(size // 4) as client:
+    with direct.client(size // 4, lane) as client:
         delta = np.ones(size // 4, np.float32)
         value = size / client.seconds(lambda: client.push(delta), 15)
-    return Reading(value / 1e9, raw.push(size, 15) / 1e9)
+    limit = raw.push(size, 15) if lane == "tcp" else raw.memcpy(size, 15)
+    return Reading(value / 1e9, limit / 1e9)
 
 
 def _rate(amount: float, once: Callable[[], None], repeats: int) -> float:
@@ -301,75 +317,93 @@ CASES = [
     Case(
         "trivial closures, scheduled to joined",
         "/s",
-        ">= 25,000",
+        25_000,
         "raw round trips through 2 echo servers, windowed",
         closures,
     ),
     Case(
         "closures that read a scalar from a ps",
         "/s",
-        ">= 8,000",
+        8_000,
         "raw round trips through one server, windowed",
         scalar_reads,
     ),
     Case(
         "schedule + fetch of one trivial closure, p50",
         "us",
-        "<= 400",
+        400,
         "raw round trip, p50",
         latency,
-        higher_is_better=False,
+        lower=True,
     ),
     Case(
-        "pull of 64 MB into a JAX array (TCP)",
+        "pull of 64 MB into a JAX array, TCP",
         "GB/s",
-        ">= 0.9 of the limit",
+        0.9,
         "raw pyzmq, 1 MiB messages, window 8",
-        pull_64mb,
+        partial(pull_64mb, "tcp"),
+        of_limit=True,
     ),
     Case(
-        "push (assign_add) of 64 MB (TCP)",
+        "push (assign_add) of 64 MB, TCP",
         "GB/s",
-        ">= 0.8 of the limit",
+        0.8,
         "raw pyzmq, 1 MiB messages, window 8",
-        push_64mb,
+        partial(push_64mb, "tcp"),
+        of_limit=True,
+    ),
+    Case(
+        "pull of 64 MB into a JAX array, shared memory",
+        "GB/s",
+        0.5,
+        "one memcpy of the same bytes",
+        partial(pull_64mb, "shm"),
+        of_limit=True,
+    ),
+    Case(
+        "push (assign_add) of 64 MB, shared memory",
+        "GB/s",
+        0.4,
+        "one memcpy of the same bytes",
+        partial(push_64mb, "shm"),
+        of_limit=True,
     ),
     Case(
         "pull + push of the MLP's weights, 1 worker",
         "steps/s",
-        ">= 600",
+        600,
         "raw pyzmq, the same bytes",
         mlp_pull_push,
     ),
     Case(
         "MLP training, batch 256, Adam on the ps, 2 workers",
         "steps/s",
-        ">= 280",
+        280,
         "the gradient alone, one process, all cores",
         mlp_training,
     ),
     Case(
         "start to first result, 2 workers + 1 ps",
         "s",
-        "<= 2.5",
+        2.5,
         "python that imports jax and adds once",
         first_result,
-        higher_is_better=False,
+        lower=True,
     ),
     Case(
         "memory of an idle ps",
         "MB",
-        "<= 60",
+        60,
         "python with zmq, numpy, uvloop",
         idle_ps,
-        higher_is_better=False,
+        lower=True,
     ),
     Case(
         "memory of an idle worker",
         "MB",
-        "<= 250",
+        250,
         "python with zmq, uvloop, jax, one addition",
         idle_worker,
-        higher_is_better=False,
+        lower=True,
     ),
 ]

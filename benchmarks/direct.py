@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,17 +28,17 @@ if TYPE_CHECKING:
 class Client:
     """Pull and push of one float32 array of ``elements``."""
 
-    def __init__(self, address: str, session: int, key: int) -> None:
+    def __init__(self, address: str, session: int, key: int, lane: str) -> None:
         self._loop = new_event_loop()
         self._key = key
-        self._loop.run_until_complete(self._open(address, session))
+        self._loop.run_until_complete(self._open(address, session, lane))
 
-    async def _open(self, address: str, session: int) -> None:
+    async def _open(self, address: str, session: int, lane: str) -> None:
         self._link = Link(
             address,
             hello("worker", 7, new_incarnation()),
             name="/job:ps/task:0",
-            settings=settings_from(environment()),
+            settings=replace(settings_from(environment()), lane=lane),
         )
         self._link.start()
         await self._link.wait_open(self._loop.time() + 10)
@@ -70,13 +71,14 @@ async def _seconds(once: Callable[[], Awaitable[object]], repeats: int) -> float
 
 
 @contextlib.contextmanager
-def client(elements: int, lane: str = "tcp") -> Iterator[Client]:
+def client(elements: int, lane: str) -> Iterator[Client]:
     with LocalCluster(num_ps=1, num_workers=1, lane=lane) as local:
         strategy = zs.ParameterServerStrategy(local.resolver)
         with strategy.scope():
             variable = zs.Variable(np.zeros(elements, np.float32), name="large")
         address = local.spec.task_address("ps", 0)
-        direct = Client(address, strategy.session.session, variable.spec.key)
+        session, key = strategy.session.session, variable.spec.key
+        direct = Client(address, session, key, lane)
         try:
             yield direct
         finally:

@@ -206,6 +206,12 @@ def pull_push_per_second(sizes: list[int], repeats: int) -> float:
         return _best(repeats, 1, once)
 
 
+def memcpy(size: int, repeats: int) -> float:
+    """Bytes per second of copying an array into another that was touched before."""
+    source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+    return _best(repeats, size, lambda: np.copyto(target, source))
+
+
 def _pull_once(socket: zmq.Socket[bytes], target: np.ndarray) -> None:
     size, asked, got = target.size, 0, 0
     while got < size:
