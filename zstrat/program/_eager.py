@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import recorder
+from zstrat.variables import is_staging, recorder
 
 from . import _refusals
 from ._fresh import current_trace
@@ -48,7 +48,7 @@ class Immediate:
 
     def read(self, variable: Variable) -> jax.Array:
         home = self._home_of(variable)
-        if current_trace() == self._outermost:
+        if not is_staging():
             return jnp.asarray(home.read(variable))
         like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
         value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)

@@ -6,9 +6,9 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, overload
 
-from zstrat.variables import recorder
+from zstrat.variables import is_staging, recorder
 
-from . import _code
+from . import _code, _refusals
 from ._execute import run_here
 from ._programs import Programs
 from ._signature import cut
@@ -88,6 +88,8 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recorder.get() is not None:
             return self.body(*args, **kwargs)
+        if is_staging():
+            raise _refusals.step_inside(f"the step function {self.name!r} is called")
         return run_here(self, args, kwargs)
 
     def __set_name__(self, owner: type, name: str) -> None:
