@@ -151,6 +151,18 @@ def test_reads_of_a_compiled_loss_come_before_later_updates(home):
     assert grads == 3.0
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
+def test_a_variable_that_is_named_twice_has_one_gradient(home, inside):
+    v, w = home.variable(np.float32(3)), home.variable(np.float32(5))
+
+    def run():
+        tied = {"in": v, "out": v, "other": w}
+        return zs.value_and_grad(lambda: v.value() ** 2 * w.value(), variables=tied)()
+
+    run = zs.function(run) if inside else run
+    assert run() == (45.0, {"in": 30.0, "out": 30.0, "other": 9.0})
+
+
 def test_aux_and_negative_argnums(params):
     def loss(batch, params):
         return plain_loss(params, np.float32(2), batch), {"n": batch[0].shape[0]}
