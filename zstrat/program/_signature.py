@@ -38,7 +38,7 @@ _NUMBERS: Final = frozenset((int, float, complex))
 class Call:
     """The arguments of one call, cut.
 
-    ``marks`` has one entry per leaf of ``treedef``; with it, it is the ``key``.
+    ``key`` is ``treedef``, a mark per leaf, and whether jax computes in 64 bits.
     ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
     iterators, both in order; ``leaves`` are all leaves.
     """
@@ -51,7 +51,10 @@ class Call:
 
 
 _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
-_BARE_CALL: Final = Call((_NO_ARGUMENTS, ()), _NO_ARGUMENTS, [], [], [])
+_BARE_CALLS: Final = {
+    x64: Call((_NO_ARGUMENTS, (), x64), _NO_ARGUMENTS, [], [], [])
+    for x64 in (False, True)
+}
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -62,7 +65,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             being traced by jax.
     """
     if not args and not kwargs:
-        return _BARE_CALL
+        return _BARE_CALLS[_in_64_bits()]
     leaves, treedef = jax.tree.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
@@ -91,7 +94,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             marks.append((Optimizer, leaf.id))
         else:
             marks.append((kind, leaf))
-    key = (treedef, tuple(marks))
+    # The types that jax makes of the same arguments depend on the flag.
+    key = (treedef, tuple(marks), _in_64_bits())
     try:
         hash(key)
     except TypeError:
@@ -141,6 +145,10 @@ def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashabl
     iterators.append(leaf)
     spec = Element(leaf.element_spec).key if leaf.is_abstract else None
     return (StepIterator, len(iterators) - 1, spec)
+
+
+def _in_64_bits() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def _traced(
