@@ -61,12 +61,14 @@ class Immediate:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
-        if any(isinstance(operand, jax.core.Tracer) for operand in operands):
+        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(variable.spec, op.name)
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
+        if self._is_inside():
+            raise _refusals.draw_inside()
         # A copy: the dataset may fill the same buffer again.
         element = jax.tree.map(jnp.array, iterator.draw())
         self._drawn.extend(jax.tree.leaves(element))
@@ -75,6 +77,10 @@ class Immediate:
     def drew(self, leaf: object) -> bool:
         """Whether this very array is (a leaf of) an element drawn in this step."""
         return any(leaf is drawn for drawn in self._drawn)
+
+    def _is_inside(self) -> bool:
+        """Whether jax transforms what runs now, so that it may never run again."""
+        return current_trace() != self._outermost
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home
