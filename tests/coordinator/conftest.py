@@ -423,6 +423,9 @@ class FakeStrategy(CoordinatedStrategy):
     def scope(self):
         return contextlib.nullcontext()
 
+    def require_known(self, plan):
+        pass
+
 
 @pytest.fixture
 def world():

@@ -24,6 +24,7 @@ from ._iterator import StepIterator as StepIterator
 from ._plan import Plan as Plan
 from ._plan import PlannedUpdate as PlannedUpdate
 from ._programs import RetraceWarning as RetraceWarning
+from ._refusals import not_shared as not_shared
 from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
 from ._structure import ResultLayout as ResultLayout
