@@ -100,6 +100,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "VariableAggregation",
             "VariableSynchronization",
             "create_variables",
+            "values",
         ),
         "zstrat.variables",
     ),
