@@ -10,6 +10,7 @@ from ._code import dump as dump
 from ._code import dump_code as dump_code
 from ._code import load as load
 from ._context import WorkerContext as WorkerContext
+from ._context import get_current_worker_index as get_current_worker_index
 from ._context import get_worker_context as get_worker_context
 from ._context import worker_context as worker_context
 from ._execute import Prepared as Prepared
