@@ -93,7 +93,7 @@ class _Known:
     __slots__ = ("calls", "code", "reference")
 
     def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
-        self.reference = weakref.ref(function, forget)
+        self.reference: weakref.ref[Function] = weakref.ref(function, forget)
         self.code = Code(function.code)
         self.calls: OrderedDict[Hashable, Call] = OrderedDict()
 
@@ -165,6 +165,13 @@ class Calls:
         call = Call(result, known.code, arguments, resources)
         self._remember(known, args, kwargs, call)
         return call
+
+    @property
+    def traces(self) -> int:
+        """Signatures that were traced here, of all functions that are still there.
+        From any thread."""
+        known = [each.reference() for each in list(self._known.values())]
+        return sum(function.trace_count for function in known if function is not None)
 
     def forget(self) -> None:
         """Lets go of everything."""

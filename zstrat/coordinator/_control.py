@@ -150,6 +150,7 @@ class Control:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "traces": self.calls.traces,
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,
             "stale_completions": dispatcher.outcomes.stale,
