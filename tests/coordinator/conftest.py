@@ -169,6 +169,7 @@ class FakeTask:
         self.link = None
         self.alive = True
         self.busy = False
+        self.devices = 2
         self.sessions, self.exited = [], False
         self.born()
 
@@ -182,7 +183,7 @@ class FakeTask:
                 if self.busy:
                     raise BusyError(f"{self.job}:{self.index} is taken")
                 self.sessions.append(message)
-                return SessionOpened("cpu", 2)
+                return SessionOpened("cpu", self.devices)
             case CloseSession():
                 self.exited = message.exit
                 return Done()
@@ -422,6 +423,9 @@ class FakeStrategy(CoordinatedStrategy):
 
     def scope(self):
         return contextlib.nullcontext()
+
+    def require_known(self, plan):
+        pass
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from zstrat.errors import (
 from zstrat.ps import PsClient
 from zstrat.wire import CloseSession, Message, OpenSession, SessionOpened
 
+from ._arrival import Arrival
 from ._lane import Lane, MakeLink
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
+SETTLING: Final = 1.0
+"""Seconds that connecting waits for workers that are about to join, so that they are
+counted. Opening a session takes milliseconds."""
 LEAVING: Final = 2.0
 """Seconds for all tasks together to hear that the session is over."""
 
@@ -64,6 +68,7 @@ class Cluster:
         self.workers = [lane("worker", i, address) for i, address in enumerate(workers)]
         self._ps_lanes = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
+        self._fixed: SessionOpened | None = None
         self.client = PsClient([lane.link for lane in self.ps], session)
 
     # ---- life ------------------------------------------------------------------------
@@ -75,15 +80,24 @@ class Cluster:
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
             BusyError: They belong to another coordinator, all that time.
             VersionMismatchError, PermissionDeniedError: At once.
+            ValueError: The workers that are there differ in their number of devices.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeouts.connect
-        for lane in (*self.ps, *self.workers):
-            lane.start()
-        missing = await asyncio.gather(
-            *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
-        )
-        _raise_all([item for item in missing if isinstance(item, BaseException)])
-        await self._any_worker(deadline)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeouts.connect
+        arrival = Arrival(self.ps, self.workers, loop.call_later)
+        arrival.start()
+        try:
+            for lane in (*self.ps, *self.workers):
+                lane.start()
+            missing = await asyncio.gather(
+                *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
+            )
+            _raise_all([item for item in missing if isinstance(item, BaseException)])
+            await self._any_worker(deadline)
+        finally:
+            arrival.stop()
+        await self._joining_workers(min(deadline, loop.time() + SETTLING))
+        self._fixed = _alike(self.workers)
 
     async def close(self, leave: bool) -> None:
         """Leaves all tasks; with ``leave`` they drain and end as processes."""
@@ -117,16 +131,14 @@ class Cluster:
 
     @property
     def opened(self) -> SessionOpened:
-        """What some worker says about its devices."""
-        for lane in self.workers:
-            if lane.opened is not None:
-                return lane.opened
-        return SessionOpened("cpu", 1)
+        """What the workers said about their devices when the cluster was opened."""
+        return self._fixed or SessionOpened("cpu", 1)
 
     # ---- told by the lanes -----------------------------------------------------------
 
     def ready(self, lane: Lane) -> None:
         if id(lane) not in self._ps_lanes:
+            self._compare(lane)
             if self.dispatcher is not None:
                 self.dispatcher.ready(lane)
             return
@@ -177,6 +189,46 @@ class Cluster:
             if waiting:
                 await asyncio.wait(waiting)
         _raise_all([error for task in tasks if (error := task.exception())])
+
+    async def _joining_workers(self, deadline: float) -> None:
+        """Waits for those that are connected already; others are not waited for."""
+        joining = [
+            lane.wait_ready(deadline)
+            for lane in self.workers
+            if lane.link.is_open and not lane.is_ready and lane.refusal is None
+        ]
+        # Who does not come in time joins later, and is compared then.
+        await asyncio.gather(*joining, return_exceptions=True)
+
+    def _compare(self, lane: Lane) -> None:
+        if self._fixed is None or lane.opened is None:
+            return
+        planned, has = self._fixed.devices, lane.opened.devices
+        if planned != has:
+            log.warning(
+                "%s at %s joins with %d devices, but steps are planned for workers "
+                "with %d (num_replicas_in_sync): start it with as many as the others",
+                lane.name,
+                lane.address,
+                has,
+                planned,
+            )
+
+
+def _alike(workers: Sequence[Lane]) -> SessionOpened | None:
+    """What all workers that are there say about their devices.
+
+    Raises:
+        ValueError: They differ; TF's words.
+    """
+    there = {lane.name: lane.opened for lane in workers if lane.opened is not None}
+    if len({opened.devices for opened in there.values()}) > 1:
+        each = ", ".join(f"{name} has {o.devices}" for name, o in there.items())
+        raise ValueError(
+            f"Mismatched number of devices per worker: {each}. All of them compute the "
+            "same number of replicas: start the workers with equally many devices"
+        )
+    return next(iter(there.values()), None)
 
 
 def _heed(answer: asyncio.Future[Message]) -> None:

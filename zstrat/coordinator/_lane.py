@@ -132,6 +132,15 @@ class Lane:
         """Whether the task is in our session now."""
         return self.opened is not None
 
+    @property
+    def state(self) -> str:
+        """Words for how far it got."""
+        if self.is_ready:
+            return "in the session"
+        if self.refusal is not None:
+            return f"{type(self.refusal).__name__}: {self.refusal}"
+        return "connected, opens no session yet" if self.link.is_open else "no answer"
+
     def start(self) -> None:
         self.link.start()
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.program import Plan
     from zstrat.variables import Creator, Variable
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
@@ -172,6 +173,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def require_known(self, plan: Plan) -> None:
+        self._variables.require_known(plan)
 
     def _creator(self) -> Creator | None:
         return self._variables
