@@ -75,10 +75,12 @@ def run(order: Order) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process, even if user code still holds a thread."""
+    # A daemon thread that is inside XLA when the interpreter ends may abort the process,
+    # and the exit code would be another one.
     logging.shutdown()
     sys.stdout.flush()
     others = set(threading.enumerate()) - {threading.current_thread()}
-    if any(not thread.daemon for thread in others):
+    if code == TRY_AGAIN or any(not thread.daemon for thread in others):
         os._exit(code)
     sys.exit(code)
 
