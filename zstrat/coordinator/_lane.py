@@ -88,6 +88,9 @@ class Lane:
     """The way to one task.
 
     Args:
+        task: Its task index.
+        index: Its place among the tasks of the job that this program knows, from 0;
+            another number than ``task`` if the cluster leaves indices out.
         opening: What opens the session on it.
         one_life: A task that returns with another incarnation has lost what makes it
             ours (a parameter server its variables), and is not taken back.
@@ -96,6 +99,7 @@ class Lane:
     def __init__(
         self,
         job: str,
+        task: int,
         index: int,
         address: str,
         opening: OpenSession,
@@ -105,7 +109,7 @@ class Lane:
         one_life: bool = False,
     ) -> None:
         self.index, self.address = index, address
-        self.name = f"/job:{job}/task:{index}"
+        self.name = f"/job:{job}/task:{task}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
@@ -121,7 +125,7 @@ class Lane:
         self.link = make_link(
             address,
             name=self.name,
-            expect=(job, index),
+            expect=(job, task),
             on_notice=self._heard,
             on_open=self._greeted,
             on_lost=self._lost,

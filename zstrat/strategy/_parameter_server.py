@@ -100,8 +100,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         connect: Opens the session; another one in tests.
 
     Raises:
-        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or this
-            process is one of those.
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
+            that are not numbered from 0 without gaps, or this process is one of those.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
     """
