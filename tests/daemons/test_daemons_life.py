@@ -130,6 +130,14 @@ def test_port_taken(start):
     assert "Traceback" not in daemon.words()
 
 
+def test_an_address_that_the_machine_may_get_yet(start):
+    """As at boot, before the network is up: the manager is to try again."""
+    nowhere = "192.0.2.1:7"  # kept free for examples: no machine has it
+    daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure")
+    assert daemon.process.wait(30) == 75
+    assert f"cannot bind {nowhere}" in daemon.words()
+
+
 def test_other_machines_need_keys(start):
     daemon = start("ps", "--index", "0", "--bind", "0.0.0.0:0")
     assert daemon.process.wait(30) == 2
