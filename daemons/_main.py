@@ -5,8 +5,8 @@ codes. The first SIGTERM or SIGINT drains what was accepted, within
 ``timeouts.drain``; the second one ends the process at once, as the kernel does it.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
-address), trying again will not help; 75 trying again may help: ended before all that was
-accepted was done, or this machine does not have the address (yet).
+address), trying again will not help; 75 trying again may help: ended before all that
+was accepted was done, or this machine does not have the address (yet).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def run(order: Order) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process, even if user code still holds a thread."""
-    # A daemon thread that is inside XLA when the interpreter ends may abort the process,
-    # and the exit code would be another one.
+    # A daemon thread that is inside XLA when the interpreter ends may abort the
+    # process, and the exit code would be another one.
     logging.shutdown()
     sys.stdout.flush()
     others = set(threading.enumerate()) - {threading.current_thread()}

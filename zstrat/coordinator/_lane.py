@@ -193,7 +193,7 @@ class Lane:
     def _lost(self, error: PeerLostError) -> None:
         if not self._closed:
             self._stop_asking()
-            self._leave(error.reason)
+            self._leave(error.reason, logging.INFO if error.left else logging.WARNING)
 
     def _heard(self, message: Message) -> None:
         if self.is_ready and not self._closed:
@@ -243,9 +243,9 @@ class Lane:
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
         self.refusal = error
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, level: int = logging.WARNING) -> None:
         if self.opened is not None:
-            log.warning("lost %s at %s: %s", self.name, self.address, reason)
+            log.log(level, "lost %s at %s: %s", self.name, self.address, reason)
         self.opened = None
         self._entered.clear()
         self._events.lost(self, reason)
