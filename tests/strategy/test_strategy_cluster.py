@@ -73,6 +73,18 @@ async def test_variables_block_or_wait_in_a_running_loop(strategy):
     np.testing.assert_array_equal(x.numpy(), [1.0, 2.0])
 
 
+def test_deleted_variables_are_gone(strategy):
+    with strategy.scope():
+        kept, gone = zs.Variable([1.0]), zs.create_variables([np.ones(2), np.ones(3)])
+    strategy.delete_variables(gone)
+    for variable in gone:
+        with pytest.raises(zs.errors.NotFoundError):
+            variable.numpy()
+    with pytest.raises(zs.errors.NotFoundError):
+        strategy.delete_variables(gone)
+    assert kept.numpy() == [1.0]
+
+
 def test_a_program_that_knows_only_some_workers():
     with zs.LocalCluster(num_ps=1, num_workers=2) as cluster:
         spec = cluster.spec

@@ -18,7 +18,7 @@ from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.program import worker_context
-from zstrat.variables import recorder
+from zstrat.variables import Variable, recorder
 
 from . import _context
 from ._placement import ServerVariables
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.variables import Creator, Variable
+    from zstrat.variables import Creator
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
@@ -156,6 +156,27 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     @property
     def extended(self) -> ParameterServerExtended:
         return self._extended
+
+    def delete_variables(self, tree: Any) -> None:
+        """Frees the variables, and what optimizers keep beside them, on their ps.
+
+        Dropping the last handle of a variable frees nothing there, because functions
+        that were shipped to workers may still use it; the end of the session frees
+        all. Join first: a step that uses a deleted variable fails with `NotFoundError`,
+        and so does every later use of its handles.
+
+        Args:
+            tree: A variable, or a pytree of variables; leaves of other kinds are left
+                alone, and one that is there twice counts once.
+
+        Raises:
+            ValueError: A variable was not created in the scope of this strategy.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        leaves = jax.tree.leaves(tree)
+        found = {leaf.spec.key: leaf for leaf in leaves if isinstance(leaf, Variable)}
+        self._variables.delete_variables(list(found.values()))
 
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
