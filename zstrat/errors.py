@@ -64,14 +64,17 @@ class ClosedError(ZstratError):
 
 
 class PeerLostError(ZstratError):
-    """The other side went away; the request may or may not have run."""
+    """The other side went away; the request may or may not have run.
+
+    ``left``: it said goodbye, so it ended on purpose.
+    """
 
     code = 6
     retryable = True
 
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, reason)
-        self.peer, self.reason = peer, reason
+    def __init__(self, peer: str, reason: str, left: bool = False) -> None:
+        super().__init__(peer, reason, left)
+        self.peer, self.reason, self.left = peer, reason, left
 
     def __str__(self) -> str:
         return f"lost {self.peer}: {self.reason}"

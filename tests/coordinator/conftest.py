@@ -87,12 +87,12 @@ class FakeLink:
         self.on_open(self.task.hello)
         self.world.changed()
 
-    def cut(self, reason):
+    def cut(self, reason, left=False):
         """The connection is lost: nothing of it arrives any more."""
         if not self.is_open:
             return
         self.is_open, self.peer = False, None
-        error = PeerLostError(self.name, reason)
+        error = PeerLostError(self.name, reason, left)
         for future in list(self.open_requests):
             if not future.done():
                 future.set_exception(error)
@@ -192,6 +192,11 @@ class FakeTask:
     def kill(self, reason="killed"):
         self.alive = False
         self.link.cut(reason)
+
+    def leave(self):
+        """Ends on purpose, with a goodbye."""
+        self.alive = False
+        self.link.cut("it left: it was shut down", left=True)
 
     def come_back(self, *, same=False):
         if not same:

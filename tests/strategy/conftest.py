@@ -35,6 +35,11 @@ class FakeSession:
             assert spec.key not in self.values
             self.values[spec.key], self.specs[spec.key] = array, spec
 
+    def delete_variables(self, specs):
+        self.requests.append("delete")
+        for spec in specs:
+            del self.values[spec.key], self.specs[spec.key]
+
     def create_optimizer(self, optimizer_id, name, code):
         if self.refuse is not None:
             raise InvalidArgumentError(f"{name}: {self.refuse}")

@@ -326,3 +326,24 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
         {"id": 0},
         [{"id": 0}],
     )
+
+
+def test_variables_are_deleted_when_told_and_not_before(cluster):
+    with cluster.strategy.scope():
+        tree = zv.create_variables({"a": np.zeros(2), "b": [np.ones(3)]})
+        other = zv.Variable(5.0)
+    cluster.strategy.delete_variables({**tree, "again": tree["a"], "x": 1.0})
+    assert list(cluster.session.values) == [other.spec.key]
+    assert cluster.session.requests.count("delete") == 1
+    cluster.strategy.delete_variables({})
+    assert cluster.session.requests.count("delete") == 1
+    del other
+    assert len(cluster.session.values) == 1
+
+
+def test_only_own_variables_are_deleted(cluster):
+    with cluster.strategy.scope():
+        mine = zv.Variable(1.0)
+    with pytest.raises(ValueError, match="'stranger' was not created in the scope"):
+        cluster.strategy.delete_variables([mine, zv.Variable(2.0, name="stranger")])
+    assert len(cluster.session.values) == 1

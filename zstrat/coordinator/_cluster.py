@@ -25,7 +25,7 @@ from ._arrival import Arrival
 from ._lane import Lane, MakeLink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from zstrat.config import Timeouts
 
@@ -42,13 +42,18 @@ LEAVING: Final = 2.0
 
 @final
 class Cluster:
-    """The lanes to all tasks, and the client of the parameter servers."""
+    """The lanes to all tasks, and the client of the parameter servers.
+
+    Args:
+        ps: Addresses; a place in it is a task index.
+        workers: Task index to address; some indices may be missing.
+    """
 
     def __init__(
         self,
         session: int,
         ps: Sequence[str],
-        workers: Sequence[str],
+        workers: Mapping[int, str],
         timeouts: Timeouts,
         make_link: MakeLink,
         prefetch: int = 0,
@@ -58,14 +63,19 @@ class Cluster:
         self._closing = False
         count, addresses = len(workers), list(ps)
 
-        def lane(job: str, index: int, address: str) -> Lane:
+        def lane(job: str, task: int, index: int, address: str) -> Lane:
             known = addresses if job == "worker" else []
             opening = OpenSession(session, index, count, known, prefetch)
-            is_ps = job == "ps"
-            return Lane(job, index, address, opening, make_link, self, one_life=is_ps)
+            one_life = job == "ps"
+            return Lane(
+                job, task, index, address, opening, make_link, self, one_life=one_life
+            )
 
-        self.ps = [lane("ps", index, address) for index, address in enumerate(ps)]
-        self.workers = [lane("worker", i, address) for i, address in enumerate(workers)]
+        self.ps = [lane("ps", index, index, at) for index, at in enumerate(ps)]
+        self.workers = [
+            lane("worker", task, index, at)
+            for index, (task, at) in enumerate(sorted(workers.items()))
+        ]
         self._ps_lanes = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None

@@ -48,6 +48,8 @@ class ServerSession(Protocol):
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None: ...
 
+    def delete_variables(self, specs: Sequence[VariableSpec]) -> None: ...
+
     def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None: ...
 
     def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]: ...
@@ -175,6 +177,23 @@ class ServerVariables:
             ]
             self._session.create_variables(list(zip(specs, arrays, strict=True)))
         return [handle(spec, self) for spec in specs]
+
+    def delete_variables(self, variables: Sequence[Variable]) -> None:
+        """Frees variables that were created here, in one round trip per ps.
+
+        Raises:
+            ValueError: One was created elsewhere; nothing is deleted.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        for variable in variables:
+            if not self.owns(variable):
+                raise ValueError(
+                    f"variable {variable.name!r} was not created in the scope of this "
+                    "strategy, which deletes only its own"
+                )
+        if variables:
+            self._session.delete_variables([each.spec for each in variables])
 
     def register_optimizer(self, optimizer: Optimizer) -> int:
         """Ships the transformation to every ps, which tries it there.
