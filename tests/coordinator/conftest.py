@@ -363,8 +363,9 @@ class World:
     def make_link(self, address, **events):
         return FakeLink(self, address, **events)
 
-    def connect(self, connect=30.0):
-        settings = Settings(timeouts=Timeouts(connect=connect, request=20.0))
+    def connect(self, connect=30.0, prefetch=None):
+        timeouts = Timeouts(connect=connect, request=20.0)
+        settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(
             self.spec, settings, make_link=self.make_link
         )

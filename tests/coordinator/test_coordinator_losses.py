@@ -81,6 +81,24 @@ def test_a_worker_that_returns_works_again(make_world, same):
     assert worker.sessions[0].session == worker.sessions[1].session
 
 
+@pytest.mark.parametrize(
+    ("said", "workers", "expected"),
+    [(None, 1, 0), (None, 2, 1), (None, 5, 1), (0, 5, 0), (1, 1, 1)],
+)
+def test_workers_are_told_whether_to_prefetch(make_world, said, workers, expected):
+    world = make_world(workers=workers)
+    world.connect(prefetch=said)
+    world.until(lambda: all(worker.sessions for worker in world.workers))
+    openings = [opening for worker in world.workers for opening in worker.sessions]
+    assert [opening.prefetch for opening in openings] == [expected] * workers
+    # Told again to one that comes back.
+    (first, *_) = world.workers
+    world.on_loop(first.kill)
+    world.on_loop(first.come_back)
+    world.until(lambda: len(first.sessions) == 2)
+    assert first.sessions[1].prefetch == expected
+
+
 def test_what_a_lost_worker_reports_late_changes_nothing(world):
     coordinator = world.coordinator()
     world.on_loop(hold, world)

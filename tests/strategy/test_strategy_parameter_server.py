@@ -82,6 +82,54 @@ def test_settings_and_the_spec_reach_the_session(make_cluster):
     assert fake.session.is_closed
 
 
+@pytest.mark.parametrize(
+    ("said", "environment", "expected"),
+    [
+        (None, "auto", None),
+        (0, "auto", 0),
+        (1, "auto", 1),
+        (None, "1", 1),
+        (0, "1", 0),  # the argument is nearer than the environment
+        (1, "0", 1),
+        (True, "0", 1),
+    ],
+)
+def test_prefetch_reaches_the_session(
+    make_cluster, monkeypatch, said, environment, expected
+):
+    monkeypatch.setenv("ZSTRAT_PREFETCH", environment)
+    fake, seen = make_cluster(), []
+
+    def connect(spec, settings):
+        seen.append(settings)
+        return fake.session
+
+    ParameterServerStrategy(fake.resolver, prefetch=said, connect=connect)
+    assert [repr(settings.prefetch) for settings in seen] == [repr(expected)]
+
+
+def test_prefetch_keeps_the_other_settings(make_cluster):
+    fake, seen = make_cluster(), []
+    ParameterServerStrategy(
+        fake.resolver,
+        prefetch=0,
+        settings=Settings(insecure=True, prefetch=1),
+        connect=lambda spec, settings: seen.append(settings) or fake.session,
+    )
+    assert seen == [Settings(insecure=True, prefetch=0)]
+
+
+@pytest.mark.parametrize("bad", [2, -1, 0.5, "1", "auto", [1]])
+def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+    with pytest.raises(ValueError, match=r"prefetch=.*: expected None, 0 or 1"):
+        ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
+
+
+def refuse_to_connect(spec, settings):
+    raise AssertionError("connected although an argument is wrong")
+
+
 def test_the_face_of_the_strategy(make_cluster):
     fake = make_cluster(ps=3, workers=5)
     strategy = fake.strategy

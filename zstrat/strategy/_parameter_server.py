@@ -122,7 +122,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         if prefetch not in (None, 0, 1):
             raise ValueError(f"prefetch={prefetch!r}: expected None, 0 or 1")
         if prefetch is not None:
-            settings = replace(settings, prefetch=prefetch)
+            settings = replace(settings, prefetch=int(prefetch))
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._session = connect(spec, settings)
