@@ -69,6 +69,26 @@ async def test_a_dataset_itself_and_a_generator_will_do(world):
         assert layout.shapes == [[2]]
 
 
+async def test_a_generator_that_fills_one_buffer(world):
+    def dataset_fn():
+        buffer = np.zeros(3, np.int32)
+        for i in range(20):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    # Steps that read wait for values with their elements in their hands.
+    v = world.variable(np.zeros(3, np.int32))
+
+    @function
+    def step(iterator):
+        return next(iterator)["x"] + v.value()
+
+    resource, _ = await world.build(dataset_fn)
+    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
+    results = await world.run(digest, range(20), arguments)
+    assert [r.tolist() for r in results] == [[i] * 3 for i in range(20)]
+
+
 async def test_the_worker_context_of_a_dataset_function(world):
     def dataset_fn():
         while True:

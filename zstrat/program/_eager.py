@@ -69,7 +69,7 @@ class Immediate:
         self._home_of(variable).update(variable, op, host, optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
-        # A copy: the dataset may fill the same buffer again.
+        # A copy: on a CPU asarray would share the memory, which is the user's.
         element = jax.tree.map(jnp.array, iterator.draw())
         self._drawn.extend(jax.tree.leaves(element))
         return element
