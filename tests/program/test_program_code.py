@@ -19,6 +19,7 @@ import pytest
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
 from zstrat.program import _code
+from zstrat.program._pytrees import Registration
 from zstrat.variables import Optimizer, Variable
 
 SCALE = 3
@@ -271,3 +272,37 @@ def test_the_pickler_leaves_no_trace_in_cloudpickle():
 def _named(fn, name):
     fn.__qualname__ = name
     return fn
+
+
+def test_a_pytree_class_registered_by_functions_is_refused():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    @dataclasses.dataclass
+    class Shape:
+        x: object
+
+    jax.tree_util.register_pytree_node(Point, lambda p: ((p.x,), None), lambda _, c: c)
+    jax.tree_util.register_pytree_node(
+        Shape, lambda s: ((s.x + 1,), None), lambda _, c: Shape(*c)
+    )
+    words = r"item 'at' is a .*jax knows .*Point as a pytree.*register_dataclass"
+    with pytest.raises(TypeError, match=words):
+        zs.dump({"at": Point(1)})
+    with pytest.raises(TypeError, match=r"jax knows .*Shape as a pytree"):
+        zs.dump_code(zs.function(lambda: Shape(1).x))
+
+
+def test_what_a_dataclass_computes_for_itself_is_no_field_to_register():
+    @dataclasses.dataclass
+    class Model:
+        x: object
+        twice: object = dataclasses.field(init=False)
+
+        def __post_init__(self):
+            self.twice = 2 * self.x
+
+    jax.tree_util.register_dataclass(Model, data_fields=["x"], meta_fields=[])
+    (found,) = Registration.of(Model)
+    assert (found.data, found.meta) == (("x",), ())

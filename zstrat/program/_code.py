@@ -190,7 +190,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         match obj:
             case types.FunctionType() | type():
                 self._by_value(sys.modules.get(obj.__module__ or ""))
-                if isinstance(obj, type) and self._is_own(obj):
+                if isinstance(obj, type) and _is_by_value(obj):
                     self.registrations.extend(Registration.of(obj))
             case types.ModuleType():
                 self._by_value(obj)
@@ -209,10 +209,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
         if array.nbytes > LARGE:
             self.large.append(array)
         return jnp.asarray, (np.asarray(array),)
-
-    def _is_own(self, obj: type) -> bool:
-        module = sys.modules.get(obj.__module__)
-        return module is not None and _is_users(module)
 
     def _by_value(self, module: types.ModuleType | None) -> None:
         if module is None or module.__name__ in self._known:
@@ -243,6 +239,13 @@ class _Unpickler(pickle.Unpickler):
                     )
                 return self._resolve(number)
         raise ProtocolError(f"an unknown kind of reference arrived: {pid!r:.100}")
+
+
+def _is_by_value(cls: type) -> bool:
+    """Whether a class arrives as a new one, not as that of an imported module."""
+    module = sys.modules.get(cls.__module__)
+    local = cls.__module__ == "__main__" or "<locals>" in cls.__qualname__
+    return module is None or local or _is_users(module)
 
 
 def _is_users(module: types.ModuleType) -> bool:
