@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program import Plan
-    from zstrat.variables import Creator, Variable
+    from zstrat.variables import Creator
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
