@@ -4,7 +4,8 @@ What travels how:
 
 - functions and classes of the user's own modules (those outside of Python's library and
   of site-packages) by value, so that workers need no copy of the program; everything
-  installed by reference;
+  installed by reference, and what an installed package made around a function of the
+  user's over that package's globals;
 - jax arrays as numpy arrays, made jax arrays again where they arrive;
 - a `Resource` as its number, which the receiver resolves to its own object;
 - large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
@@ -38,6 +39,7 @@ from zstrat.errors import ProtocolError, VersionMismatchError
 from ._culprit import find_value, unpicklable
 from ._pytrees import Registration, register
 from ._where import is_installed, is_machinery
+from ._wrappers import reduced, reduced_vjp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -192,6 +194,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 self._by_value(sys.modules.get(obj.__module__ or ""))
                 if isinstance(obj, type) and _is_by_value(obj):
                     self.registrations.extend(Registration.of(obj))
+                elif isinstance(obj, types.FunctionType) and (made := reduced(obj)):
+                    return made
+            case jax.custom_vjp():
+                return reduced_vjp(obj)
             case types.ModuleType():
                 self._by_value(obj)
             case jax.core.Tracer():
