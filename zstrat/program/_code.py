@@ -6,7 +6,8 @@ What travels how:
   of site-packages) by value, so that workers need no copy of the program; everything
   installed by reference, and what an installed package made around a function of the
   user's over that package's globals;
-- jax arrays as numpy arrays, made jax arrays again where they arrive;
+- jax arrays as numpy arrays, made jax arrays again where they arrive; weakly typed
+  scalars as Python's, which are weak too;
 - a `Resource` as its number, which the receiver resolves to its own object;
 - large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
   (`dump_code`, and any callable) travels in one piece.
@@ -214,7 +215,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return _key, (data, str(jax.random.key_impl(array)))
         if array.nbytes > LARGE:
             self.large.append(array)
-        return jnp.asarray, (np.asarray(array),)
+        plain = np.asarray(array)
+        weak = plain.ndim == 0 and jax.typeof(array).weak_type
+        return jnp.asarray, (plain.item() if weak else plain,)
 
     def _by_value(self, module: types.ModuleType | None) -> None:
         if module is None or module.__name__ in self._known:
