@@ -348,6 +348,34 @@ def test_prepared_steps_give_their_elements_back_in_order():
     assert [float(step(it)) for _ in range(4)] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_source_that_fills_one_buffer(foreign):
+    class Foreign:
+        """An array of another library, over the same memory."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __array__(self, dtype=None, copy=None):
+            return self.array
+
+    @zs.function
+    def step(it):
+        return next(it)["x"], next(it)["x"]
+
+    def source():
+        buffer = np.zeros(2, np.float32)
+        for n in range(6):
+            buffer[:] = n
+            yield {"x": Foreign(buffer) if foreign else buffer}
+
+    it = zs.StepIterator(source())
+    first, second = (zs.prepare(step, (it,), {}) for _ in range(2))
+    second.unread()
+    drawn = [*first.run([]).leaves, *step(it), next(it)["x"], next(it)["x"]]
+    assert [x.tolist() for x in drawn] == [[n, n] for n in range(6)]
+
+
 def test_planning_draws_nothing_for_good():
     seen = []
 

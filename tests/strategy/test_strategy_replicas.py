@@ -321,7 +321,7 @@ def test_rows_that_cannot_be_summed_are_refused(four, name):
         step.plan()
 
 
-def test_sparse_gradients_of_all_replicas_are_joined(four):
+def test_sparse_gradients_of_all_replicas_are_summed(four):
     strategy = four.strategy
     with strategy.scope():
         table = zv.Variable(np.zeros((4, 2), np.float32))
@@ -330,8 +330,9 @@ def test_sparse_gradients_of_all_replicas_are_joined(four):
     def step():
         def replica_fn():
             number = get_replica_context().replica_id_in_sync_group
-            rows = zv.IndexedSlices(jnp.ones((2, 2)), jnp.stack([number, number * 0]))
-            optimizer.apply_gradients(rows, table)
+            indices = jnp.stack([number, number * 0])
+            rows = zv.IndexedSlices(jnp.ones((2, 2)), indices, table.shape)
+            optimizer.apply_gradients(rows.to_dense(), table)
 
         strategy.run(replica_fn)
 

@@ -182,6 +182,21 @@ def test_the_end_of_the_data_is_out_of_range_at_join(coordinator):
     assert coordinator.done()
 
 
+def test_a_dataset_function_that_creates_a_variable_is_refused(coordinator):
+    def dataset_fn():
+        return [zs.Variable(np.zeros(1, np.float32), name="mine").value()]
+
+    @zs.function
+    def take(iterator):
+        return next(iterator)
+
+    iterator = iter(coordinator.create_per_worker_dataset(dataset_fn))
+    coordinator.schedule(take, args=(iterator,))
+    with pytest.raises(zs.ClosureInputError, match="creates variable 'mine'") as caught:
+        coordinator.join()
+    assert isinstance(caught.value.original_exception, ValueError)
+
+
 def test_a_raising_dataset_is_a_closure_input_error(coordinator):
     def broken():
         raise FileNotFoundError("no such shard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -23,6 +24,8 @@ class ComputeThread:
         self._name = name
         self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY)
         self._thread: threading.Thread | None = None
+        self._ended: asyncio.Future[None] | None = None
+        """Done, on the loop, when the thread has done its last job."""
         self._closed = False
 
     @property
@@ -46,28 +49,47 @@ class ComputeThread:
             raise BusyError(f"{self._name}: {CAPACITY} jobs wait already") from None
         if self._thread is None:
             # A daemon, so that a job which never ends cannot keep the process alive.
+            self._ended = loop.create_future()
             self._thread = threading.Thread(
-                target=self._run, args=(loop,), name=self._name, daemon=True
+                target=self._run, args=(loop, self._ended), name=self._name, daemon=True
             )
             self._thread.start()
         return done
 
-    def close(self, timeout: float) -> bool:
-        """Ends the thread after the jobs that wait; False if it has not ended in time.
+    async def close(self, deadline: float) -> bool:
+        """Ends the thread after the jobs that wait; it takes no more from now on.
 
-        Blocks for up to ``timeout`` seconds: await the jobs first.
+        Args:
+            deadline: Loop time.
+
+        Returns:
+            False if it has not ended by then; it ends when its jobs do.
+
+        Cancellation: the thread ends all the same, when its jobs have.
         """
         self._closed = True
-        if self._thread is None:
+        if self._thread is None or self._ended is None:
             return True
         try:
-            self._jobs.put(None, timeout=timeout)
+            self._jobs.put_nowait(None)
         except queue.Full:
             return False
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        await asyncio.wait(
+            [self._ended], timeout=deadline - asyncio.get_running_loop().time()
+        )
+        if not self._ended.done():
+            return False
+        self._thread.join()  # it has nothing left to do but to return
+        return True
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(
+        self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]
+    ) -> None:
+        self._work(loop)
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_finish, ended, None)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while (entry := self._jobs.get()) is not None:
             job, done = entry
             error: BaseException | None = None

@@ -84,16 +84,17 @@ class Optimizer:
 
         Args:
             grads: A pytree of gradients, each an array of its variable's shape and
-                dtype or an `IndexedSlices` of its rows; or, without ``variables``, TF's
-                iterable of ``(gradient, variable)`` pairs. A gradient that is None is
-                left out.
+                dtype; or, without ``variables``, TF's iterable of ``(gradient,
+                variable)`` pairs. A gradient that is None is left out. For variables
+                of this process also an `IndexedSlices` of rows; a parameter server
+                takes its ``to_dense()``.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, or a variable lives on a parameter server
-                that does not know this optimizer.
+                gradient is there at all, a variable on a parameter server is given
+                `IndexedSlices`, or lives on one that does not know this optimizer.
         """
         pairs = self._pairs(grads, variables)
         for gradient, variable in pairs:
