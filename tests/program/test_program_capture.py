@@ -51,6 +51,17 @@ def test_each_variable_is_one_read_and_updates_keep_their_order(home):
     np.testing.assert_array_equal(updates[1].arrays[0], [7.0, 10.0])
 
 
+def test_a_weakly_typed_element_is_drawn_as_an_array_of_its_dtype():
+    step = zs.function(lambda iterator: next(iterator))
+    elements = [jnp.asarray(1.0), np.float32(2), jnp.asarray(3.0), jnp.float32(4)]
+    assert elements[0].weak_type
+    iterator = zs.StepIterator(iter(elements), np.float32(0))
+    drawn = [step(iterator) for _ in elements]
+    assert [float(x) for x in drawn] == [1, 2, 3, 4]
+    assert not any(jnp.asarray(x).weak_type for x in drawn)
+    assert step.trace_count == 1
+
+
 def test_an_update_alone_reads_nothing(home):
     v = home.variable(np.float32(1))
 
