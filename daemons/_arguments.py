@@ -75,11 +75,12 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
     if parsed.cluster is not None:
         source = str(parsed.cluster)
         resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
+        _check_job(resolver, job, source)
     elif parsed.bind is not None and parsed.index is not None:
         return Place(job, _index(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
         source, resolver = "TF_CONFIG", TFConfigClusterResolver()
-        _check_job(resolver, job)
+        _check_job(resolver, job, source)
     else:
         raise ValueError(
             "which task is this? Set TF_CONFIG, or give --cluster FILE.toml --index N, "
@@ -97,11 +98,11 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
     return Place(job, index, parsed.bind or spec.task_address(job, index))
 
 
-def _check_job(resolver: ClusterResolver, job: str) -> None:
+def _check_job(resolver: ClusterResolver, job: str, source: str) -> None:
     told = resolver.task_type
     if told is not None and told != job:
         raise ValueError(
-            f"TF_CONFIG: task.type is {told!r}; zstrat-{job} runs tasks of type {job!r}"
+            f"{source}: task.type is {told!r}; zstrat-{job} runs tasks of type {job!r}"
         )
 
 

@@ -5,12 +5,14 @@ codes. The first SIGTERM or SIGINT drains what was accepted, within
 ``timeouts.drain``; the second one ends the process at once, as the kernel does it.
 
 Exit codes: 0 drained; 1 crashed; 2 told something that cannot be (arguments, keys,
-address), trying again will not help; 75 ended before all that was accepted was done.
+address), trying again will not help; 75 trying again may help: ended before all that
+was accepted was done, or this machine does not have the address (yet).
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import os
@@ -75,10 +77,12 @@ def run(order: Order) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process, even if user code still holds a thread."""
+    # A daemon thread that is inside XLA when the interpreter ends may abort the
+    # process, and the exit code would be another one.
     logging.shutdown()
     sys.stdout.flush()
     others = set(threading.enumerate()) - {threading.current_thread()}
-    if any(not thread.daemon for thread in others):
+    if code == TRY_AGAIN or any(not thread.daemon for thread in others):
         os._exit(code)
     sys.exit(code)
 
@@ -90,7 +94,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
-        return MISTAKEN
+        return TRY_AGAIN if _may_pass(error) else MISTAKEN
     _listen_to_signals(loop, task)
     if order.parent:
         watch(loop, lambda: task.end("the program that started me is gone"))
@@ -134,6 +138,11 @@ class Pulse:
         self._timer = self._loop.call_later(
             self._notifier.watchdog or self.interval, self._beat
         )
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether it is an address that this machine may get yet: its network comes up."""
+    return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
 
 
 def _listen_to_signals(loop: asyncio.AbstractEventLoop, task: Task) -> None:

@@ -66,9 +66,12 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
+            "Function",
             "RetraceWarning",
+            "StepIterator",
             "WorkerContext",
             "function",
+            "get_current_worker_index",
             "get_worker_context",
             "grad",
             "value_and_grad",
@@ -100,6 +103,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "VariableAggregation",
             "VariableSynchronization",
             "create_variables",
+            "values",
         ),
         "zstrat.variables",
     ),

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from zstrat import __version__
 from zstrat.cluster import ClusterSpec, TFConfigClusterResolver, TomlClusterResolver
-from zstrat.config import environment, settings_from
+from zstrat.config import LANES, environment, settings_from
 from zstrat.errors import ZstratError
 from zstrat.launch import LocalCluster, Observer, examine, observe, write_units
 from zstrat.transport import generate_keys
@@ -62,9 +62,7 @@ def _cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 @main.command()
 @click.option("--ps", default=1, show_default=True, help="parameter servers")
 @click.option("--workers", default=1, show_default=True, help="workers")
-@click.option(
-    "--lane", type=click.Choice(["tcp", "ipc"]), default="tcp", show_default=True
-)
+@click.option("--lane", type=click.Choice(LANES), default="tcp", show_default=True)
 @click.option("--worker-devices", type=int, help="virtual CPU devices per worker")
 @click.option(
     "--dir", "directory", type=Path, help="for logs and the cluster file, kept"
@@ -88,6 +86,8 @@ def cluster(
             file = running.directory / "cluster.toml"
             file.write_text(toml(running.spec), "utf-8")
             click.echo(how_to_connect(running.spec, file))
+            if settings.keys is None and has_ports(running.spec):
+                click.echo(OPEN_PORTS, err=True)
             run_loop(_watch(running, settings))
             click.echo("ending all tasks")
     except KeyboardInterrupt:
@@ -106,6 +106,21 @@ def how_to_connect(spec: ClusterSpec, file: Path) -> str:
             f"  --cluster {shlex.quote(str(file))}",
             "",
         ]
+    )
+
+
+OPEN_PORTS: Final = (
+    "note: without keys every user of this machine can reach these ports and run code "
+    "here; --lane ipc or ZSTRAT_KEYS avoids that"
+)
+
+
+def has_ports(spec: ClusterSpec) -> bool:
+    """Whether some task listens on a port, and not on a socket in a folder."""
+    return not all(
+        spec.task_address(job, index).startswith("ipc://")
+        for job in spec.jobs
+        for index in spec.task_indices(job)
     )
 
 
@@ -183,7 +198,11 @@ def row(sight: Sight) -> list[str]:
         if sight.task.startswith("worker")
         else f"{number('service', 'variables'):.0f}"
     )
-    held = "" if sight.task.startswith("worker") else size(number("service", "bytes"))
+    held = (
+        ""
+        if sight.task.startswith("worker")
+        else size(number("service", "bytes") + number("service", "slot_bytes"))
+    )
     return [
         sight.task,
         sight.address,

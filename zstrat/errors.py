@@ -11,9 +11,10 @@ the constructor of a subclass takes exactly its fields, positionally.
 
 from __future__ import annotations
 
-import builtins
+import reprlib
 import sys
 import traceback
+from types import ModuleType
 from typing import ClassVar, Final
 
 PlainField = None | bool | int | float | str | bytes
@@ -64,14 +65,17 @@ class ClosedError(ZstratError):
 
 
 class PeerLostError(ZstratError):
-    """The other side went away; the request may or may not have run."""
+    """The other side went away; the request may or may not have run.
+
+    ``left``: it said goodbye, so it ended on purpose.
+    """
 
     code = 6
     retryable = True
 
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, reason)
-        self.peer, self.reason = peer, reason
+    def __init__(self, peer: str, reason: str, left: bool = False) -> None:
+        super().__init__(peer, reason, left)
+        self.peer, self.reason, self.left = peer, reason, left
 
     def __str__(self) -> str:
         return f"lost {self.peer}: {self.reason}"
@@ -213,36 +217,59 @@ WireError = list[object]
 ``[0, [module, qualname, message, args], notes, None]``."""
 
 
+_LONGEST: Final = 8000
+"""Characters of a text, bytes of a field: an error that prints an array is no larger
+than another, and many fit into one message."""
+_MOST: Final = 16
+"""Fields; no exception of ours or of Python has more than five."""
+
+
 def to_wire(error: BaseException) -> WireError:
-    """The error as plain values, with the traceback as a note for the other side."""
-    notes = "".join(getattr(error, "__notes__", ()))
-    if error.__traceback__ is not None:
-        notes += "".join(traceback.format_exception(error))
-    if isinstance(error, ZstratError):
-        cause: WireError | None = None
-        if isinstance(error, ClosureInputError) and error.original_exception:
-            cause = to_wire(error.original_exception)
-        return [error.code, [_plain(field) for field in error.args], notes, cause]
-    cls = type(error)
-    fields = [_plain(field) for field in error.args]
-    return [0, [cls.__module__, cls.__qualname__, str(error), fields], notes, None]
+    """The error as plain values, with the traceback as a note for the other side.
+
+    Long texts lose their middle: what this gives fits into a message.
+    """
+    wire = _plainly(error)
+    if isinstance(error, ClosureInputError) and error.original_exception is not None:
+        wire[3] = _plainly(error.original_exception)
+    return wire
 
 
 def from_wire(wire: object) -> Exception:
     """Inverse of `to_wire`; an unknown code or class becomes a readable error.
 
-    No module is imported and no code from the other side runs: a foreign exception
-    class is used only if this process has imported it already.
+    Never raises. No module is imported and no code from the other side runs: a foreign
+    exception class is used only if this process has imported it already.
     """
+    error = _from_plain(wire)
+    if isinstance(error, ClosureInputError):
+        match wire:
+            case [_, _, _, list() as root]:  # wrapped only once: no root of a root
+                error.original_exception = _from_plain(root)
+    return error
+
+
+def _plainly(error: BaseException) -> WireError:
+    notes = "".join(map(str, getattr(error, "__notes__", ())))
+    if error.__traceback__ is not None:
+        notes += "".join(traceback.format_exception(error))
+    notes = _shortened(notes)
+    fields: list[object] = [_plain(field) for field in error.args[:_MOST]]
+    if isinstance(error, ZstratError):
+        return [error.code, fields, notes, None]
+    names = [_shortened(type(error).__module__), _shortened(type(error).__qualname__)]
+    return [0, [*names, _words(error), fields], notes, None]
+
+
+def _from_plain(wire: object) -> Exception:
     match wire:
         case [0, [str(module), str(name), str(message), list(fields)], str(notes), _]:
             error = _foreign(module, name, message, fields)
-        case [int(code), list(fields), str(notes), cause]:
+        case [int(code), list(fields), str(notes), _]:
             error = _own(code, fields)
-            if isinstance(error, ClosureInputError) and cause is not None:
-                error.original_exception = from_wire(cause)
         case _:
-            return ProtocolError(f"an error arrived that is no error: {wire!r:.200}")
+            what = reprlib.repr(wire)
+            return ProtocolError(f"an error arrived that is no error: {what}")
     if notes:
         error.add_note(f"\nTraceback of the other task:\n{notes}")
     return error
@@ -251,26 +278,61 @@ def from_wire(wire: object) -> Exception:
 def _own(code: int, fields: list[object]) -> Exception:
     cls = _BY_CODE.get(code)
     if cls is None:
-        return ZstratError(f"error {code} of a newer zstrat: {fields!r:.500}")
+        return ZstratError(f"error {code} of a newer zstrat: {_short(fields)}")
+    words = f"{cls.__name__} arrived with the fields {_short(fields)}"
+    if issubclass(cls, ClosureInputError) and len(fields) != 1:
+        return ProtocolError(words)  # its second argument is no field
     try:
         return cls(*fields)
     except TypeError:  # a newer or hostile peer sent other fields than ours
-        return ProtocolError(f"{cls.__name__} arrived with the fields {fields!r:.500}")
+        return ProtocolError(words)
 
 
 def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exception:
-    scope = builtins if module == "builtins" else sys.modules.get(module)
-    cls = getattr(scope, name, None)
-    if isinstance(cls, type) and issubclass(cls, Exception):
-        try:
-            error = cls(*fields)
-        except Exception:  # its constructor wants something else: StepError says it all
-            return StepError(f"{module}.{name}", message)
-        return error
-    return StepError(f"{module}.{name}", message)
+    unknown = StepError(f"{module}.{name}", message)
+    scope = sys.modules.get(module)
+    # Not getattr: a module that loads its names when asked would be made to.
+    cls = scope.__dict__.get(name) if isinstance(scope, ModuleType) else None
+    if not isinstance(cls, type) or not issubclass(cls, Exception):
+        return unknown
+    if issubclass(cls, StopIteration | StopAsyncIteration):
+        return unknown  # no future and no coroutine can carry one
+    try:
+        error: object = cls(*fields)
+    except Exception:  # its constructor wants something else: StepError says it all
+        return unknown
+    return error if isinstance(error, Exception) else unknown
+
+
+def _short(fields: list[object]) -> str:
+    return ", ".join(map(reprlib.repr, fields[:_MOST])) or "none"
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return _shortened(str(error))
+    except Exception as why:  # of a step's own class: its name and traceback must do
+        return f"(its text cannot be had: {type(why).__name__})"
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    half = _LONGEST // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
 
 
 def _plain(field: object) -> PlainField:
-    if field is None or isinstance(field, bool | int | float | str | bytes):
-        return field
-    return str(field)
+    match field:
+        case None | bool() | float():
+            return field
+        case int() if -(2**63) <= field < 2**63:
+            return field
+        case bytes():
+            return field[:_LONGEST]
+        case str():
+            return _shortened(field)
+    try:
+        return _shortened(str(field))
+    except Exception:  # of a user's own class
+        return f"<{type(field).__name__}>"

@@ -10,6 +10,8 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -23,6 +25,13 @@ from zstrat.launch import LocalCluster, Sight
 def no_environment(monkeypatch):
     for name in ("TF_CONFIG", "ZSTRAT_KEYS", "ZSTRAT_LANE"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def short_folder():
+    """Its path leaves room for the names of sockets, as not every tmp_path does."""
+    with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:
+        yield Path(folder)
 
 
 def zstrat(*argv):
@@ -139,15 +148,23 @@ def test_units(tmp_path):
     assert len(ran.output.splitlines()) == 3
 
 
-def test_cluster_in_the_foreground(tmp_path):
-    folder = tmp_path / "cluster"
+@pytest.mark.parametrize(
+    ("lane", "with_keys", "warned"),
+    [("tcp", False, True), ("tcp", True, False), ("auto", False, False)],
+)
+def test_cluster_in_the_foreground(lane, with_keys, warned, short_folder):
+    folder = short_folder / "cluster"
     command = ["cluster", "--ps", "1", "--workers", "1", "--dir", str(folder)]
+    env = {k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"}
+    if with_keys:
+        env["ZSTRAT_KEYS"] = str(short_folder / "keys")
+        zstrat("keygen", env["ZSTRAT_KEYS"])
     process = subprocess.Popen(
-        [sys.executable, "-m", "zstrat.cli", *command],
+        [sys.executable, "-m", "zstrat.cli", *command, "--lane", lane],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={k: v for k, v in os.environ.items() if k != "NOTIFY_SOCKET"},
+        env=env,
     )
     try:
         head = [process.stdout.readline() for _ in range(6)]
@@ -162,7 +179,7 @@ def test_cluster_in_the_foreground(tmp_path):
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, errors) == (0, "")
+    assert (process.returncode, errors) == (0, f"{cli.OPEN_PORTS}\n" * warned)
     assert rest == "ending all tasks\n"
     assert "ended" in (folder / "ps-0.log").read_text()
 
@@ -170,7 +187,7 @@ def test_cluster_in_the_foreground(tmp_path):
 def test_table_and_lines_say_the_same():
     values = {
         "task": {"incarnation": 1 << 62, "uptime": 3700.0, "memory_bytes": 3 << 20},
-        "service": {"variables": 2, "bytes": 2048},
+        "service": {"variables": 2, "bytes": 2048, "slot_bytes": 4096},
     }
     seen = [
         Sight("ps:0", "h:1", values=values),
@@ -178,7 +195,7 @@ def test_table_and_lines_say_the_same():
     ]
     assert cli.lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
-        "variables=2 held=2.0 KiB",
+        "variables=2 held=6.0 KiB",
         "task=worker:0 address=h:2 incarnation=unreachable: nothing answers",
     ]
     assert cli.table(seen).row_count == 2

@@ -28,12 +28,14 @@ def test_everything_said() -> None:
             "ZSTRAT_PATIENCE": "2.5",
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_DRAIN": "1e1",
+            "ZSTRAT_PREFETCH": "1",
             "UNRELATED": "x",
         }
     )
     assert settings == Settings(
         timeouts=Timeouts(patience=2.5, connect=9.0, drain=10.0),
         lane="tcp",
+        prefetch=1,
         keys=Path("/etc/zstrat/keys"),
         insecure=True,
         log_json=True,
@@ -53,6 +55,20 @@ def test_unknown_lane() -> None:
     words = r"ZSTRAT_LANE='udp': expected one of auto, tcp, ipc, shm"
     with pytest.raises(ValueError, match=words):
         settings_from({"ZSTRAT_LANE": "udp"})
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", None), ("0", 0), ("1", 1)])
+def test_prefetch(text: str, value: int | None) -> None:
+    prefetch = settings_from({"ZSTRAT_PREFETCH": text}).prefetch
+    assert prefetch == value
+    assert type(prefetch) is type(value)
+
+
+@pytest.mark.parametrize("text", ["", "2", "-1", "yes", "AUTO", " 1"])
+def test_prefetch_that_cannot_be(text: str) -> None:
+    words = f"ZSTRAT_PREFETCH='{text}': expected auto, 0 or 1"
+    with pytest.raises(ValueError, match=words):
+        settings_from({"ZSTRAT_PREFETCH": text})
 
 
 @pytest.mark.parametrize(

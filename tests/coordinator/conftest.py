@@ -87,12 +87,12 @@ class FakeLink:
         self.on_open(self.task.hello)
         self.world.changed()
 
-    def cut(self, reason):
+    def cut(self, reason, left=False):
         """The connection is lost: nothing of it arrives any more."""
         if not self.is_open:
             return
         self.is_open, self.peer = False, None
-        error = PeerLostError(self.name, reason)
+        error = PeerLostError(self.name, reason, left)
         for future in list(self.open_requests):
             if not future.done():
                 future.set_exception(error)
@@ -169,6 +169,7 @@ class FakeTask:
         self.link = None
         self.alive = True
         self.busy = False
+        self.devices = 2
         self.sessions, self.exited = [], False
         self.born()
 
@@ -182,7 +183,7 @@ class FakeTask:
                 if self.busy:
                     raise BusyError(f"{self.job}:{self.index} is taken")
                 self.sessions.append(message)
-                return SessionOpened("cpu", 2)
+                return SessionOpened("cpu", self.devices)
             case CloseSession():
                 self.exited = message.exit
                 return Done()
@@ -191,6 +192,11 @@ class FakeTask:
     def kill(self, reason="killed"):
         self.alive = False
         self.link.cut(reason)
+
+    def leave(self):
+        """Ends on purpose, with a goodbye."""
+        self.alive = False
+        self.link.cut("it left: it was shut down", left=True)
 
     def come_back(self, *, same=False):
         if not same:
@@ -357,8 +363,9 @@ class World:
     def make_link(self, address, **events):
         return FakeLink(self, address, **events)
 
-    def connect(self, connect=30.0):
-        settings = Settings(timeouts=Timeouts(connect=connect, request=20.0))
+    def connect(self, connect=30.0, prefetch=None):
+        timeouts = Timeouts(connect=connect, request=20.0)
+        settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(
             self.spec, settings, make_link=self.make_link
         )
@@ -422,6 +429,9 @@ class FakeStrategy(CoordinatedStrategy):
 
     def scope(self):
         return contextlib.nullcontext()
+
+    def require_known(self, plan):
+        pass
 
 
 @pytest.fixture

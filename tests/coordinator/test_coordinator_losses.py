@@ -1,5 +1,7 @@
 """Workers and parameter servers that go, come back, hang on, and change hands."""
 
+import logging
+
 import jax.numpy as jnp
 import pytest
 
@@ -77,6 +79,24 @@ def test_a_worker_that_returns_works_again(make_world, same):
     assert value.fetch() == 1
     assert len(worker.sessions) == 2, "it had to be taken anew"
     assert worker.sessions[0].session == worker.sessions[1].session
+
+
+@pytest.mark.parametrize(
+    ("said", "workers", "expected"),
+    [(None, 1, 0), (None, 2, 1), (None, 5, 1), (0, 5, 0), (1, 1, 1)],
+)
+def test_workers_are_told_whether_to_prefetch(make_world, said, workers, expected):
+    world = make_world(workers=workers)
+    world.connect(prefetch=said)
+    world.until(lambda: all(worker.sessions for worker in world.workers))
+    openings = [opening for worker in world.workers for opening in worker.sessions]
+    assert [opening.prefetch for opening in openings] == [expected] * workers
+    # Told again to one that comes back.
+    (first, *_) = world.workers
+    world.on_loop(first.kill)
+    world.on_loop(first.come_back)
+    world.until(lambda: len(first.sessions) == 2)
+    assert first.sessions[1].prefetch == expected
 
 
 def test_what_a_lost_worker_reports_late_changes_nothing(world):
@@ -375,3 +395,46 @@ def test_the_session_tells_tasks_who_they_are(make_world):
     session = world.session
     assert (session.ps_count, session.worker_count) == (2, 3)
     assert (session.platform, session.devices) == ("cpu", 2)
+
+
+# ---- what is said about it
+
+
+def test_tasks_that_are_shut_down_on_purpose_are_no_warning(world, caplog):
+    caplog.set_level(logging.INFO, "zstrat.coordinator")
+    coordinator = world.coordinator()
+    coordinator.schedule(good).fetch()
+
+    def end_all():
+        for task in (*world.workers, *world.ps):
+            task.leave()
+
+    world.on_loop(end_all)
+    world.on_loop(lambda: None)  # the turn that follows the loss is over
+    told = [r for r in caplog.records if r.message.startswith("lost /job:")]
+    assert [record.levelname for record in told] == ["INFO"] * 3
+    assert all(record.levelno <= logging.INFO for record in caplog.records)
+
+
+def test_a_task_that_is_cut_off_is_a_warning(world, caplog):
+    world.coordinator()
+    world.on_loop(world.workers[0].kill)
+    assert "WARNING" in caplog.text
+    assert "lost /job:worker/task:0 at worker0:1: killed" in caplog.text
+
+
+def test_work_without_workers_is_a_warning(world, caplog):
+    coordinator = world.coordinator()
+    world.on_loop(hold, world)
+    value = coordinator.schedule(good)
+    world.until(lambda: running(world) == 1)
+    world.on_loop(lambda: [worker.leave() for worker in world.workers])
+    world.on_loop(lambda: None)
+    assert "no worker is left; waiting for one: /job:worker/task:0" in caplog.text
+
+    def come_back():
+        release(world)
+        world.workers[0].come_back()
+
+    world.on_loop(come_back)
+    assert value.fetch() == 1

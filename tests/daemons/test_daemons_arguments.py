@@ -103,6 +103,14 @@ def test_wrong_cluster_file(tmp_path, text, words):
         told("--cluster", cluster_file(tmp_path, text))
 
 
+def test_cluster_file_of_another_job(tmp_path):
+    text = "[cluster]\nps = ['h:1']\nworker = ['h:2']\n[task]\ntype = 'worker'\n"
+    path = cluster_file(tmp_path, text + "index = 0\n")
+    with pytest.raises(ValueError, match=r"cluster\.toml: task.type is 'worker'"):
+        told("--cluster", path)
+    assert told("--cluster", path, job="worker").place.bind == "h:2"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

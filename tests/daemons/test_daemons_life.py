@@ -13,8 +13,10 @@ import sys
 import pytest
 
 from zstrat.config import Settings
+from zstrat.errors import PeerLostError
+from zstrat.program import dump_code
 from zstrat.transport import Link, generate_keys, hello, new_incarnation, run
-from zstrat.wire import CloseSession, OpenSession
+from zstrat.wire import CloseSession, CreateOptimizer, Inspect, OpenSession
 
 LOCAL = ("--index", "0", "--bind", "127.0.0.1:0")
 
@@ -61,6 +63,38 @@ def test_its_coordinator_ends_it(start):
     assert daemon.process.wait(30) == 0
 
 
+class Stuck:
+    """An optimizer that never arrives: unpickling it waits for ever."""
+
+    def __reduce__(self):
+        return eval, ("__import__('threading').Event().wait()",)
+
+
+def test_what_was_not_done_in_time_shows_in_the_exit_code(start):
+    daemon = start("ps", *LOCAL, ZSTRAT_DRAIN="0.2")
+    address = daemon.hear("READY=1").split()[-1]
+
+    async def end():
+        me = hello("chief", 0, new_incarnation())
+        link = Link(address, me, name="ps:0", settings=Settings(), expect=("ps", 0))
+        link.start()
+        try:
+            await link.wait_open(asyncio.get_running_loop().time() + 30)
+            await link.request(OpenSession(me.incarnation, 0, 1, []))
+            code = dump_code(Stuck())
+            stuck = link.submit(CreateOptimizer(me.incarnation, 1, "stuck", code))
+            await link.request(Inspect())  # answered after that one was accepted
+            daemon.process.terminate()
+            with pytest.raises(PeerLostError):
+                await stuck
+        finally:
+            await link.close()
+
+    run(end())
+    assert daemon.process.wait(30) == 75
+    assert "not everything was done in 0.2s" in daemon.words()
+
+
 def test_a_parent_that_is_gone_already(start):
     daemon = start("ps", *LOCAL, "--parent", "1")
     assert daemon.process.wait(30) == 1
@@ -94,6 +128,14 @@ def test_port_taken(start):
         assert daemon.process.wait(30) == 2
     assert f"cannot bind {address}" in daemon.words()
     assert "Traceback" not in daemon.words()
+
+
+def test_an_address_that_the_machine_may_get_yet(start):
+    """As at boot, before the network is up: the manager is to try again."""
+    nowhere = "192.0.2.1:7"  # kept free for examples: no machine has it
+    daemon = start("ps", "--index", "0", "--bind", nowhere, "--insecure")
+    assert daemon.process.wait(30) == 75
+    assert f"cannot bind {nowhere}" in daemon.words()
 
 
 def test_other_machines_need_keys(start):

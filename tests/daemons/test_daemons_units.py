@@ -66,6 +66,7 @@ def test_service(units, bindir, job):
     assert unit["Install.WantedBy"] == unit["Unit.PartOf"] == ["zstrat.target"]
     assert float(unit["Service.TimeoutStopSec"][0]) > 10.0  # Timeouts.drain
     assert unit["Service.RestartPreventExitStatus"] == ["2"]
+    assert unit["Unit.StartLimitIntervalSec"] == ["0"]  # 75 is tried for ever
     secrets = [c for c in unit["Service.LoadCredential"] if ".secret" in c]
     assert secrets == [f"{job}.secret:/etc/zstrat/keys/{job}.secret"]
     assert len(unit["Service.LoadCredential"]) == 6

@@ -117,6 +117,49 @@ def test_generator_is_called_for_each_pass():
         len(dataset)
 
 
+def refill():
+    """A generator as fast ones are: it fills one buffer again and again."""
+    buffer = np.zeros(2, np.int64)
+    for i in range(6):
+        buffer[:] = i
+        yield {"x": buffer, "row": np.broadcast_to(buffer[:1], (3,))}
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        lambda d: d,
+        lambda d: d.batch(1),
+        lambda d: d.batch(4),
+        lambda d: d.prefetch(3),
+        lambda d: d.shuffle(4, seed=1),
+        lambda d: d.repeat(1).prefetch(2).batch(2),
+    ],
+)
+def test_generator_that_fills_one_buffer(pipeline):
+    elements = list(pipeline(Dataset.from_generator(refill)))
+    for leaf in ("x", "row"):
+        got = np.concatenate([np.unique(e[leaf]) for e in elements])
+        assert sorted(got.tolist()) == list(range(6))
+
+
+def test_map_that_fills_one_buffer():
+    buffer = np.zeros(2, np.int64)
+
+    def fill(x):
+        buffer[:] = x
+        return buffer
+
+    assert numbers(Dataset.range(4).map(fill).batch(4)) == [[[i, i] for i in range(4)]]
+
+
+def test_what_nobody_can_write_to_is_not_copied():
+    fixed = np.arange(3)
+    fixed.flags.writeable = False
+    dataset = Dataset.from_generator(lambda: [fixed]).map(lambda x: x)
+    assert next(iter(dataset)) is fixed
+
+
 def test_generator_error_passes():
     def generate():
         yield 1

@@ -9,7 +9,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -121,12 +120,16 @@ def test_daemons_that_are_not_ready_in_time():
         ({"num_workers": 0}, "num_workers=0"),
         ({"lane": "pigeon"}, "lane='pigeon'"),
         ({"logs": "nowhere"}, "logs='nowhere'"),
-        ({"lane": "ipc", "directory": "/tmp/" + "x" * 120}, "too long a path"),
     ],
 )
 def test_arguments_that_cannot_be(arguments, words):
     with pytest.raises(ValueError, match=words):
         LocalCluster(**arguments)
+
+
+def test_a_folder_too_deep_for_sockets(tmp_path):
+    with pytest.raises(ValueError, match="too long a path"):
+        LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))
 
 
 def test_unknown_task():
@@ -223,11 +226,11 @@ cluster.stop()
     assert all(wait_gone(pid) for pid in daemons)
 
 
-def test_stopping_a_busy_cluster_is_bounded():
+def test_stopping_ends_who_is_frozen_or_dead():
     impatient = Settings(timeouts=Timeouts(drain=0.2))
     cluster = LocalCluster(1, 1, settings=impatient)
     cluster.stop_task("ps:0")
     os.kill(cluster.pid("worker:0"), signal.SIGKILL)
-    began = time.monotonic()
+    pids = [cluster.pid(task) for task in cluster.tasks]
     cluster.stop()
-    assert time.monotonic() - began < 30
+    assert all(wait_gone(pid, 0) for pid in pids)

@@ -52,6 +52,17 @@ def test_each_variable_is_one_read_and_updates_keep_their_order(home):
     np.testing.assert_array_equal(updates[1].arrays[0], [7.0, 10.0])
 
 
+def test_a_weakly_typed_element_is_drawn_as_an_array_of_its_dtype():
+    step = zs.function(lambda iterator: next(iterator))
+    elements = [jnp.asarray(1.0), np.float32(2), jnp.asarray(3.0), jnp.float32(4)]
+    assert elements[0].weak_type
+    iterator = zs.StepIterator(iter(elements), np.float32(0))
+    drawn = [step(iterator) for _ in elements]
+    assert [float(x) for x in drawn] == [1, 2, 3, 4]
+    assert not any(jnp.asarray(x).weak_type for x in drawn)
+    assert step.trace_count == 1
+
+
 def test_an_update_alone_reads_nothing(home):
     v = home.variable(np.float32(1))
 
@@ -336,6 +347,34 @@ def test_prepared_steps_give_their_elements_back_in_order():
     third.unread()
     second.unread()
     assert [float(step(it)) for _ in range(4)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_source_that_fills_one_buffer(foreign):
+    class Foreign:
+        """An array of another library, over the same memory."""
+
+        def __init__(self, array):
+            self.array = array
+
+        def __array__(self, dtype=None, copy=None):
+            return self.array
+
+    @zs.function
+    def step(it):
+        return next(it)["x"], next(it)["x"]
+
+    def source():
+        buffer = np.zeros(2, np.float32)
+        for n in range(6):
+            buffer[:] = n
+            yield {"x": Foreign(buffer) if foreign else buffer}
+
+    it = zs.StepIterator(source())
+    first, second = (zs.prepare(step, (it,), {}) for _ in range(2))
+    second.unread()
+    drawn = [*first.run([]).leaves, *step(it), next(it)["x"], next(it)["x"]]
+    assert [x.tolist() for x in drawn] == [[n, n] for n in range(6)]
 
 
 def test_planning_draws_nothing_for_good():

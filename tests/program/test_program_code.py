@@ -19,6 +19,7 @@ import pytest
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
 from zstrat.program import _code
+from zstrat.program._pytrees import Registration
 from zstrat.variables import Optimizer, Variable
 
 SCALE = 3
@@ -133,6 +134,29 @@ def test_a_module_of_the_users_is_shipped_by_value(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_model")
     assert zs.load(code)(np.float32(2)) == 8.0
     assert "my_model" not in sys.modules
+
+
+def test_a_folder_of_the_users_may_end_in_packages(tmp_path, monkeypatch):
+    folder = tmp_path / "my-packages"
+    folder.mkdir()
+    (folder / "my_packaged.py").write_text("def apply(x): return 5 * x\n")
+    monkeypatch.syspath_prepend(folder)
+    import my_packaged
+
+    code = zs.dump_code(my_packaged.apply)
+    monkeypatch.delitem(sys.modules, "my_packaged")
+    assert zs.load(code)(2) == 10
+    assert "my_packaged" not in sys.modules
+
+
+@pytest.mark.parametrize("scalar", [2.5, 3, 2j])
+def test_weakly_typed_scalars_stay_weak(scalar):
+    weak = jnp.asarray(scalar)
+    (got,) = zs.load(*zs.dump((weak,)))
+    assert got.weak_type
+    assert (got.dtype, got) == (weak.dtype, weak)
+    (strong,) = zs.load(*zs.dump((jnp.asarray(np.asarray(weak)),)))
+    assert not strong.weak_type
 
 
 def test_zstrat_and_installed_packages_go_by_reference():
@@ -271,3 +295,37 @@ def test_the_pickler_leaves_no_trace_in_cloudpickle():
 def _named(fn, name):
     fn.__qualname__ = name
     return fn
+
+
+def test_a_pytree_class_registered_by_functions_is_refused():
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    @dataclasses.dataclass
+    class Shape:
+        x: object
+
+    jax.tree_util.register_pytree_node(Point, lambda p: ((p.x,), None), lambda _, c: c)
+    jax.tree_util.register_pytree_node(
+        Shape, lambda s: ((s.x + 1,), None), lambda _, c: Shape(*c)
+    )
+    words = r"item 'at' is a .*jax knows .*Point as a pytree.*register_dataclass"
+    with pytest.raises(TypeError, match=words):
+        zs.dump({"at": Point(1)})
+    with pytest.raises(TypeError, match=r"jax knows .*Shape as a pytree"):
+        zs.dump_code(zs.function(lambda: Shape(1).x))
+
+
+def test_what_a_dataclass_computes_for_itself_is_no_field_to_register():
+    @dataclasses.dataclass
+    class Model:
+        x: object
+        twice: object = dataclasses.field(init=False)
+
+        def __post_init__(self):
+            self.twice = 2 * self.x
+
+    jax.tree_util.register_dataclass(Model, data_fields=["x"], meta_fields=[])
+    (found,) = Registration.of(Model)
+    assert (found.data, found.meta) == (("x",), ())

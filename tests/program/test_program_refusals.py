@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import Variable
+from zstrat.variables import IndexedSlices, Variable
 
 X = np.array([1.0, 2.0], np.float32)
 
@@ -346,3 +346,58 @@ def test_errors_of_the_body_pass_unchanged(home):
             step()
     assert home.values[v.spec.key] == 1.0
     assert step.trace_count == 0
+
+
+GIVEN = {
+    "exp": lambda v: jnp.exp(v),
+    "matmul": lambda v: jnp.matmul(X, v),
+    "relu": lambda v: jax.nn.relu(v),
+    "sum": lambda v: jnp.sum(v),
+    "jit": lambda v: jax.jit(lambda x: x + 1)(v),
+    "grad": lambda v: jax.grad(jnp.sum)(v),
+    "primitive": lambda v: jax.lax.add(v, v),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN.values(), ids=GIVEN)
+@pytest.mark.parametrize("run", ["plan", "here", "eager"])
+def test_a_variable_where_jax_takes_arrays(home, given, run):
+    v = home.variable(X)
+
+    def body():
+        return given(v)  # here
+
+    step = zs.function(body, eager=run == "eager")
+    with pytest.raises(TypeError, match=r"v\.value\(\), or zs\.values") as caught:
+        step.plan() if run == "plan" else step()
+    words = str(caught.value)
+    assert re.search(re.escape(__file__) + r":\d+ ", words), words
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_other_errors_of_an_eager_step_stay_what_they_are():
+    @zs.function(eager=True)
+    def step():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match=r"^mine$"):
+        step()
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_rows_as_the_gradient_of_a_variable_on_a_ps(home, eager):
+    table = home.variable(np.zeros((4, 2), np.float32), "table")
+    optimizer = home.optimizer(optax.sgd(1.0))
+
+    def body(dense):
+        rows = IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), table.shape)
+        gradient = rows.to_dense() if dense else rows
+        optimizer.apply_gradients(gradient, table)  # here
+
+    step = zs.function(body, eager=eager)
+    with pytest.raises(ValueError, match=r"'table'.*to_dense\(\)") as caught:
+        step(False)
+    assert re.search(line_of(body, "# here"), str(caught.value)), str(caught.value)
+    step(True)
+    expected = [[0, 0], [-2, -2], [0, 0], [0, 0]]
+    np.testing.assert_array_equal(home.values[table.spec.key], expected)

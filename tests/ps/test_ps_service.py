@@ -320,7 +320,7 @@ async def test_drain_finishes_what_was_accepted_and_refuses_the_rest():
         rig.ask(OpenSession(SESSION, 0, 1, []))
     rig.loader.gate.set()
     async with asyncio.timeout(60):
-        await draining
+        assert await draining is True
     assert loading.done()
     assert await waiting == Pushed(True, [1])
     assert "compute /job:ps/task:0" not in {
@@ -333,7 +333,7 @@ async def test_drain_does_not_wait_for_ever():
     rig.open()
     loading = rig.held_up()
     async with asyncio.timeout(30):
-        await rig.service.drain()
+        assert await rig.service.drain() is False
     assert not loading.done()
     rig.loader.gate.set()
     async with asyncio.timeout(60):

@@ -1,5 +1,7 @@
 """A cluster without processes: what a strategy and a worker need of one, in numpy."""
 
+import secrets
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,7 @@ class FakeSession:
     def __init__(self, ps_count, worker_count, devices):
         self.ps_count, self.worker_count, self.devices = ps_count, worker_count, devices
         self.platform = "cpu"
+        self.session = secrets.randbits(64)
         self.values = {}
         self.specs = {}
         self.slots = {}
@@ -31,6 +34,11 @@ class FakeSession:
             assert 0 <= spec.ps < self.ps_count
             assert spec.key not in self.values
             self.values[spec.key], self.specs[spec.key] = array, spec
+
+    def delete_variables(self, specs):
+        self.requests.append("delete")
+        for spec in specs:
+            del self.values[spec.key], self.specs[spec.key]
 
     def create_optimizer(self, optimizer_id, name, code):
         if self.refuse is not None:

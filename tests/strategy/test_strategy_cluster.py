@@ -71,3 +71,34 @@ async def test_variables_block_or_wait_in_a_running_loop(strategy):
     await asyncio.gather(*(x.assign_sub_async([0.5, 0.5]) for _ in range(2)))
     np.testing.assert_array_equal(await x.value_async(), [1.0, 2.0])
     np.testing.assert_array_equal(x.numpy(), [1.0, 2.0])
+
+
+def test_deleted_variables_are_gone(strategy):
+    with strategy.scope():
+        kept, gone = zs.Variable([1.0]), zs.create_variables([np.ones(2), np.ones(3)])
+    strategy.delete_variables(gone)
+    for variable in gone:
+        with pytest.raises(zs.errors.NotFoundError):
+            variable.numpy()
+    with pytest.raises(zs.errors.NotFoundError):
+        strategy.delete_variables(gone)
+    assert kept.numpy() == [1.0]
+
+
+def test_a_program_that_knows_only_some_workers():
+    with zs.LocalCluster(num_ps=1, num_workers=2) as cluster:
+        spec = cluster.spec
+        known = {
+            "ps": [spec.task_address("ps", 0)],
+            "worker": {"1": spec.task_address("worker", 1)},
+        }
+        resolver = zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec(known))
+        with zs.ParameterServerStrategy(resolver) as strategy:
+            coordinator = zs.ClusterCoordinator(strategy)
+
+            @zs.function
+            def which():
+                context = zs.get_worker_context()
+                return context.worker_index, context.worker_count
+
+            assert coordinator.schedule(which).fetch() == (0, 1)

@@ -82,6 +82,54 @@ def test_settings_and_the_spec_reach_the_session(make_cluster):
     assert fake.session.is_closed
 
 
+@pytest.mark.parametrize(
+    ("said", "environment", "expected"),
+    [
+        (None, "auto", None),
+        (0, "auto", 0),
+        (1, "auto", 1),
+        (None, "1", 1),
+        (0, "1", 0),  # the argument is nearer than the environment
+        (1, "0", 1),
+        (True, "0", 1),
+    ],
+)
+def test_prefetch_reaches_the_session(
+    make_cluster, monkeypatch, said, environment, expected
+):
+    monkeypatch.setenv("ZSTRAT_PREFETCH", environment)
+    fake, seen = make_cluster(), []
+
+    def connect(spec, settings):
+        seen.append(settings)
+        return fake.session
+
+    ParameterServerStrategy(fake.resolver, prefetch=said, connect=connect)
+    assert [repr(settings.prefetch) for settings in seen] == [repr(expected)]
+
+
+def test_prefetch_keeps_the_other_settings(make_cluster):
+    fake, seen = make_cluster(), []
+    ParameterServerStrategy(
+        fake.resolver,
+        prefetch=0,
+        settings=Settings(insecure=True, prefetch=1),
+        connect=lambda spec, settings: seen.append(settings) or fake.session,
+    )
+    assert seen == [Settings(insecure=True, prefetch=0)]
+
+
+@pytest.mark.parametrize("bad", [2, -1, 0.5, "1", "auto", [1]])
+def test_a_prefetch_that_cannot_be_is_refused_before_connecting(bad):
+    resolver = SimpleClusterResolver(ClusterSpec(FULL))
+    with pytest.raises(ValueError, match=r"prefetch=.*: expected None, 0 or 1"):
+        ParameterServerStrategy(resolver, prefetch=bad, connect=refuse_to_connect)
+
+
+def refuse_to_connect(spec, settings):
+    raise AssertionError("connected although an argument is wrong")
+
+
 def test_the_face_of_the_strategy(make_cluster):
     fake = make_cluster(ps=3, workers=5)
     strategy = fake.strategy
@@ -192,7 +240,7 @@ def test_optimizers_of_the_scope_run_on_the_ps(cluster):
         x = zv.Variable([1.0, 2.0])
         first = zv.Optimizer(optax.sgd(0.5), name="sgd")
         second = zv.Optimizer(optax.adam(0.1))
-    assert (first.id, second.id) == (1, 2)
+    assert second.id == first.id + 1
     first.apply_gradients([jnp.ones(2)], [x])
     np.testing.assert_array_equal(x.numpy(), [0.5, 1.5])
     outside = zv.Optimizer(optax.sgd(0.5))
@@ -326,3 +374,24 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
         {"id": 0},
         [{"id": 0}],
     )
+
+
+def test_variables_are_deleted_when_told_and_not_before(cluster):
+    with cluster.strategy.scope():
+        tree = zv.create_variables({"a": np.zeros(2), "b": [np.ones(3)]})
+        other = zv.Variable(5.0)
+    cluster.strategy.delete_variables({**tree, "again": tree["a"], "x": 1.0})
+    assert list(cluster.session.values) == [other.spec.key]
+    assert cluster.session.requests.count("delete") == 1
+    cluster.strategy.delete_variables({})
+    assert cluster.session.requests.count("delete") == 1
+    del other
+    assert len(cluster.session.values) == 1
+
+
+def test_only_own_variables_are_deleted(cluster):
+    with cluster.strategy.scope():
+        mine = zv.Variable(1.0)
+    with pytest.raises(ValueError, match="'stranger' was not created in the scope"):
+        cluster.strategy.delete_variables([mine, zv.Variable(2.0, name="stranger")])
+    assert len(cluster.session.values) == 1

@@ -246,6 +246,7 @@ async def test_goodbyes_are_told_at_once_with_the_reason(net):
     lost = await caller.lost.get()
     assert lost.peer == "/job:ps/task:0"
     assert "the ps was stopped" in lost.reason
+    assert lost.left
     assert isinstance(waiting.exception(), PeerLostError | KeyError)
     with pytest.raises(PeerLostError, match="not connected"):
         await link.request(Inspect())
@@ -305,7 +306,9 @@ async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, s
         waiting = link.submit(Inspect())
         with pytest.raises(PeerLostError, match="silent"):
             await waiting
-        assert "silent" in (await caller.lost.get()).reason
+        lost = await caller.lost.get()
+        assert "silent" in lost.reason
+        assert not lost.left
         assert "silent" in (await service.lost.get())[1]
     await caller.opened.get()
     assert await link.request(Inspect())

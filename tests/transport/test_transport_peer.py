@@ -431,7 +431,24 @@ def test_goodbye_ends_both_sides_with_the_reason(pair):
     pair.client.request(Inspect(), "a", 99.0)
     failed, _ = pair.client.leave("the program ended")
     assert isinstance(failed.error, PeerLostError)
-    assert flow(pair.client, pair.server) == [Closed("it left: the program ended")]
+    assert not failed.error.left  # it is we who go
+    assert flow(pair.client, pair.server) == [
+        Closed("it left: the program ended", left=True)
+    ]
+
+
+def test_who_waits_hears_that_the_other_left_on_purpose(pair):
+    pair.client.request(Inspect(), "a", 99.0)
+    pair.server.leave("it was shut down")
+    failed, closed = flow(pair.server, pair.client)
+    assert failed.error.left
+    assert closed.left
+    again = type(failed.error)(*failed.error.args)
+    assert (again.peer, again.reason, again.left) == (
+        failed.error.peer,
+        failed.error.reason,
+        True,
+    )
 
 
 # ---- hostile ----

@@ -21,8 +21,8 @@ class Drive:
         self.pipeline, self.cost, self.now = pipeline, cost, 0.0
         self.did, self.posts = [], []
 
-    def dispatch(self, numbers, *, reads=None, writes=False, alone=False, nbytes=8):
-        plan = {"reads": reads, "writes": writes, "alone": alone, "nbytes": nbytes}
+    def dispatch(self, numbers, *, reads=None, nbytes=8, **facts):
+        plan = {"reads": reads, "nbytes": nbytes, **facts}
         costs = Costs(prepare=self.cost, run=self.cost)
         self.pipeline.dispatched(plan, costs, numbers)
 
@@ -205,10 +205,107 @@ def test_a_failed_pull_is_met_in_order():
     assert pulled(after) == [[2]]
 
 
+def optimizer_steps(drive, *numbers):
+    drive.dispatch(numbers, reads=W, writes=True, optimizes=True)
+
+
+def test_with_prefetch_the_values_of_the_next_optimizer_step_travel_meanwhile():
+    drive = Drive(Pipeline(prefetch=True))
+    optimizer_steps(drive, 1, 2, 3, 4)
+    first, second = drive.rest()
+    assert (pulled(first), pulled(second)) == ([[1]], [[2]])
+    drive.arrive(first)
+    drive.arrive(second)  # before step 1 has run: it waits, and 1 is the next to run
+    posts = drive.rest()
+    # One step ahead and no more: 3 reads what 1 wrote, and is under way while 2 runs.
+    assert [post.pushes for post in posts] == [[("push 1", 1)], [("push 2", 2)]]
+    assert [pulled(post) for post in posts] == [[[3]], [[4]]]
+    assert drive.did == ["run 1", "prepare 3", "post", "run 2", "prepare 4", "post"]
+
+
+def test_with_prefetch_the_first_post_of_a_step_is_its_pull_alone():
+    drive = Drive(Pipeline(prefetch=True))
+    optimizer_steps(drive, 1, 2)
+    drive.rest()
+    assert drive.did == ["prepare 1", "post", "prepare 2", "post"]
+
+
+def test_without_prefetch_optimizer_steps_wait_for_the_push():
+    drive = Drive(Pipeline(prefetch=False))
+    optimizer_steps(drive, 1, 2)
+    (post,) = drive.rest()
+    assert pulled(post) == [[1]]
+    drive.arrive(post)
+    (post,) = drive.rest()
+    assert (post.pushes, pulled(post)) == ([("push 1", 1)], [[2]])
+
+
+@pytest.mark.parametrize(
+    ("before", "behind"),
+    [
+        ({"optimizes": True, "writes": True}, {"writes": True}),
+        ({"optimizes": True, "writes": True}, {}),
+        ({"writes": True}, {"optimizes": True, "writes": True}),
+        ({"writes": True}, {"writes": True}),
+        ({"writes": True}, {}),
+    ],
+)
+def test_with_prefetch_other_steps_see_what_was_written_before_them(before, behind):
+    drive = Drive(Pipeline(prefetch=True))
+    drive.dispatch([1], reads=W, **before)
+    drive.dispatch([2], reads=W, **behind)
+    (post,) = drive.rest()
+    assert pulled(post) == [[1]]
+    drive.arrive(post)
+    posts = drive.rest()
+    (pulling,) = [post for post in posts if post.pulls]
+    assert (pulling.pushes, pulled(pulling)) == ([("push 1", 1)], [[2]])
+
+
+def test_cancel_forgets_what_was_fetched_early():
+    drive = Drive(Pipeline(prefetch=True))
+    optimizer_steps(drive, 1, 2, 3)
+    posts = drive.rest()
+    prepared, queued = drive.pipeline.cancelled()
+    assert [step.number for step in prepared] == [2, 1]
+    assert [step.number for step in queued] == [3]
+    for post in posts:
+        drive.arrive(post)
+    # An assignment and a reader come next: nothing of the old look-ahead is left.
+    drive.dispatch([4], reads=W, writes=True)
+    drive.dispatch([5], reads=W)
+    (post,) = drive.rest()
+    assert pulled(post) == [[4]]
+
+
+def test_a_failed_early_pull_fails_its_step_and_no_other():
+    drive = Drive(Pipeline(prefetch=True))
+    optimizer_steps(drive, 1, 2)
+    first, second = drive.rest()
+    lost = OSError("ps 0")
+    drive.pipeline.arrived(second.pulls[0], None, lost)
+    drive.arrive(first)
+    do, step = drive.pipeline.next(drive.now)
+    assert (do, step.number, step.error) == (Do.RUN, 1, None)
+    drive.pipeline.ran(step, 1, drive.now, cost=0.0, push="push 1")
+    steps = [drive.pipeline.next(drive.now)]
+    if steps[0][0] is Do.POST:
+        drive.pipeline.post()
+        steps.append(drive.pipeline.next(drive.now))
+    do, step = steps[-1]
+    assert (do, step.number, step.error) == (Do.RUN, 2, lost)
+
+
+WRITES = {
+    "nothing": {},
+    "assigns": {"writes": True},
+    "optimizes": {"writes": True, "optimizes": True},
+}
+
 KINDS = st.fixed_dictionaries(
     {
         "reads": st.sampled_from([None, W, B]),
-        "writes": st.booleans(),
+        "does": st.sampled_from([*WRITES, "optimizes"]),
         "draws": st.booleans(),
         "cost": st.sampled_from([0.0, 1e-5, 1e-2, math.inf]),
         "refuse": st.sampled_from([False, False, False, True]),
@@ -220,9 +317,13 @@ class Life(RuleBasedStateMachine):
     """Any order of dispatches, answers, losses and cancels: each closure ends once, in
     order, sees the pushes of those before it, and draws its element in turn."""
 
+    prefetch = False
+
     def __init__(self):
         super().__init__()
-        self.pipeline = Pipeline(window=4, interval=1e-3, budget=100)
+        self.pipeline = Pipeline(
+            window=4, interval=1e-3, budget=100, prefetch=self.prefetch
+        )
         self.now, self.numbers = 0.0, 0
         self.kinds, self.endings, self.began = {}, [], []
         self.pulls, self.pushes = [], []
@@ -257,14 +358,15 @@ class Life(RuleBasedStateMachine):
         if kind["draws"]:
             self.element_of[step.number] = self.elements
             self.elements += 1
-        facts = {"reads": kind["reads"], "writes": kind["writes"], "nbytes": 30}
+        facts = {"reads": kind["reads"], "nbytes": 30, **WRITES[kind["does"]]}
         self.pipeline.prepared(step, self.now, cost=kind["cost"], **facts)
 
     def run(self, step, kind):
         self.now += 1e-5
         assert step.error is not None or kind["reads"] is None or step.values == "v"
         self.began.append(step.number)
-        push = step.number if kind["writes"] and step.error is None else None
+        writes = kind["does"] != "nothing"
+        push = step.number if writes and step.error is None else None
         self.wrote |= set() if push is None else {push}
         self.pipeline.ran(step, step.number, self.now, cost=kind["cost"], push=push)
 
@@ -276,13 +378,19 @@ class Life(RuleBasedStateMachine):
         for pull in post.pulls:
             for step in pull.steps:
                 assert self.posted_pushes == self.wrote
-                assert self.all_writers_before_began(step.number)
+                self.check_writers_before(step.number)
             self.pulls.append(pull)
         self.endings += post.endings
 
-    def all_writers_before_began(self, number):
+    def check_writers_before(self, number):
+        """All are over, but for one optimizer step before an optimizer step."""
         over = {*self.began, *self.endings}
-        return all(n in over for n in range(number) if self.kinds[n]["writes"])
+        kinds = [self.kinds[n]["does"] for n in range(number + 1)]
+        missing = [n for n in range(number) if kinds[n] != "nothing" and n not in over]
+        if missing:
+            assert self.prefetch
+            assert len(missing) == 1
+            assert [kinds[n] for n in (*missing, number)] == ["optimizes"] * 2
 
     @precondition(lambda self: self.pulls)
     @rule(data=st.data(), lost=st.sampled_from([False, False, True]))
@@ -330,8 +438,16 @@ class Life(RuleBasedStateMachine):
         assert len(self.pipeline) == 0
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+class LifeAhead(Life):
+    """The same with prefetch, but that one optimizer step runs behind the next pull."""
+
+    prefetch = True
+
+
+TestLife, TestLifeAhead = Life.TestCase, LifeAhead.TestCase
+TestLife.settings = TestLifeAhead.settings = settings(
+    max_examples=120, stateful_step_count=30, deadline=None
+)
 
 
 @pytest.mark.parametrize("window", [1, 2, 32])

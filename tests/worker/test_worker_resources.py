@@ -7,7 +7,8 @@ import pytest
 
 from zstrat.data import Dataset, InputContext
 from zstrat.errors import ClosureInputError, NotFoundError, OutOfRangeError
-from zstrat.program import function, get_worker_context
+from zstrat.program import function, get_current_worker_index, get_worker_context
+from zstrat.variables import Variable
 from zstrat.wire import DropResources
 
 
@@ -68,6 +69,26 @@ async def test_a_dataset_itself_and_a_generator_will_do(world):
         assert layout.shapes == [[2]]
 
 
+async def test_a_generator_that_fills_one_buffer(world):
+    def dataset_fn():
+        buffer = np.zeros(3, np.int32)
+        for i in range(20):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    # Steps that read wait for values with their elements in their hands.
+    v = world.variable(np.zeros(3, np.int32))
+
+    @function
+    def step(iterator):
+        return next(iterator)["x"] + v.value()
+
+    resource, _ = await world.build(dataset_fn)
+    digest, arguments = await world.ship(step), world.arguments(world.it(resource))
+    results = await world.run(digest, range(20), arguments)
+    assert [r.tolist() for r in results] == [[i] * 3 for i in range(20)]
+
+
 async def test_the_worker_context_of_a_dataset_function(world):
     def dataset_fn():
         while True:
@@ -75,6 +96,31 @@ async def test_the_worker_context_of_a_dataset_function(world):
 
     resource, _ = await world.build(dataset_fn)
     assert [int(x) for x in await drawn(world, resource, 2)] == [1, 1]
+
+
+async def test_the_index_of_the_worker_in_datasets_and_steps(world):
+    def dataset_fn():
+        while True:
+            yield np.array(get_current_worker_index())
+
+    @function
+    def step(iterator):
+        return next(iterator), get_current_worker_index()
+
+    resource, _ = await world.build(dataset_fn)
+    digest = await world.ship(step)
+    (answer,) = await world.run(digest, [1], world.arguments(world.it(resource)))
+    assert [int(x) for x in answer] == [1, 1]
+    with pytest.raises(RuntimeError, match=r"get_current_worker_index\(\).*a worker"):
+        get_current_worker_index()
+
+
+async def test_a_dataset_function_creates_no_variables(world):
+    def dataset_fn():
+        return [Variable(np.zeros(1), name="shuffled").value()]
+
+    with pytest.raises(ValueError, match=r"'shuffled'.*strategy\.scope\(\)"):
+        await world.build(dataset_fn)
 
 
 async def test_building_again_starts_from_the_beginning(world):

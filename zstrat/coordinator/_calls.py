@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from zstrat.program import Plan
+
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
 
@@ -91,7 +93,7 @@ class _Known:
     __slots__ = ("calls", "code", "reference")
 
     def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
-        self.reference = weakref.ref(function, forget)
+        self.reference: weakref.ref[Function] = weakref.ref(function, forget)
         self.code = Code(function.code)
         self.calls: OrderedDict[Hashable, Call] = OrderedDict()
 
@@ -102,13 +104,18 @@ class Calls:
     Args:
         scope: Entered around each trace, so that what a trace creates lands where the
             strategy puts it.
+        require_known: Refuses plans with variables of another session.
         retired: Gets the numbers of arguments that nobody needs any more.
     """
 
     def __init__(
-        self, scope: Callable[[], AbstractContextManager[object]], retired: deque[int]
+        self,
+        scope: Callable[[], AbstractContextManager[object]],
+        require_known: Callable[[Plan], None],
+        retired: deque[int],
     ) -> None:
         self._scope, self._retired = scope, retired
+        self._require_known = require_known
         self._known: dict[int, _Known] = {}
 
     def find(
@@ -136,7 +143,9 @@ class Calls:
 
         Raises:
             TypeError: ``function`` is no `zstrat.function`.
-            ValueError: A `RemoteValue` is among the arguments.
+            ValueError: A `RemoteValue` is among the arguments, or the function uses
+                variables that live in this process only.
+            NotFoundError: It uses variables of another session.
             Exception: What tracing or pickling raised.
         """
         function = _checked(function)
@@ -156,6 +165,13 @@ class Calls:
         call = Call(result, known.code, arguments, resources)
         self._remember(known, args, kwargs, call)
         return call
+
+    @property
+    def traces(self) -> int:
+        """Signatures that were traced here, of all functions that are still there.
+        From any thread."""
+        known = [each.reference() for each in list(self._known.values())]
+        return sum(function.trace_count for function in known if function is not None)
 
     def forget(self) -> None:
         """Lets go of everything."""
@@ -182,7 +198,10 @@ class Calls:
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
         with self._scope():
-            return function.plan(args, kwargs).out_structure.treedef
+            plan = function.plan(args, kwargs)
+        plan.require_shared()
+        self._require_known(plan)
+        return plan.out_structure.treedef
 
     def _know(self, function: Function) -> _Known:
         number = id(function)

@@ -21,10 +21,11 @@ from zstrat.errors import (
 from zstrat.ps import PsClient
 from zstrat.wire import CloseSession, Message, OpenSession, SessionOpened
 
+from ._arrival import Arrival
 from ._lane import Lane, MakeLink
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from zstrat.config import Timeouts
 
@@ -32,19 +33,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zstrat.coordinator")
 
+SETTLING: Final = 1.0
+"""Seconds that connecting waits for workers that are about to join, so that they are
+counted. Opening a session takes milliseconds."""
 LEAVING: Final = 2.0
 """Seconds for all tasks together to hear that the session is over."""
 
 
 @final
 class Cluster:
-    """The lanes to all tasks, and the client of the parameter servers."""
+    """The lanes to all tasks, and the client of the parameter servers.
+
+    Args:
+        ps: Addresses; a place in it is a task index.
+        workers: Task index to address; some indices may be missing.
+    """
 
     def __init__(
         self,
         session: int,
         ps: Sequence[str],
-        workers: Sequence[str],
+        workers: Mapping[int, str],
         timeouts: Timeouts,
         make_link: MakeLink,
         prefetch: int = 0,
@@ -54,16 +63,22 @@ class Cluster:
         self._closing = False
         count, addresses = len(workers), list(ps)
 
-        def lane(job: str, index: int, address: str) -> Lane:
+        def lane(job: str, task: int, index: int, address: str) -> Lane:
             known = addresses if job == "worker" else []
             opening = OpenSession(session, index, count, known, prefetch)
-            is_ps = job == "ps"
-            return Lane(job, index, address, opening, make_link, self, one_life=is_ps)
+            one_life = job == "ps"
+            return Lane(
+                job, task, index, address, opening, make_link, self, one_life=one_life
+            )
 
-        self.ps = [lane("ps", index, address) for index, address in enumerate(ps)]
-        self.workers = [lane("worker", i, address) for i, address in enumerate(workers)]
+        self.ps = [lane("ps", index, index, at) for index, at in enumerate(ps)]
+        self.workers = [
+            lane("worker", task, index, at)
+            for index, (task, at) in enumerate(sorted(workers.items()))
+        ]
         self._ps_lanes = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
+        self._fixed: SessionOpened | None = None
         self.client = PsClient([lane.link for lane in self.ps], session)
 
     # ---- life ------------------------------------------------------------------------
@@ -75,15 +90,24 @@ class Cluster:
             DeadlineExceededError: Some did not answer within ``timeouts.connect``.
             BusyError: They belong to another coordinator, all that time.
             VersionMismatchError, PermissionDeniedError: At once.
+            ValueError: The workers that are there differ in their number of devices.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeouts.connect
-        for lane in (*self.ps, *self.workers):
-            lane.start()
-        missing = await asyncio.gather(
-            *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
-        )
-        _raise_all([item for item in missing if isinstance(item, BaseException)])
-        await self._any_worker(deadline)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeouts.connect
+        arrival = Arrival(self.ps, self.workers, loop.call_later)
+        arrival.start()
+        try:
+            for lane in (*self.ps, *self.workers):
+                lane.start()
+            missing = await asyncio.gather(
+                *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
+            )
+            _raise_all([item for item in missing if isinstance(item, BaseException)])
+            await self._any_worker(deadline)
+        finally:
+            arrival.stop()
+        await self._joining_workers(min(deadline, loop.time() + SETTLING))
+        self._fixed = _alike(self.workers)
 
     async def close(self, leave: bool) -> None:
         """Leaves all tasks; with ``leave`` they drain and end as processes."""
@@ -117,16 +141,14 @@ class Cluster:
 
     @property
     def opened(self) -> SessionOpened:
-        """What some worker says about its devices."""
-        for lane in self.workers:
-            if lane.opened is not None:
-                return lane.opened
-        return SessionOpened("cpu", 1)
+        """What the workers said about their devices when the cluster was opened."""
+        return self._fixed or SessionOpened("cpu", 1)
 
     # ---- told by the lanes -----------------------------------------------------------
 
     def ready(self, lane: Lane) -> None:
         if id(lane) not in self._ps_lanes:
+            self._compare(lane)
             if self.dispatcher is not None:
                 self.dispatcher.ready(lane)
             return
@@ -177,6 +199,46 @@ class Cluster:
             if waiting:
                 await asyncio.wait(waiting)
         _raise_all([error for task in tasks if (error := task.exception())])
+
+    async def _joining_workers(self, deadline: float) -> None:
+        """Waits for those that are connected already; others are not waited for."""
+        joining = [
+            lane.wait_ready(deadline)
+            for lane in self.workers
+            if lane.link.is_open and not lane.is_ready and lane.refusal is None
+        ]
+        # Who does not come in time joins later, and is compared then.
+        await asyncio.gather(*joining, return_exceptions=True)
+
+    def _compare(self, lane: Lane) -> None:
+        if self._fixed is None or lane.opened is None:
+            return
+        planned, has = self._fixed.devices, lane.opened.devices
+        if planned != has:
+            log.warning(
+                "%s at %s joins with %d devices, but steps are planned for workers "
+                "with %d (num_replicas_in_sync): start it with as many as the others",
+                lane.name,
+                lane.address,
+                has,
+                planned,
+            )
+
+
+def _alike(workers: Sequence[Lane]) -> SessionOpened | None:
+    """What all workers that are there say about their devices.
+
+    Raises:
+        ValueError: They differ; TF's words.
+    """
+    there = {lane.name: lane.opened for lane in workers if lane.opened is not None}
+    if len({opened.devices for opened in there.values()}) > 1:
+        each = ", ".join(f"{name} has {o.devices}" for name, o in there.items())
+        raise ValueError(
+            f"Mismatched number of devices per worker: {each}. All of them compute the "
+            "same number of replicas: start the workers with equally many devices"
+        )
+    return next(iter(there.values()), None)
 
 
 def _heed(answer: asyncio.Future[Message]) -> None:

@@ -81,7 +81,9 @@ class Control:
                 WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
             ),
         )
-        self.calls = Calls(strategy.scope, self.dispatcher.retired)
+        self.calls = Calls(
+            strategy.scope, strategy.require_known, self.dispatcher.retired
+        )
         self._on_loop(self.session.cluster.attach, self.dispatcher)
         self._finalizer = weakref.finalize(
             self, portal.call_soon, self.dispatcher.stop, "the coordinator is gone"
@@ -148,6 +150,7 @@ class Control:
             "inflight_closures": queue.running,
             "scheduled_closures": queue.steps.next - 1,
             "low_water": queue.steps.low_water,
+            "traces": self.calls.traces,
             "turns": dispatcher.turns,
             "dispatches": dispatcher.dispatches,
             "stale_completions": dispatcher.outcomes.stale,

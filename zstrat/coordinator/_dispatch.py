@@ -165,8 +165,6 @@ class Dispatcher:
             log.warning(
                 "%s had %d closures in flight: others run them", lane.name, len(orphans)
             )
-        if not self.members.usable:
-            log.warning("no worker is left; waiting for one: %s", self.members.absent())
         self.turn_soon()
 
     def heard(self, lane: Lane, message: Message) -> None:
@@ -313,6 +311,7 @@ class Dispatcher:
         if waits and self._alarm is None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(now + self._patience, self._deserted)
+            log.warning("no worker is left; waiting for one: %s", self.members.absent())
         elif not waits and self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None

@@ -88,6 +88,9 @@ class Lane:
     """The way to one task.
 
     Args:
+        task: Its task index.
+        index: Its place among the tasks of the job that this program knows, from 0;
+            another number than ``task`` if the cluster leaves indices out.
         opening: What opens the session on it.
         one_life: A task that returns with another incarnation has lost what makes it
             ours (a parameter server its variables), and is not taken back.
@@ -96,6 +99,7 @@ class Lane:
     def __init__(
         self,
         job: str,
+        task: int,
         index: int,
         address: str,
         opening: OpenSession,
@@ -105,7 +109,7 @@ class Lane:
         one_life: bool = False,
     ) -> None:
         self.index, self.address = index, address
-        self.name = f"/job:{job}/task:{index}"
+        self.name = f"/job:{job}/task:{task}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
@@ -121,7 +125,7 @@ class Lane:
         self.link = make_link(
             address,
             name=self.name,
-            expect=(job, index),
+            expect=(job, task),
             on_notice=self._heard,
             on_open=self._greeted,
             on_lost=self._lost,
@@ -131,6 +135,15 @@ class Lane:
     def is_ready(self) -> bool:
         """Whether the task is in our session now."""
         return self.opened is not None
+
+    @property
+    def state(self) -> str:
+        """Words for how far it got."""
+        if self.is_ready:
+            return "in the session"
+        if self.refusal is not None:
+            return f"{type(self.refusal).__name__}: {self.refusal}"
+        return "connected, opens no session yet" if self.link.is_open else "no answer"
 
     def start(self) -> None:
         self.link.start()
@@ -189,7 +202,7 @@ class Lane:
     def _lost(self, error: PeerLostError) -> None:
         if not self._closed:
             self._stop_asking()
-            self._leave(error.reason)
+            self._leave(error.reason, logging.INFO if error.left else logging.WARNING)
 
     def _heard(self, message: Message) -> None:
         if self.is_ready and not self._closed:
@@ -239,9 +252,9 @@ class Lane:
             log.warning("%s at %s does not join: %s", self.name, self.address, error)
         self.refusal = error
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, reason: str, level: int = logging.WARNING) -> None:
         if self.opened is not None:
-            log.warning("lost %s at %s: %s", self.name, self.address, reason)
+            log.log(level, "lost %s at %s: %s", self.name, self.address, reason)
         self.opened = None
         self._entered.clear()
         self._events.lost(self, reason)

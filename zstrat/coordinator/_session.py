@@ -19,7 +19,7 @@ from ._cluster import Cluster
 from ._portal import Portal
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     import numpy as np
 
@@ -67,12 +67,13 @@ class ClusterSession:
             make_link: How a task is reached; left out: over ZeroMQ.
 
         Raises:
+            ValueError: The indices of the parameter servers have gaps.
             DeadlineExceededError: Tasks did not answer; each one is named.
             BusyError: Another coordinator that is alive holds the cluster.
             VersionMismatchError, PermissionDeniedError: A task will never take us.
         """
         session = new_incarnation()
-        ps, workers = _addresses(spec, "ps"), _addresses(spec, "worker")
+        ps, workers = _parameter_servers(spec), _workers(spec)
         make = make_link or _links(session, settings)
         portal = Portal(f"zstrat {session:x}")
 
@@ -249,11 +250,26 @@ class ClusterSession:
         await self.cluster.client.create_optimizer(optimizer, name, code)
 
 
-def _addresses(spec: ClusterSpec, job: str) -> list[str]:
-    return [spec.task_address(job, index) for index in spec.task_indices(job)]
+def _parameter_servers(spec: ClusterSpec) -> list[str]:
+    """Their addresses: a variable names its server by its place here."""
+    indices = spec.task_indices("ps")
+    if indices != list(range(len(indices))):
+        raise ValueError(
+            f"the cluster has the parameter servers {indices}: number ps from 0 "
+            "without gaps, all programs of a cluster must know all of them; only "
+            "workers may be left out"
+        )
+    return [spec.task_address("ps", index) for index in indices]
 
 
-def _prefetch(settings: Settings, workers: Sequence[str]) -> int:
+def _workers(spec: ClusterSpec) -> dict[int, str]:
+    return {
+        index: spec.task_address("worker", index)
+        for index in spec.task_indices("worker")
+    }
+
+
+def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
     # The steps of several workers interleave, so reading a value before one's own last
     # push is nothing new; with one worker it would be the only staleness there is.
     if settings.prefetch is not None:

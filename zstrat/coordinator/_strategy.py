@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from zstrat.program import Plan
+
     from ._session import ClusterSession
 
 
@@ -22,3 +24,11 @@ class CoordinatedStrategy(abc.ABC):
     @abc.abstractmethod
     def scope(self) -> AbstractContextManager[object]:
         """Entered around the trace of each scheduled function."""
+
+    @abc.abstractmethod
+    def require_known(self, plan: Plan) -> None:
+        """Refuses a step that the parameter servers of this session cannot serve.
+
+        Raises:
+            NotFoundError: It uses variables or optimizers of another session.
+        """

@@ -6,3 +6,4 @@ from ._dataset import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from ._dataset import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
 from ._dataset import Dataset as Dataset
 from ._elements import Elements as Elements
+from ._tree import own as own

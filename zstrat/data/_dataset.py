@@ -32,6 +32,7 @@ class Dataset:
     Elements are numpy arrays and scalars, or dicts and tuples of them, nested at will;
     as in TF a list is not structure but one array. Datasets are immutable: every method
     returns a new one. Make one with `range`, `from_tensor_slices` or `from_generator`.
+    A generator or a mapped function may fill the same buffer again and again.
     """
 
     __slots__ = ("_recipe",)

@@ -7,7 +7,8 @@ hundreds of slices and a stack. Whatever looks at elements (`Mapped`, `Batched`)
 them first; from there on an item is its own element.
 
 The law: ``items()`` begins a fresh pass and shares nothing with other passes but
-the count by which `Shuffled` draws another order each time.
+the count by which `Shuffled` draws another order each time; nobody writes to an
+element that it has yielded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from ._elements import ending
 from ._prefetch import Prefetcher
-from ._tree import Element, as_element, mapped, stacked
+from ._tree import Element, as_element, mapped, own, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -124,7 +125,7 @@ class Generated(Recipe):
     def items(self) -> Iterator[Element]:
         with ending(iter(self.generator(*self.args))) as source:
             for element in source:
-                yield as_element(element)
+                yield mapped(own, as_element(element))
 
     def size(self) -> int:
         return UNKNOWN
@@ -141,7 +142,7 @@ class Mapped(Recipe):
             for element in elements:
                 # As in TF the components of a plain tuple are the arguments.
                 args = element if type(element) is tuple else (element,)
-                yield as_element(self.function(*args))
+                yield mapped(own, as_element(self.function(*args)))
 
     def size(self) -> int:
         return self.source.size()

@@ -42,6 +42,22 @@ def as_element(value: object, path: str = "") -> Element:
         ) from error
 
 
+def own(leaf: Any) -> Any:
+    """The leaf, or a copy of an array that whoever made it could still write to.
+
+    A generator or a mapped function may fill one buffer again and again, while the
+    elements wait in a shuffle's buffer, a batch, or a step that has not run.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    memory: object = leaf
+    while isinstance(memory, np.ndarray):  # a read-only view may be of such a buffer
+        if memory.flags.writeable:
+            return np.array(leaf)
+        memory = memory.base
+    return leaf
+
+
 def rebuilt(like: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
     """The items as a tuple of the same kind: a named tuple stays one."""
     return tuple(items) if type(like) is tuple else type(like)(*items)

@@ -46,7 +46,7 @@ class Service(Protocol):
         self, remote: Remote, message: Message
     ) -> Message | Awaitable[Message] | None: ...
     def lost(self, remote: Remote, reason: str) -> None: ...
-    async def drain(self) -> bool | None: ...
+    async def drain(self) -> bool: ...
     def statistics(self) -> dict[str, PlainTree]: ...
 
 
@@ -131,7 +131,7 @@ class Task:
         drained = False
         try:
             async with asyncio.timeout(patience + GRACE):
-                drained = await self._service.drain() is not False
+                drained = await self._service.drain()
                 await self._close_service()
         except TimeoutError:
             drained = False

@@ -10,6 +10,7 @@ from ._code import dump as dump
 from ._code import dump_code as dump_code
 from ._code import load as load
 from ._context import WorkerContext as WorkerContext
+from ._context import get_current_worker_index as get_current_worker_index
 from ._context import get_worker_context as get_worker_context
 from ._context import worker_context as worker_context
 from ._execute import Prepared as Prepared
@@ -24,6 +25,7 @@ from ._iterator import StepIterator as StepIterator
 from ._plan import Plan as Plan
 from ._plan import PlannedUpdate as PlannedUpdate
 from ._programs import RetraceWarning as RetraceWarning
+from ._refusals import not_shared as not_shared
 from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
 from ._structure import ResultLayout as ResultLayout

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 
-from zstrat.variables import recorder
+from zstrat.variables import LOCAL, recorder
 from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
@@ -179,9 +179,12 @@ class Capture:
 
         Raises:
             RuntimeError: Under a transformation of jax.
+            ValueError: Rows as a gradient for a variable on a ps.
         """
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
+        if op is UpdateOp.OPTIMIZE_ROWS and variable.spec.ps != LOCAL:
+            raise _refusals.rows_for_an_optimizer(variable.spec)
         key = variable.spec.key
         update = Recorded(variable, op, operands, optimizer, here())
         self.updates.append(update)

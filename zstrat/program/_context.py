@@ -51,6 +51,21 @@ def get_worker_context() -> WorkerContext:
     Raises:
         RuntimeError: Called outside of a step function or a dataset function.
     """
+    return _asked("get_worker_context")
+
+
+def get_current_worker_index() -> int:
+    """The index of the worker that runs this step or dataset function, from 0.
+
+    The same as ``get_worker_context().worker_index``; TF's name.
+
+    Raises:
+        RuntimeError: Called outside of a step function or a dataset function.
+    """
+    return _asked("get_current_worker_index").worker_index
+
+
+def _asked(name: str) -> WorkerContext:
     context = worker_context.get()
     tell = asked.get()
     if tell is not None:
@@ -58,7 +73,7 @@ def get_worker_context() -> WorkerContext:
         return ABSTRACT if context is None else context
     if context is None:
         raise RuntimeError(
-            "get_worker_context() has an answer only on a worker: call it in the body "
-            "of a zs.function or of a dataset function that a coordinator runs"
+            f"{name}() has an answer only on a worker: call it in the body of a "
+            "zs.function or of a dataset function that a coordinator runs"
         )
     return context

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import is_staging, recorder
+from zstrat.variables import LOCAL, is_staging, recorder
+from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
 from ._fresh import current_trace
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zstrat.variables import Home, Optimizer, Variable
-    from zstrat.wire._messages import UpdateOp
 
     from ._iterator import StepIterator
 
@@ -63,13 +63,15 @@ class Immediate:
     ) -> None:
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(variable.spec, op.name)
+        if op is UpdateOp.OPTIMIZE_ROWS and variable.spec.ps != LOCAL:
+            raise _refusals.rows_for_an_optimizer(variable.spec)
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():
             raise _refusals.draw_inside()
-        # A copy: the dataset may fill the same buffer again.
+        # A copy: on a CPU asarray would share the memory, which is the user's.
         element = jax.tree.map(jnp.array, iterator.draw())
         self._drawn.extend(jax.tree.leaves(element))
         return element

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from ._eager import Immediate
+from ._refusals import variables_in_our_words
 from ._results import StepResult, StepUpdate
 from ._signature import cut
 from ._structure import ResultLayout, split
@@ -139,7 +140,7 @@ def run_eager(
     Raises:
         Exception: Whatever the body raises.
     """
-    with Immediate(home).recording() as eager:
+    with variables_in_our_words(function.name), Immediate(home).recording() as eager:
         structure, arrays = split(function.body(*args, **kwargs), eager.read)
     leaves = [_frozen(array) for array in arrays]
     layout = ResultLayout(
@@ -156,7 +157,8 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     Returns what the body returns, its arrays as ``jax.Array``.
     """
     if function.eager:
-        with Immediate(None).recording() as eager:
+        words = variables_in_our_words(function.name)
+        with words, Immediate(None).recording() as eager:
             structure, arrays = split(function.body(*args, **kwargs), eager.read)
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     prepared = prepare(function, args, kwargs)

@@ -4,7 +4,8 @@ While a step is traced, a draw is recorded and its element is abstract; in an ea
 and outside of steps it is the element itself. Elements are pytrees of numpy arrays.
 
 Law of the file: elements that were drawn and given back come again first, in the order
-of the first drawing. One thread uses a `StepIterator` at a time.
+of the first drawing, and nobody has written to them meanwhile. One thread uses a
+`StepIterator` at a time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
 import jax
 import numpy as np
 
+from zstrat.data import Dataset, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from ._structure import TreeDef
+
+_FIXED: Final = (jax.Array, np.generic, int, float, complex, str, bytes)
+"""Leaves that cannot be written to."""
 
 
 @runtime_checkable
@@ -41,6 +46,8 @@ class StepIterator:
         element_spec: Pytree of ``jax.ShapeDtypeStruct`` (or of arrays) that describes
             an element; needed if there is no source.
         name: Stands in the errors.
+        steady: The source never writes to an element that it gave, so none need be
+            copied. Known of a `zstrat.data.Dataset`, a list and a tuple.
     """
 
     def __init__(
@@ -49,7 +56,9 @@ class StepIterator:
         element_spec: Any = None,
         *,
         name: str = "the dataset",
+        steady: bool = False,
     ) -> None:
+        self._steady = steady or isinstance(source, Dataset | list | tuple)
         self._source = None if source is None else iter(source)
         self.element_spec: Final = element_spec
         self.name: Final = name
@@ -89,11 +98,12 @@ class StepIterator:
                 "as an argument to a scheduled zs.function"
             )
         try:
-            return next(self._source)
+            element = next(self._source)
         except StopIteration:
             raise OutOfRangeError(
                 f"End of sequence: {self.name} is exhausted"
             ) from None
+        return element if self._steady else jax.tree.map(_kept, element)
 
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
@@ -109,7 +119,7 @@ class Element:
         leaves: list[Any]
         leaves, treedef = jax.tree.flatten(element)
         for number, leaf in enumerate(leaves):
-            if type(leaf) is not np.ndarray and not isinstance(leaf, jax.Array):
+            if type(leaf) is not np.ndarray and not _is_strong(leaf):
                 leaves[number] = _array(leaf)
         self.leaves = leaves
         self.treedef: TreeDef = treedef
@@ -117,6 +127,20 @@ class Element:
             treedef,
             tuple([(leaf.shape, leaf.dtype) for leaf in leaves]),
         )
+
+
+def _is_strong(leaf: Any) -> bool:
+    """Whether it is a jax array, and of its dtype in any arithmetic: ``key`` does not
+    tell a weak one."""
+    return isinstance(leaf, jax.Array) and not jax.typeof(leaf).weak_type
+
+
+def _kept(leaf: Any) -> Any:
+    """The leaf as it is now: its source may fill the same buffer again."""
+    if isinstance(leaf, _FIXED):
+        return leaf
+    array = np.asarray(leaf)  # of another library's array it may be the very memory
+    return leaf if array.dtype.kind in "OSUmM" else own(array)
 
 
 def _array(leaf: Any) -> Any:

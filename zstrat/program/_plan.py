@@ -126,11 +126,7 @@ class Plan:
         specs = (*self.reads, *(update.spec for update in self.updates))
         local = dict.fromkeys(str(spec) for spec in specs if spec.ps == LOCAL)
         if local:
-            raise ValueError(
-                f"the step function {self.function!r} uses {', '.join(local)}, which "
-                "live in this process only: create variables that workers use inside "
-                "strategy.scope()"
-            )
+            raise _refusals.not_shared(f"the step function {self.function!r}", *local)
 
 
 def discover(

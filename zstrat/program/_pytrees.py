@@ -3,17 +3,20 @@
 jax keeps pytree classes in a registry of the process. A class that is pickled by value
 arrives on a worker as a new class, unknown to jax there, and would count as a leaf.
 What jax knows of a class is found from outside: an instance without a life is
-flattened, and its children tell which fields are data.
+flattened, and its children tell which fields are data. The two functions of
+``register_pytree_node`` cannot be found that way, so such a class is refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 from jax import tree_util
+
+_HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
 class Way(enum.Enum):
@@ -22,6 +25,8 @@ class Way(enum.Enum):
     DATACLASS = "register_dataclass"
     NODE_CLASS = "register_pytree_node_class"
     KEYS_CLASS = "register_pytree_with_keys_class"
+    STATIC = "register_static"
+    ITSELF = "its metaclass or __init_subclass__"
 
 
 class Registration(NamedTuple):
@@ -33,23 +38,35 @@ class Registration(NamedTuple):
     meta: tuple[str, ...] = ()
 
     @staticmethod
-    def of(cls: type) -> list[Registration]:
-        """The registration of a class, if it has one that can be found."""
+    def of(cls: Any) -> list[Registration]:
+        """The registration of a class, if it has one.
+
+        Raises:
+            TypeError: It was registered with functions of its own.
+        """
         if issubclass(cls, tuple) or not _is_registered(cls):
             return []
         if "tree_unflatten" in dir(cls):
             with_keys = "tree_flatten_with_keys" in dir(cls)
             return [Registration(cls, Way.KEYS_CLASS if with_keys else Way.NODE_CLASS)]
-        if dataclasses.is_dataclass(cls):
-            data = _data_fields(cls)
-            names = [field.name for field in dataclasses.fields(cls)]
+        if _is_static(cls):
+            return [Registration(cls, Way.STATIC)]
+        data = _data_fields(cls)
+        if data is not None:
+            names = [f.name for f in dataclasses.fields(cls) if f.init]
             meta = tuple(name for name in names if name not in data)
             return [Registration(cls, Way.DATACLASS, data, meta)]
-        return []
+        if _may_register_itself(cls):
+            return [Registration(cls, Way.ITSELF)]
+        raise TypeError(_unknown(cls))
 
 
 def register(registration: Registration) -> None:
-    """Registers a class that arrived, unless jax knows it."""
+    """Registers a class that arrived, unless jax knows it.
+
+    Raises:
+        TypeError: It was said to register itself and did not.
+    """
     cls: Any = registration.cls
     if _is_registered(cls):
         return
@@ -61,11 +78,22 @@ def register(registration: Registration) -> None:
             tree_util.register_pytree_node_class(cls)
         case Way.KEYS_CLASS:
             tree_util.register_pytree_with_keys_class(cls)
+        case Way.STATIC:
+            tree_util.register_static(cls)
+        case Way.ITSELF:
+            raise TypeError(_unknown(cls))
 
 
 def _blank(cls: type) -> Any:
-    """An instance whose fields are strings that name them."""
-    blank: Any = object.__new__(cls)
+    """An instance whose fields are strings that name them.
+
+    Raises:
+        TypeError: There is no instance without arguments.
+    """
+    builtin: Any = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
+    if builtin is cls:
+        raise TypeError(f"{cls.__qualname__} is written in C")
+    blank = builtin.__new__(cls)
     if dataclasses.is_dataclass(cls):
         for field in dataclasses.fields(cls):
             object.__setattr__(blank, field.name, field.name)
@@ -75,15 +103,50 @@ def _blank(cls: type) -> Any:
 def _is_registered(cls: type) -> bool:
     try:
         blank = _blank(cls)
-        leaves = jax.tree.leaves(blank)
-    except TypeError:  # it cannot be made without arguments (a class written in C)
+    except TypeError:  # abstract, or a class written in C
         return False
+    try:
+        leaves = jax.tree.leaves(blank)
     except Exception:  # its own flatten ran and missed its attributes: so it has one
         return True
     return not (len(leaves) == 1 and leaves[0] is blank)
 
 
-def _data_fields(cls: type) -> tuple[str, ...]:
+def _is_static(cls: type) -> bool:
     blank = _blank(cls)
-    children = tree_util.tree_flatten_with_path(blank)[0]
-    return tuple(str(leaf) for _, leaf in children)
+    try:
+        structure: Any = jax.tree.structure(blank)  # its stubs lack node_data
+        data = structure.node_data()
+    except Exception:  # as above: a flatten of its own
+        return False
+    return data is not None and data[1] is blank
+
+
+def _data_fields(cls: type) -> tuple[str, ...] | None:
+    """The fields that are children, None if that is not what the children are."""
+    if not dataclasses.is_dataclass(cls):
+        return None
+    try:
+        children = tree_util.tree_flatten_with_path(_blank(cls))[0]
+    except Exception:  # it computes with its fields, which are strings here
+        return None
+    leaves = tuple(leaf for _, leaf in children)
+    names = [field.name for field in dataclasses.fields(cls) if field.init]
+    found = [name for name in names if name in leaves]
+    return leaves if len(found) == len(leaves) else None
+
+
+def _may_register_itself(cls: type) -> bool:
+    """Whether code of a base runs when the class is made, here and where it arrives."""
+    makers = [base for base in cls.__mro__[1:] if "__init_subclass__" in vars(base)]
+    found = {type(cls).__module__, *(maker.__module__ for maker in makers)}
+    return not found <= {"builtins", "abc", "typing"}
+
+
+def _unknown(cls: type) -> str:
+    return (
+        f"jax knows {cls.__qualname__} as a pytree by functions that cannot be read "
+        "back from jax, so a worker could not register it: use register_dataclass or "
+        "register_pytree_node_class of jax.tree_util, or import the class from an "
+        "installed package"
+    )

@@ -53,15 +53,39 @@ _NOT_TRANSFORMED: Final = (
 
 
 @contextmanager
+def variables_in_our_words(step: str) -> Iterator[None]:
+    """Turns jax's error about a `Variable` among the arguments of a jax function into
+    ours, with the user's line.
+
+    Raises:
+        TypeError: In place of jax's error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # It has no type of its own, and jax words of what no user can do.
+        if "__jax_array__" not in str(error):
+            raise
+        raise TypeError(
+            f"{raised_at(error)}, in the step function {step!r}: a zs.Variable is "
+            "passed to a function that jax compiles (jnp.exp, jnp.matmul, jax.nn.relu, "
+            "jax.jit, jax.grad, ...), which takes arrays: write v.value(), or "
+            "zs.values(tree) for a pytree"
+        ) from error
+
+
+@contextmanager
 def in_our_words(step: str) -> Iterator[None]:
     """Turns jax's errors about traced values into ours, with the user's line.
 
     Raises:
-        TypeError: In place of jax's errors about values that are not known yet.
+        TypeError: In place of jax's errors about values that are not known yet, and
+            about variables where it wants arrays.
         RuntimeError: In place of jax's error about a leaked value.
     """
     try:
-        yield
+        with variables_in_our_words(step):
+            yield
     except jax_errors.UnexpectedTracerError as error:
         raise leaked(step, "the body", raised_at(error)) from error
     except tuple(cls for cls, _ in _TRACED) as error:
@@ -109,12 +133,30 @@ def draw_inside() -> RuntimeError:
     )
 
 
+def rows_for_an_optimizer(variable: object) -> ValueError:
+    """`IndexedSlices` as the gradient of a variable on a parameter server."""
+    return ValueError(
+        f"{here()}: the gradient of {variable} is an IndexedSlices, and the optimizers "
+        "of a parameter server take dense gradients: pass an array, "
+        "slices.to_dense() for IndexedSlices(values, indices, dense_shape=v.shape)"
+    )
+
+
 def read_after_optimizer(variable: object, where: str) -> RuntimeError:
     """The new value exists only on the ps."""
     return RuntimeError(
         f"{here()}: {variable} is read after an optimizer updated it in the same step "
         f"(at {where}): its new value is computed on the parameter server, after the "
         "step. Read it before apply_gradients, or in the next step"
+    )
+
+
+def not_shared(who: str, *variables: object) -> ValueError:
+    """A step for workers uses variables that no other process can reach."""
+    return ValueError(
+        f"{who} uses {', '.join(map(str, variables))}, created outside of "
+        "strategy.scope(): it lives in the process that created it, and no worker can "
+        "reach it. Create variables that workers use inside strategy.scope()"
     )
 
 

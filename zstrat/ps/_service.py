@@ -12,6 +12,7 @@ it and the workers pull and push; the evaluator pulls; anybody may inspect.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -160,20 +161,21 @@ class PsService:
         """A connection ended. What its session has here stays until another opens."""
         self._ownership.lost(remote)
 
-    async def drain(self) -> None:
+    async def drain(self) -> bool:
         """Refuses new requests, finishes those that were accepted, ends the thread.
+
+        Returns:
+            False if something accepted was not done after ``timeouts.drain``.
 
         Cancellation: what was accepted may not be answered any more.
         """
         self._draining = True
-        patience = self._settings.timeouts.drain
-        try:
-            async with asyncio.timeout(patience):
+        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
                 await self._idle.wait()
-        except TimeoutError:
-            self._thread.close(timeout=0.0)
-            return
-        self._thread.close(timeout=patience)
+        ended = await self._thread.close(deadline)
+        return ended and self._idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
         """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -21,8 +22,11 @@ class ComputeThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY)
+        self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY + 1)
+        """Only the loop adds to it; the last place is for the order to end."""
         self._thread: threading.Thread | None = None
+        self._ended: asyncio.Future[None] | None = None
+        """Done, on the loop, when the thread has done its last job."""
         self._closed = False
 
     @property
@@ -38,36 +42,52 @@ class ComputeThread:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed")
+        if self._jobs.qsize() >= CAPACITY:
+            raise BusyError(f"{self._name}: {CAPACITY} jobs wait already")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        try:
-            self._jobs.put_nowait((job, done))
-        except queue.Full:
-            raise BusyError(f"{self._name}: {CAPACITY} jobs wait already") from None
+        self._jobs.put_nowait((job, done))
         if self._thread is None:
             # A daemon, so that a job which never ends cannot keep the process alive.
+            self._ended = loop.create_future()
             self._thread = threading.Thread(
-                target=self._run, args=(loop,), name=self._name, daemon=True
+                target=self._run, args=(loop, self._ended), name=self._name, daemon=True
             )
             self._thread.start()
         return done
 
-    def close(self, timeout: float) -> bool:
-        """Ends the thread after the jobs that wait; False if it has not ended in time.
+    async def close(self, deadline: float) -> bool:
+        """Ends the thread after the jobs that wait; it takes no more from now on.
 
-        Blocks for up to ``timeout`` seconds: await the jobs first.
+        Args:
+            deadline: Loop time.
+
+        Returns:
+            False if it has not ended by then; it ends when its jobs do.
+
+        Cancellation: the thread ends all the same, when its jobs have.
         """
-        self._closed = True
-        if self._thread is None:
+        is_first, self._closed = not self._closed, True
+        if self._thread is None or self._ended is None:
             return True
-        try:
-            self._jobs.put(None, timeout=timeout)
-        except queue.Full:
+        if is_first:
+            self._jobs.put_nowait(None)
+        await asyncio.wait(
+            [self._ended], timeout=deadline - asyncio.get_running_loop().time()
+        )
+        if not self._ended.done():
             return False
-        self._thread.join(timeout)
-        return not self._thread.is_alive()
+        self._thread.join()  # it has nothing left to do but to return
+        return True
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(
+        self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]
+    ) -> None:
+        self._work(loop)
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(_finish, ended, None)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         while (entry := self._jobs.get()) is not None:
             job, done = entry
             error: BaseException | None = None

@@ -18,7 +18,7 @@ from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.program import worker_context
-from zstrat.variables import recorder
+from zstrat.variables import Variable, recorder
 
 from . import _context
 from ._placement import ServerVariables
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.variables import Creator, Variable
+    from zstrat.program import Plan
+    from zstrat.variables import Creator
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
@@ -100,8 +101,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         connect: Opens the session; another one in tests.
 
     Raises:
-        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or this
-            process is one of those.
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
+            that are not numbered from 0 without gaps, or this process is one of those.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
     """
@@ -121,7 +122,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         if prefetch not in (None, 0, 1):
             raise ValueError(f"prefetch={prefetch!r}: expected None, 0 or 1")
         if prefetch is not None:
-            settings = replace(settings, prefetch=prefetch)
+            settings = replace(settings, prefetch=int(prefetch))
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner
         self._session = connect(spec, settings)
@@ -157,6 +158,27 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     def extended(self) -> ParameterServerExtended:
         return self._extended
 
+    def delete_variables(self, tree: Any) -> None:
+        """Frees the variables, and what optimizers keep beside them, on their ps.
+
+        Dropping the last handle of a variable frees nothing there, because functions
+        that were shipped to workers may still use it; the end of the session frees
+        all. Join first: a step that uses a deleted variable fails with `NotFoundError`,
+        and so does every later use of its handles.
+
+        Args:
+            tree: A variable, or a pytree of variables; leaves of other kinds are left
+                alone, and one that is there twice counts once.
+
+        Raises:
+            ValueError: A variable was not created in the scope of this strategy.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        leaves = jax.tree.leaves(tree)
+        found = {leaf.spec.key: leaf for leaf in leaves if isinstance(leaf, Variable)}
+        self._variables.delete_variables(list(found.values()))
+
     def close(self) -> None:
         """Ends the connection; the daemons drop what was created and wait for another
         coordinator. Closing twice is fine; ``with`` closes at its end."""
@@ -172,6 +194,9 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def require_known(self, plan: Plan) -> None:
+        self._variables.require_known(plan)
 
     def _creator(self) -> Creator | None:
         return self._variables

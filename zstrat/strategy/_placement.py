@@ -13,6 +13,7 @@ import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from zstrat.errors import NotFoundError
 from zstrat.program import dump_code
 from zstrat.variables import Request, Variable, VariableSpec, handle, initialize
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.program import Plan
     from zstrat.variables import Optimizer
     from zstrat.wire import UpdateOp
 
@@ -29,14 +31,24 @@ _colocated: Final[ContextVar[Variable | None]] = ContextVar(
 )
 """The variable that new ones are placed with, in ``colocate_vars_with``."""
 
+_BLOCK_BITS: Final = 20
+_BLOCKS: Final = 2**40
+
 
 class ServerSession(Protocol):
     """What a strategy asks of the connection to its cluster. Every method blocks; the
     twins ``..._async`` may be awaited in any event loop."""
 
+    @property
+    def session(self) -> int:
+        """A random number that tells this session from every other one."""
+        ...
+
     def create_variables(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None: ...
+
+    def delete_variables(self, specs: Sequence[VariableSpec]) -> None: ...
 
     def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None: ...
 
@@ -94,14 +106,41 @@ class ServerVariables:
         self._session = session
         self._placement = Placement(ps_count)
         self._partitioner = partitioner
-        self._created = 0
-        self._optimizers = 0
+        self._first = first_number(session.session)
+        self._created = self._first
+        self._optimizers = self._first
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
 
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""
         return variable.home is self
+
+    def require_known(self, plan: Plan) -> None:
+        """Refuses a step that uses what was created for another connection.
+
+        Raises:
+            NotFoundError: Names the variables and optimizers.
+        """
+        specs = (*plan.reads, *(update.spec for update in plan.updates))
+        strangers = [
+            f"{spec} (key {spec.key})"
+            for spec in specs
+            if not self._first < spec.key <= self._created
+        ]
+        strangers += [
+            repr(optimizer)
+            for _, optimizer in plan.targets
+            if optimizer is not None
+            and not self._first < optimizer.id <= self._optimizers
+        ]
+        if strangers:
+            raise NotFoundError(
+                f"the step function {plan.function!r} uses "
+                f"{', '.join(dict.fromkeys(strangers))}, created in another session: "
+                "what is created in a strategy's scope ends with that strategy. Create "
+                "it again in the scope of this one, and define the step function anew"
+            )
 
     @contextlib.contextmanager
     def colocated(self, variable: Variable) -> Iterator[None]:
@@ -138,6 +177,23 @@ class ServerVariables:
             ]
             self._session.create_variables(list(zip(specs, arrays, strict=True)))
         return [handle(spec, self) for spec in specs]
+
+    def delete_variables(self, variables: Sequence[Variable]) -> None:
+        """Frees variables that were created here, in one round trip per ps.
+
+        Raises:
+            ValueError: One was created elsewhere; nothing is deleted.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        for variable in variables:
+            if not self.owns(variable):
+                raise ValueError(
+                    f"variable {variable.name!r} was not created in the scope of this "
+                    "strategy, which deletes only its own"
+                )
+        if variables:
+            self._session.delete_variables([each.spec for each in variables])
 
     def register_optimizer(self, optimizer: Optimizer) -> int:
         """Ships the transformation to every ps, which tries it there.
@@ -205,6 +261,15 @@ class ServerVariables:
                 f"in {parts} parts, and this version keeps every variable whole on one "
                 "ps: leave the partitioner out, or let it return 1 for this shape"
             )
+
+
+def first_number(session: int) -> int:
+    """What the keys and optimizer ids of a session are counted from.
+
+    A handle that outlives its session must not name a variable of the next one by
+    chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
+    """
+    return session % _BLOCKS << _BLOCK_BITS
 
 
 def _first_axis(parts: Any, name: str, shape: tuple[int, ...]) -> int:

@@ -400,7 +400,8 @@ class Link:
         self._retry = self._loop.call_later(self._pause, self._connect)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if reason is not None:
-            self._tell(self._on_lost, PeerLostError(self.name, reason))
+            error = PeerLostError(self.name, reason, closed.left)
+            self._tell(self._on_lost, error)
 
     def _tell(self, callback: Callable[[Told], None], what: Told) -> None:
         try:

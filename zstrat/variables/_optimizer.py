@@ -84,15 +84,18 @@ class Optimizer:
 
         Args:
             grads: A pytree of gradients, each an array of its variable's shape and
-                dtype or an `IndexedSlices` of its rows; or, without ``variables``, TF's
-                iterable of ``(gradient, variable)`` pairs. A gradient that is None is
-                left out.
-            variables: A pytree of the same structure.
+                dtype; or, without ``variables``, TF's iterable of ``(gradient,
+                variable)`` pairs. A gradient that is None is left out. For variables
+                of this process also an `IndexedSlices` of rows; a parameter server
+                takes its ``to_dense()``.
+            variables: A pytree of the same structure. Where it has None, so must
+                ``grads``.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable is there twice, or one lives on a
-                parameter server that does not know this optimizer.
+                gradient is there at all, a variable is there twice, one on a parameter
+                server is given `IndexedSlices`, or lives on one that does not know this
+                optimizer.
         """
         pairs = self._pairs(grads, variables)
         for gradient, variable in pairs:
@@ -133,6 +136,8 @@ class Optimizer:
 
     def _pairs(self, grads: Any, variables: Any) -> list[tuple[Any, Variable]]:
         pairs = _listed(grads) if variables is None else _matched(grads, variables)
+        # None beside None is an absent part of a model, a bias it does not have.
+        pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
         for _, variable in pairs:
             if not isinstance(variable, Variable):
                 raise ValueError(
@@ -206,7 +211,7 @@ def _listed(pairs: Any) -> list[tuple[Any, Any]]:
 def _matched(grads: Any, variables: Any) -> list[tuple[Any, Any]]:
     leaves: list[Any]
     wanted: Any  # a PyTreeDef; its stubs lack comparison
-    leaves, wanted = jax.tree.flatten(variables)
+    leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
     found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
     if given != wanted:
         raise ValueError(

@@ -194,9 +194,10 @@ class OpenSession:
     while another coordinator that is alive holds it.
 
     ``session`` is the incarnation of the coordinator; ``ps`` are the addresses that a
-    worker pulls from and pushes to, in task order; ``index`` is the receiver's own task
-    index, and ``worker_count`` goes into the worker context. ``prefetch``: how many
-    optimizer steps a worker may fetch ahead. A ps ignores all but the session.
+    worker pulls from and pushes to, in task order; ``index`` is the receiver's place
+    among the tasks of its job that the coordinator knows, from 0, and goes into the
+    worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
+    worker may fetch ahead. A ps ignores all but the session.
     """
 
     kind: ClassVar = 16

@@ -52,11 +52,13 @@ class Failed(NamedTuple, Generic[Token]):
 
 class Closed(NamedTuple):
     """The connection is over. ``refusal`` is set if one side refused the other;
-    ``broken`` if only the connection failed, so that the peer may come back."""
+    ``broken`` if only the connection failed, so that the peer may come back; ``left``
+    if the peer said goodbye."""
 
     reason: str
     refusal: Exception | None = None
     broken: bool = False
+    left: bool = False
 
 
 Order = (

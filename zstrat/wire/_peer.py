@@ -440,7 +440,7 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         goodbye = announced.build(())
         assert isinstance(goodbye, Goodbye)
-        return self._close(f"it left: {goodbye.reason:.500}")
+        return self._close(f"it left: {goodbye.reason:.500}", left=True)
 
     def _on_failure(
         self, announced: Announced, frames: Sequence[Frame]
@@ -492,7 +492,11 @@ class Peer(Generic[Token]):
         )
 
     def _close(
-        self, reason: str, refusal: Exception | None = None, broken: bool = False
+        self,
+        reason: str,
+        refusal: Exception | None = None,
+        broken: bool = False,
+        left: bool = False,
     ) -> Sequence[Order[Token]]:
         if self.state is State.CLOSED:
             return ()
@@ -503,10 +507,10 @@ class Peer(Generic[Token]):
         if self._lane is not None:
             self._lane.close()
         failed: list[Order[Token]] = [
-            Failed(each.token, PeerLostError(self.name, reason))
+            Failed(each.token, PeerLostError(self.name, reason, left))
             for each in self._requests.take_all()
         ]
-        return [*failed, Closed(reason, refusal, broken)]
+        return [*failed, Closed(reason, refusal, broken, left)]
 
 
 _BEAT: Final = Beat(wanted=False)

@@ -8,11 +8,15 @@ is tried again is still applied once.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, final
 
+from zstrat.errors import NotFoundError
+from zstrat.program import not_shared
 from zstrat.ps import PsUpdate, Ref
+from zstrat.variables import LOCAL
 
 if TYPE_CHECKING:
     import asyncio
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps import PsClient
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.variables import Optimizer, Variable, VariableSpec
     from zstrat.wire import UpdateOp
 
 T = TypeVar("T")
@@ -72,8 +76,10 @@ class Direct:
         self._part = 0
 
     def read(self, variable: Variable) -> np.ndarray:
-        refs = [Ref(variable.spec.ps, variable.spec.key)]
-        return self._ask(lambda client: client.pull(refs))[0]
+        spec = _shared(variable)
+        refs = [Ref(spec.ps, spec.key)]
+        with _named(spec):
+            return self._ask(lambda client: client.pull(refs))[0]
 
     async def read_async(self, variable: Variable) -> np.ndarray:
         raise _not_here(variable)
@@ -86,11 +92,12 @@ class Direct:
         optimizer: Optimizer | None,
     ) -> None:
         part, self._part = self._part, self._part + 1
-        spec, rule = variable.spec, 0 if optimizer is None else optimizer.id
+        spec, rule = _shared(variable), 0 if optimizer is None else optimizer.id
         update = PsUpdate(spec.ps, spec.key, op, rule, operands)
-        self._ask(
-            lambda client: client.push(self._step, part, self._low_water, [update])
-        )
+        with _named(spec):
+            self._ask(
+                lambda client: client.push(self._step, part, self._low_water, [update])
+            )
 
     async def update_async(
         self,
@@ -109,6 +116,21 @@ def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) 
         answer.set_exception(error)
     else:
         answer.set_result(future.result())
+
+
+def _shared(variable: Variable) -> VariableSpec:
+    if variable.spec.ps == LOCAL:
+        raise not_shared("an eager step function", variable.spec)
+    return variable.spec
+
+
+@contextmanager
+def _named(spec: VariableSpec) -> Iterator[None]:
+    """A ps knows what it does not hold by its number alone."""
+    try:
+        yield
+    except NotFoundError as error:
+        raise NotFoundError(f"{spec}: {error}") from error
 
 
 def _not_here(variable: Variable) -> RuntimeError:

@@ -8,7 +8,7 @@ time: it is numbered and described once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat import errors
 from zstrat.wire import Completion, Layout, Outcome
@@ -27,8 +27,6 @@ _NO_LAYOUT: Final = 0
 _REMEMBERED: Final = 4096
 """Layouts that are found again; an eager step that returns another Python number each
 time makes one for each, and they must not pile up."""
-_LONGEST: Final = 8000
-"""Characters of a text in an error."""
 
 
 @final
@@ -60,25 +58,7 @@ def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
 
 def plain(error: BaseException) -> PlainTree:
     """The error for the wire, with the lines of the user's own traceback."""
-    return _bounded(errors.to_wire(trim(error)))
-
-
-def _bounded(value: Any) -> PlainTree:
-    """Long texts lose their middle: an error that prints an array is no larger than
-    another, and many fit into one message."""
-    if isinstance(value, list):
-        return [_bounded(item) for item in value]
-    if isinstance(value, str) and len(value) > _LONGEST:
-        half = _LONGEST // 2
-        return (
-            f"{value[:half]}\n… {len(value) - 2 * half} characters …\n{value[-half:]}"
-        )
-    if isinstance(value, bytes):
-        return value[:_LONGEST]
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return str(value)
-    plain_value: PlainTree = value
-    return plain_value
+    return cast("PlainTree", errors.to_wire(trim(error)))
 
 
 @final

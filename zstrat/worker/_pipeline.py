@@ -288,7 +288,7 @@ class Pipeline:
             if self._queue and self._may_prepare():
                 return Do.PREPARE, self._queue[0]
             return Do.WAIT, None
-        if self._refills(head):
+        if self._refills(head) or self._looks_ahead(head):
             return Do.PREPARE, self._queue[0]
         return Do.RUN, head
 
@@ -309,6 +309,19 @@ class Pipeline:
             and self._queue[0].costs.prepare < math.inf
         )
         return self._refilling
+
+    def _looks_ahead(self, head: Step) -> bool:
+        """Whether to prepare the step behind an optimizer step before that runs, so
+        that its pull is under way meanwhile: values that came early would else make
+        every second round trip visible."""
+        return (
+            self._prefetch
+            and head is self._writer
+            and head.optimizes
+            and self._after is None
+            and bool(self._queue)
+            and self._queue[0].costs.prepare < math.inf
+        )
 
     def _must_post(self, do: Do, step: Step | None, now: float) -> bool:
         pulls = self._outbox.pulls

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 import numpy as np
 
-from zstrat.data import Elements, InputContext
+from zstrat.data import Dataset, Elements, InputContext
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepIterator, Structure
 from zstrat.wire import Layout
@@ -226,7 +226,8 @@ class Resources:
         elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
         self._open[number] = elements
         layout = _layout_of_element(elements.peek(), name)
-        self._made[number] = StepIterator(elements, name=name)
+        steady = isinstance(made, Dataset)
+        self._made[number] = StepIterator(elements, name=name, steady=steady)
         return layout
 
 

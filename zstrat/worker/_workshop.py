@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from zstrat.program import Function, WorkerContext, worker_context
 from zstrat.ps import PsUpdate, Ref
+from zstrat.variables import creator
 from zstrat.wire import UpdateOp
 
 from . import _ending
@@ -20,11 +21,11 @@ from ._ending import Ending, Layouts
 from ._pipeline import Costs, Pipeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from zstrat.errors import ZstratError
     from zstrat.program import Plan, Prepared, StepResult
-    from zstrat.variables import Home
+    from zstrat.variables import Home, Optimizer, Request, Variable
     from zstrat.wire import Batch, BuildResource, Layout, PlainTree
 
     from ._executor import Clock
@@ -151,9 +152,11 @@ class Workshop:
     def build(self, order: BuildResource) -> Layout:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
+        creator_before = creator.set(_Refusing())
         try:
             return self.resources.build(order)
         finally:
+            creator.reset(creator_before)
             worker_context.reset(before)
 
     def close(self) -> None:
@@ -254,6 +257,24 @@ class Workshop:
             needs = _Needs(plan, refs or None, nbytes, writes, writes and optimizes)
             self._needs[id(plan)] = needs
         return needs
+
+
+class _Refusing:
+    """The creator while a resource is built: a variable of this process would be no
+    part of the model, and no step could reach it."""
+
+    def create_variables(self, requests: Sequence[Request]) -> list[Variable]:
+        names = ", ".join(repr(request.name) for request in requests)
+        raise ValueError(
+            f"a dataset function creates variable {names} on a worker: create it on "
+            "the coordinator, inside strategy.scope()"
+        )
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        raise ValueError(
+            f"a dataset function creates optimizer {optimizer.name!r} on a worker: "
+            "create it on the coordinator, inside strategy.scope()"
+        )
 
 
 def _push(result: StepResult) -> list[PsUpdate] | None:

@@ -1,0 +1,101 @@
+"""Connecting: who is waited for and said so, and workers that are not alike."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import _arrival
+from zstrat.coordinator._arrival import Arrival
+from zstrat.errors import DeadlineExceededError
+
+
+class Clock:
+    """The timers of a loop; the test lets them go off."""
+
+    def __init__(self):
+        self.timers = []
+
+    def call_later(self, delay, callback):
+        timer = SimpleNamespace(delay=delay, callback=callback)
+        timer.cancel = lambda: self.timers.remove(timer)
+        self.timers.append(timer)
+        return timer
+
+    def go_off(self):
+        timer = self.timers.pop()
+        timer.callback()
+        return timer.delay
+
+
+def lane(name, *, ready=False):
+    return SimpleNamespace(
+        name=name, address=f"{name}.example:1", is_ready=ready, state="no answer"
+    )
+
+
+def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog):
+    ps, workers, clock = [lane("p0"), lane("p1")], [lane("w0"), lane("w1")], Clock()
+    arrival = Arrival(ps, workers, clock.call_later)
+    arrival.start()
+    assert clock.go_off() == 2.0
+    (first,) = caplog.messages
+    assert all(f"{x.name} at {x.address} (no answer)" in first for x in (*ps, *workers))
+    ps[0].is_ready = workers[1].is_ready = True
+    assert clock.go_off() == 10.0
+    assert "p1" in caplog.messages[1]
+    assert not any(name in caplog.messages[1] for name in ("p0", "w0", "w1"))
+    ps[1].is_ready = True
+    assert clock.go_off() == 10.0
+    assert len(caplog.messages) == 2
+    arrival.stop()
+    assert clock.timers == []
+
+
+def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
+    monkeypatch.setattr(_arrival, "FIRST_WORD", 0.0)
+    world = make_world(ps=2)
+    world.ps[1].alive = False
+    with pytest.raises(DeadlineExceededError):
+        world.connect(connect=0.1)
+    words = [text for text in caplog.messages if "still waiting for" in text]
+    assert "/job:ps/task:1 at ps1:1 (no answer)" in words[0]
+
+
+def test_workers_with_different_numbers_of_devices_are_refused(make_world):
+    world = make_world(workers=3)
+    world.workers[1].devices = 4
+    with pytest.raises(
+        ValueError,
+        match=r"Mismatched number of devices per worker: /job:worker/task:0 has 2, "
+        r"/job:worker/task:1 has 4, /job:worker/task:2 has 2",
+    ):
+        world.connect()
+
+
+def test_a_late_worker_with_another_number_of_devices_is_warned_of(make_world, caplog):
+    world = make_world()
+    late = world.workers[0]
+    late.alive, late.devices = False, 8
+    session = world.connect()
+    assert session.devices == 2
+    assert "devices" not in caplog.text
+    world.on_loop(late.come_back)
+    world.until(lambda: session.cluster.workers[0].is_ready)
+    assert "/job:worker/task:0 at worker0:1 joins with 8 devices" in caplog.text
+    assert session.devices == 2
+
+
+def test_metrics_count_the_traces_of_scheduled_functions(world):
+    @zs.function
+    def step(x):
+        return x + jnp.float32(1)
+
+    coordinator = world.coordinator()
+    assert coordinator.metrics()["traces"] == 0
+    for shape in (1, 2, 2):
+        coordinator.schedule(step, args=(np.zeros(shape, np.float32),))
+    coordinator.join()
+    assert coordinator.metrics()["traces"] == 2
