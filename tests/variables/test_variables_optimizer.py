@@ -118,3 +118,18 @@ def test_an_optimizer_of_this_process_does_not_move_what_is_on_a_ps():
     far = zv.detached(spec)
     with pytest.raises(ValueError, match=r"'far'.*outside strategy\.scope\(\)"):
         zv.Optimizer(optax.sgd(1.0)).apply_gradients(1.0, far)
+
+
+async def test_a_variable_is_moved_once_per_call():
+    v, w = zv.Variable([1.0]), zv.Variable([1.0])
+    optimizer = zv.Optimizer(optax.sgd(1.0))
+    gradient = np.ones(1, np.float32)
+    tied = {"in": v, "out": v, "other": w}
+    grads = dict.fromkeys(tied, gradient)
+    with pytest.raises(ValueError, match=r"'Variable'.*twice in one apply_gradients"):
+        optimizer.apply_gradients(grads, tied)
+    with pytest.raises(ValueError, match="twice in one apply_gradients"):
+        await optimizer.apply_gradients_async([(gradient, v), (gradient, v)])
+    np.testing.assert_array_equal(v.numpy(), [1.0])
+    optimizer.apply_gradients([(None, v), (gradient, v), (gradient, w)])
+    np.testing.assert_array_equal(v.numpy(), [0.0])

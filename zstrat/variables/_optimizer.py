@@ -93,8 +93,9 @@ class Optimizer:
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable on a parameter server is given
-                `IndexedSlices`, or lives on one that does not know this optimizer.
+                gradient is there at all, a variable is there twice, one on a
+                parameter server is given `IndexedSlices`, or lives on one that does not
+                know this optimizer.
         """
         pairs = self._pairs(grads, variables)
         for gradient, variable in pairs:
@@ -147,6 +148,7 @@ class Optimizer:
         if not found:
             names = [v.name for _, v in pairs]
             raise ValueError(f"No gradients provided for any variable: {names}")
+        _require_distinct([v for _, v in found])
         return found
 
     def __reduce__(self) -> Any:
@@ -174,6 +176,20 @@ def _checked(transformation: Any) -> Any:
                 f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
             )
     return transformation
+
+
+def _require_distinct(variables: list[Variable]) -> None:
+    seen = set()
+    for variable in variables:
+        key = variable.spec.key
+        if key in seen:
+            raise ValueError(
+                f"{variable.spec} is there twice in one apply_gradients, which would "
+                "be two steps of the optimizer: give each variable once. Gradients "
+                "with respect to several arguments that hold it are added first; "
+                "zs.value_and_grad(variables=...) gives the whole gradient each time"
+            )
+        seen.add(key)
 
 
 def _listed(pairs: Any) -> list[tuple[Any, Any]]:
