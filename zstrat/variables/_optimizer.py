@@ -93,9 +93,9 @@ class Optimizer:
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable is there twice, one on a parameter
-                server is given `IndexedSlices`, or lives on one that does not know this
-                optimizer.
+                gradient is there at all, a variable is there twice, one on a
+                parameter server is given `IndexedSlices`, or lives on one that does not
+                know this optimizer.
         """
         pairs = self._pairs(grads, variables)
         for gradient, variable in pairs:
