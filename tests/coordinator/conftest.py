@@ -224,6 +224,8 @@ class FakeWorker(FakeTask):
         """What it completes is not told."""
         self.replies = {}
         self.ran, self.low_waters = [], []
+        self.described = []
+        """Layouts told since the session was opened; each is told once."""
 
     def born(self):
         super().born()
@@ -232,6 +234,8 @@ class FakeWorker(FakeTask):
 
     def handle(self, message):
         match message:
+            case OpenSession():
+                self.described = []
             case PutCode():
                 self.code[message.digest] = load(message.code)
                 return Done()
@@ -319,12 +323,16 @@ class FakeWorker(FakeTask):
                 continue
             leaves, treedef = jax.tree.flatten(value)
             leaves = [np.asarray(leaf) for leaf in leaves]
-            layouts.append(layout_of(step, treedef, leaves))
+            layout = layout_of(0, treedef, leaves)
+            if layout not in self.described:
+                self.described.append(layout)
+                layouts.append(layout._replace(layout=len(self.described)))
+            number = self.described.index(layout) + 1
             data = b"".join(leaf.tobytes() for leaf in leaves)
             size = len(data)
             if size > INLINE:
                 self.kept[step], size, data = leaves, -1, b""
-            completions.append(Completion(step, outcome, step, size, None))
+            completions.append(Completion(step, outcome, number, size, None))
             results += data
         if completions and not self.deaf:
             session = self.sessions[-1].session

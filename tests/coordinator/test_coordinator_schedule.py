@@ -20,6 +20,7 @@ from zstrat.errors import (
     ClosedError,
     ClosureAbortedError,
     DeadlineExceededError,
+    ProtocolError,
 )
 
 
@@ -400,3 +401,41 @@ def test_a_closed_session_has_no_coordinator(world):
     world.session.close()
     with pytest.raises(ClosedError):
         ClusterCoordinator(world.strategy)
+
+
+def test_a_coordinator_that_follows_another_reads_what_is_described_already(world):
+    first = world.coordinator()
+    assert first.schedule(add, args=(1.0, 2.0)).fetch()["sum"] == 3.0
+    first.shutdown()
+    second = ClusterCoordinator(world.strategy)
+    assert second.schedule(add, args=(3.0, 4.0)).fetch()["sum"] == 7.0
+
+
+def test_what_is_described_when_a_coordinator_has_stopped_is_not_lost(make_world):
+    world = make_world(workers=1)
+    (worker,) = world.workers
+    worker.held = True
+    first = world.coordinator()
+    first.schedule(add, args=(1.0, 2.0))
+    world.until(lambda: worker.queue)
+    begun = list(worker.queue)
+    first.shutdown()
+    world.until(lambda: not worker.queue)
+
+    def finish():
+        worker.queue, worker.held = begun, False
+        worker.work()
+
+    world.on_loop(finish)
+    second = ClusterCoordinator(world.strategy)
+    assert second.schedule(add, args=(3.0, 4.0)).fetch()["sum"] == 7.0
+
+
+def test_a_result_that_was_never_described_is_an_error(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    assert coordinator.schedule(constant).fetch() == 7
+    world.on_loop(world.session.cluster.workers[0].layouts.clear)
+    value = coordinator.schedule(constant)
+    with pytest.raises(ProtocolError, match=r"worker/task:0 .* did not describe"):
+        value.fetch()

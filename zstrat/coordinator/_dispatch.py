@@ -171,6 +171,9 @@ class Dispatcher:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
+                # Those who come after us need them too: they are told once.
+                told = {layout.layout: layout for layout in message.layouts}
+                lane.layouts.update(told)
                 if not self._stopped:
                     seat = self.seats[lane.index]
                     self.outcomes.take(seat, message, self._now())

@@ -20,7 +20,7 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
-from zstrat.wire import Hello, Message, OpenSession, SessionOpened
+from zstrat.wire import Hello, Layout, Message, OpenSession, SessionOpened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +113,9 @@ class Lane:
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
+        self.layouts: dict[int, Layout] = {}
+        """Of results, by number: the task tells each once after it has entered, to
+        whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None
         """Why the session was not opened at the last attempt."""
         self._opening, self._events, self._one_life = opening, events, one_life
@@ -242,6 +245,7 @@ class Lane:
         assert isinstance(answer, SessionOpened), answer
         assert self.hello is not None
         self.opened, self.refusal = answer, None
+        self.layouts = {}
         self._life = self.hello.incarnation
         self._entered.set()
         log.info("%s at %s is in the session", self.name, self.address)

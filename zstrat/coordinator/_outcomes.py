@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
+    ProtocolError,
     PSUnavailableError,
     StaleSessionError,
     WorkerLostError,
@@ -53,11 +54,10 @@ class Outcomes:
 
     def take(self, seat: Seat, message: Completions, now: float) -> None:
         """Ends the closures of the message, or has them tried again."""
-        for layout in message.layouts:
-            seat.layouts[layout.layout] = layout
         offset = ended = 0
         member, results = seat.member, message.results
-        in_flight, layouts, queue = member.in_flight, seat.layouts, self._engine.queue
+        in_flight, queue = member.in_flight, self._engine.queue
+        layouts = seat.lane.layouts
         failures: list[tuple[Closure, Completion]] = []
         with self._engine.lock:
             for completion in message.completions:
@@ -70,17 +70,16 @@ class Outcomes:
                     self.stale += 1
                     continue
                 ended += 1
-                if outcome != OK:
+                layout = layouts.get(layout_id)
+                if outcome != OK or layout is None:
                     failures.append((closure, completion))
                     continue
                 queue.end(closure)
                 value = closure.value
                 if size >= 0:
-                    value._settle(layouts.get(layout_id), results[start:offset])
+                    value._settle(layout, results[start:offset])
                 else:
-                    kept = Kept(
-                        member.index, member.epoch, step, layouts.get(layout_id)
-                    )
+                    kept = Kept(member.index, member.epoch, step, layout)
                     value._settle_kept(kept)
                     self._watch(value, kept)
             for closure, completion in failures:
@@ -91,9 +90,17 @@ class Outcomes:
     def _failed(
         self, seat: Seat, closure: Closure, completion: Completion, now: float
     ) -> None:
-        """One that did not end well. Lock held."""
+        """One that did not end well, or whose result cannot be read. Lock held."""
         queue, settle = self._engine.queue, self._engine.settle
         told = completion.error
+        if completion.outcome == OK:
+            error: Exception = ProtocolError(
+                f"{seat.member.name} sent a result of layout {completion.layout}, "
+                "which it did not describe: it runs another version of zstrat"
+            )
+            queue.end(closure, error)
+            settle([Ended(closure, error)])
+            return
         if completion.outcome != FAILED:
             settle(queue.retry(closure, now, SETBACK))
             if told is not None and isinstance(why := from_wire(told), WorkerLostError):

@@ -18,7 +18,6 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
-    Layout,
     Message,
     PutArguments,
     PutCode,
@@ -46,7 +45,6 @@ class Seat:
     codes: set[bytes] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
     resources: set[int] = field(default_factory=set)
-    layouts: dict[int, Layout] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     """Resources that could not be built there, by number."""
 
@@ -54,8 +52,7 @@ class Seat:
         """A new connection: nothing is there yet."""
         for held in (self.codes, self.arguments, self.resources):
             held.clear()
-        for told in (self.layouts, self.failed):
-            told.clear()
+        self.failed.clear()
 
     def put_code(self, code: Code) -> None:
         """Ships the code, unless it is there."""
