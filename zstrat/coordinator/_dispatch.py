@@ -108,6 +108,7 @@ class Dispatcher:
                 for closure in member.in_flight.values():
                     self.engine.settle(self.queue.retry(closure, now))
                 member.in_flight.clear()
+            self.builder.stop(cause)
             self.engine.notify()
         self.builder.drop_all()
         self._clean()
