@@ -226,6 +226,22 @@ async def test_an_answer_is_matched_with_what_was_known_when_it_was_asked_for():
     assert (await second)[0] is A
 
 
+async def test_a_small_value_does_not_keep_the_memory_of_a_large_answer():
+    link = Script()
+    client = PsClient([link], 7)
+    pulling = client.pull([Ref(0, 1), Ref(0, 2), Ref(0, 1)])
+    body = np.zeros(2**20, np.uint8)
+    link.asked.pop()[1].set_result(
+        Pulled([1, 1, 1], (body[:4], body[64:], body[:4].view(np.float32)))
+    )
+    small, large, again = await pulling
+    assert large.base is body
+    assert (small.tolist(), again.tolist()) == ([0, 0, 0, 0], [0.0])
+    assert not small.flags.writeable
+    assert not np.shares_memory(small, body)
+    assert not np.shares_memory(again, body)
+
+
 async def test_a_restarted_server_is_not_asked_for_versions_of_its_former_life():
     link = Script()
     client = PsClient([link], 7)

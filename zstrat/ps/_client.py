@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 BATCH: Final = 512
 """Variables created by one message: their names fit the header by far."""
 
+SMALL: Final = 64 * 1024
+"""Bytes below which an array is copied out of a larger message."""
+
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
 
@@ -138,6 +141,9 @@ class PsClient:
         answer: Pulled,
     ) -> None:
         arrays = iter(answer.arrays)
+        # They are views of one body: a small one that is remembered for long must not
+        # keep the memory of all.
+        copies = sum(array.nbytes for array in answer.arrays) > SMALL
         for place, old, version in zip(places, known, answer.versions, strict=True):
             # What was known when the request was sent: by now it may have been dropped,
             # or replaced by a later one.
@@ -145,6 +151,9 @@ class PsClient:
                 values[place] = old.array
                 continue
             values[place] = array = next(arrays)
+            if copies and array.nbytes < SMALL:
+                array = values[place] = array.copy()
+                array.flags.writeable = False
             self._known.put(refs[place], Value(version, array))
 
     def push(
