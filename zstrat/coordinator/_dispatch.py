@@ -279,10 +279,9 @@ class Dispatcher:
         arguments = _emptied(self.retired)
         resources = self.builder.dropped()
         results = _emptied(self.unfetched)
-        if not (arguments or resources or results):
-            return
+        news = bool(arguments or resources or results)
         for seat in self.seats:
-            if not seat.lane.is_ready:
+            if not seat.lane.is_ready or not (news or seat.unsaid):
                 continue
             mine = [
                 kept.step
@@ -291,14 +290,17 @@ class Dispatcher:
             ]
             try:
                 seat.forget(arguments, resources, mine)
+            except BusyError as error:  # it is told with the next turns
+                log.info("%s: %s", seat.lane.name, error)
             except PeerLostError as error:
                 self.lost(seat.lane, error.reason)
 
     def _say(self, seat: Seat, message: CancelSteps | DropResults) -> None:
         try:
             seat.lane.link.notify(message)
-        except PeerLostError as error:
-            log.info("%s: %s", seat.lane.name, error.reason)  # its loss is told anyway
+        except (PeerLostError, BusyError) as error:
+            # Its loss is told anyway; if it does not read, what it has not begun runs.
+            log.info("%s: %s", seat.lane.name, error)
 
     def _set_timer(self, due: float | None, now: float) -> None:
         """Wakes us when a closure that came back may go again."""
