@@ -94,3 +94,25 @@ print(*sorted(unit.name for unit in units.iterdir()))
 def test_programs_run(installed: dict[str, str], tmp_path: Path, module: str) -> None:
     out = run(sys.executable, "-m", module, "--help", cwd=tmp_path, env=installed)
     assert "usage" in out.lower()
+
+
+def test_the_checkout_is_used_from_anywhere(tmp_path: Path) -> None:
+    """An editable install: the packages of the checkout, and no other name of it."""
+    program = """
+import importlib.util, sys
+import zstrat, zstrat.cli, zstrat.daemons.ps, zstrat.daemons.worker
+for name in ("daemons", "tests", "benchmarks", "examples"):
+    spec = importlib.util.find_spec(name)
+    where = [] if spec is None else list(spec.submodule_search_locations or [])
+    assert not any(path.startswith(sys.argv[1]) for path in where), (name, where)
+assert importlib.util.find_spec("daemons") is None
+print(zstrat.__file__, zstrat.daemons.ps.__file__, sep="\\n")
+"""
+    clean = {"PYTHONPATH": ""}
+    out = run(sys.executable, "-c", program, ROOT, cwd=tmp_path, env=clean)
+    if not out.startswith(str(ROOT)):
+        pytest.skip("zstrat is installed from a wheel here, not from this checkout")
+    assert out.splitlines() == [
+        str(ROOT / "zstrat" / "__init__.py"),
+        str(ROOT / "daemons" / "ps.py"),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import namedtuple
 
 import jax
@@ -49,6 +50,17 @@ def test_each_variable_is_one_read_and_updates_keep_their_order(home):
     np.testing.assert_array_equal(total, [7.0, 10.0])
     np.testing.assert_array_equal(updates[0].arrays[0], x)
     np.testing.assert_array_equal(updates[1].arrays[0], [7.0, 10.0])
+
+
+def test_a_weakly_typed_element_is_drawn_as_an_array_of_its_dtype():
+    step = zs.function(lambda iterator: next(iterator))
+    elements = [jnp.asarray(1.0), np.float32(2), jnp.asarray(3.0), jnp.float32(4)]
+    assert elements[0].weak_type
+    iterator = zs.StepIterator(iter(elements), np.float32(0))
+    drawn = [step(iterator) for _ in elements]
+    assert [float(x) for x in drawn] == [1, 2, 3, 4]
+    assert not any(jnp.asarray(x).weak_type for x in drawn)
+    assert step.trace_count == 1
 
 
 def test_an_update_alone_reads_nothing(home):
@@ -478,6 +490,42 @@ def test_eager_steps_see_current_values_under_transformations(home):
         assert got == [10 * start, 10 * start + 10, 13 + 3 * start, start + 1]
 
 
+def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
+    v = home.variable(np.float32(1))
+    it = zs.StepIterator(iter(np.arange(3, dtype=np.float32)))
+
+    @zs.function(eager=True)
+    def draws(it):
+        drawing = jax.jit(lambda: next(it))
+        return drawing() + drawing()
+
+    @zs.function(eager=True)
+    def updates():
+        jax.jit(lambda: v.assign(np.float32(2)).value())()
+
+    with pytest.raises(
+        RuntimeError, match=r"next\(iterator\) inside a function that ja"
+    ):
+        draws(it)
+    with pytest.raises(RuntimeError, match=r"ASSIGN of .* inside a function that jax"):
+        updates()
+    assert next(it) == 0.0
+    assert home.values[v.spec.key] == 1.0
+
+
+def test_no_element_is_lost_when_another_one_is_refused():
+    good = zs.StepIterator(iter([np.float32(1), np.float32(2)]))
+    mixed = zs.StepIterator(iter([np.float32(5), "a text", np.float32(7)]))
+    step = zs.function(lambda a, b: next(a) + next(b))
+    assert step(good, mixed) == 6.0
+    for _ in range(2):  # of a known program, then of one that is traced
+        with pytest.raises(TypeError, match="contains str"):
+            step(good, mixed)
+        step = zs.function(lambda a, b: next(a) + next(b))
+    assert next(mixed) == "a text"
+    assert step(good, mixed) == 9.0
+
+
 def test_run_eager_goes_through_the_given_home(home):
     v = home.variable(np.float32(1))
     shipped = zs.load(zs.dump_code(zs.function(lambda: v.assign_add(2.0), eager=True)))
@@ -524,3 +572,103 @@ def test_a_method_under_another_name_is_still_one_function(home):
     model = Model()
     assert model.renamed(np.float32(1)) == 2.0
     assert model.renamed is model.renamed
+
+
+def test_a_subclass_calls_the_step_of_its_parent():
+    class Parent:
+        @zs.function
+        def step(self):
+            return self.offset
+
+    class Child(Parent):
+        offset = 3
+
+        @zs.function
+        def step(self):
+            return 10 + super().step()
+
+    child = Child()
+    assert [child.step() for _ in range(3)] == [13, 13, 13]
+    assert child.step.trace_count == 1
+    assert super(Child, child).step is super(Child, child).step
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda m: zs.load(*zs.dump(m))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_of_an_object_runs_its_own_steps(copied):
+    class Model:
+        def __init__(self, k):
+            self.k = k
+
+        @zs.function
+        def step(self):
+            return self.k
+
+    first = Model(1)
+    assert first.step() == 1
+    second = copied(first)
+    second.k = 2
+    for _ in range(2):
+        assert (second.step(), first.step()) == (2, 1)
+    assert (second.step.trace_count, first.step.trace_count) == (1, 1)
+
+
+def test_two_names_of_a_method_are_one_function():
+    class Model:
+        @zs.function
+        def step(self):
+            return 1
+
+        other = step
+
+    model = Model()
+    assert model.other is model.step is model.other
+    model.other()
+    model.other()
+    assert model.step.trace_count == 1
+
+
+def test_an_object_may_have_a_step_of_its_own():
+    class Model:
+        @zs.function
+        def step(self):
+            return 1
+
+    model = Model()
+    model.step()
+    model.step = zs.function(lambda: 2)
+    assert model.step() == 2
+
+
+def test_methods_that_have_no_place_are_refused():
+    class Slotted:
+        __slots__ = ("k",)
+
+        @zs.function
+        def step(self):
+            return self.k
+
+    class Model:
+        step = zs.function(lambda cls: 1)
+
+    with pytest.raises(TypeError, match=r"'.*step'.*Slotted.*__slots__.*'__dict__'"):
+        Slotted().step  # noqa: B018
+    # What @classmethod above @zs.function does in Python 3.11.
+    with pytest.raises(TypeError, match=r"is a class method.*@staticmethod"):
+        vars(Model)["step"].__get__(Model)
+
+
+def test_attributes_of_a_callable_object_stay_its_own():
+    class Doubled:
+        def __init__(self):
+            self.name, self.eager, self.body = None, True, lambda x: -x
+
+        def __call__(self, x):
+            return 2 * x
+
+    step = zs.function(Doubled())
+    assert (step(np.float32(3)), step.eager) == (6.0, False)
+    assert step.name.endswith("Doubled")

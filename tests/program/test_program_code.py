@@ -136,6 +136,29 @@ def test_a_module_of_the_users_is_shipped_by_value(tmp_path, monkeypatch):
     assert "my_model" not in sys.modules
 
 
+def test_a_folder_of_the_users_may_end_in_packages(tmp_path, monkeypatch):
+    folder = tmp_path / "my-packages"
+    folder.mkdir()
+    (folder / "my_packaged.py").write_text("def apply(x): return 5 * x\n")
+    monkeypatch.syspath_prepend(folder)
+    import my_packaged
+
+    code = zs.dump_code(my_packaged.apply)
+    monkeypatch.delitem(sys.modules, "my_packaged")
+    assert zs.load(code)(2) == 10
+    assert "my_packaged" not in sys.modules
+
+
+@pytest.mark.parametrize("scalar", [2.5, 3, 2j])
+def test_weakly_typed_scalars_stay_weak(scalar):
+    weak = jnp.asarray(scalar)
+    (got,) = zs.load(*zs.dump((weak,)))
+    assert got.weak_type
+    assert (got.dtype, got) == (weak.dtype, weak)
+    (strong,) = zs.load(*zs.dump((jnp.asarray(np.asarray(weak)),)))
+    assert not strong.weak_type
+
+
 def test_zstrat_and_installed_packages_go_by_reference():
     loaded = zs.load(zs.dump_code((zs.function, optax.sgd, jnp.sum)))
     assert loaded == (zs.function, optax.sgd, jnp.sum)

@@ -127,6 +127,42 @@ def test_inner_jit_outside_of_a_step(params):
         zs.grad(loss, variables=b)()
 
 
+def test_other_reads_of_a_compiled_loss_are_never_stale(home):
+    a, b = home.variable(np.float32(1)), home.variable(np.float32(3), "b")
+    loss = jax.jit(lambda a: a * b.value())
+    differentiate = zs.value_and_grad(loss)
+    assert differentiate(a) == (3.0, 3.0)
+    b.assign(100.0)
+    assert differentiate(a) == (100.0, 100.0)
+    with pytest.raises(RuntimeError, match=r"'b'.*read inside.*outside of a zs"):
+        jax.jit(lambda a: zs.grad(loss)(a))(np.float32(1))
+    assert zs.function(lambda: differentiate(a))() == (100.0, 100.0)
+
+
+def test_reads_of_a_compiled_loss_come_before_later_updates(home):
+    """Although jax computes what the loss is given while Python goes on."""
+    a, b = home.variable(np.ones((), np.float32)), home.variable(np.float32(3))
+    slow = jax.jit(lambda x: jnp.sum(x @ x @ x @ x))
+    differentiate = zs.value_and_grad(jax.jit(lambda a, shift: a * (b.value() + shift)))
+    x = jnp.zeros((1500, 1500))
+    differentiate(a, slow(x))
+    _, grads = differentiate(a, slow(x))
+    b.assign(100.0)
+    assert grads == 3.0
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
+def test_a_variable_that_is_named_twice_has_one_gradient(home, inside):
+    v, w = home.variable(np.float32(3)), home.variable(np.float32(5))
+
+    def run():
+        tied = {"in": v, "out": v, "other": w}
+        return zs.value_and_grad(lambda: v.value() ** 2 * w.value(), variables=tied)()
+
+    run = zs.function(run) if inside else run
+    assert run() == (45.0, {"in": 30.0, "out": 30.0, "other": 9.0})
+
+
 def test_aux_and_negative_argnums(params):
     def loss(batch, params):
         return plain_loss(params, np.float32(2), batch), {"n": batch[0].shape[0]}

@@ -291,10 +291,29 @@ def test_a_body_that_changes_its_mind(home):
 
 
 def test_a_step_inside_jit(home):
+    """Refused as well if its program is there already, or it takes no argument."""
     v = home.variable(np.float32(1))
     step = zs.function(lambda x: v.value() * x)
-    with pytest.raises(TypeError, match=r"args\[0\] is being traced by jax.*__wrapped"):
-        jax.jit(lambda x: step(x))(X[0])
+    bare = zs.function(lambda: v.value() * 2)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"is called inside a func.*jit.*__wrapped"):
+            jax.jit(lambda x: step(x))(X[0])
+        with pytest.raises(TypeError, match=r"is called inside a func.*jit.*__wrapped"):
+            jax.jit(lambda x: x + bare())(X[0])
+        assert (step(X[0]), bare()) == (X[0], 2.0)
+
+
+def test_a_known_step_takes_no_traced_argument(home):
+    v = home.variable(np.float32(3))
+    step = zs.function(lambda x: v.value() * x)
+    for x in (jnp.float32(2), 2.0):
+        step(x)
+        with pytest.raises(
+            TypeError, match=r"args\[0\] is being traced by jax.*jax\.gr"
+        ):
+            jax.grad(step)(x)
+    with pytest.raises(TypeError, match=r"args\[0\]\['x'\] is being traced"):
+        jax.vmap(lambda x: zs.prepare(step, ({"x": x},), {}))(jnp.ones(2))
 
 
 def test_what_is_no_step_function():

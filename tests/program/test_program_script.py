@@ -123,3 +123,62 @@ def test_pytree_classes_of_a_script_arrive_registered(run_elsewhere):
         "local": (double, (local(),)),
     }"""
     assert len(run_elsewhere("", cases)) == 6
+
+
+def test_functions_made_by_jax_and_by_the_library_arrive(run_elsewhere):
+    script = """
+@jax.custom_vjp
+def seven(x):
+    return 2 * x
+seven.defvjp(lambda x: (seven(x), None), lambda _, g: (7 * g,))
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def times(x, n):
+    return n * x
+times.defvjp(lambda x, n: (n * x, x), lambda n, x, g: (x * g + n,))
+
+@jax.checkpoint
+def wave(x):
+    return scaled(jnp.sin(x)).sum()
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def layer(x):
+    return jnp.tanh(x @ x)
+
+def scaled(x):
+    return 3 * x
+
+@contextlib.contextmanager
+def factor():
+    yield 4
+
+@functools.wraps(scaled)
+def own(x):
+    return x + scaled(x)
+
+def mean(x):
+    with factor() as n:
+        return n * x.mean()
+
+def recursive():
+    @functools.partial(jax.checkpoint, static_argnums=(1,))
+    def down(x, n):
+        return x if n == 0 else jnp.sin(down(x, n - 1))
+    return down
+
+down, X, M = recursive(), np.ones(2, np.float32), np.ones((2, 2), np.float32)
+"""
+    cases = """{
+        "vjp": (lambda x: jax.grad(lambda y: seven(y).sum())(x), (X,)),
+        "nondiff": (lambda x: jax.grad(lambda y: times(y, 3.0).sum())(x), (X,)),
+        "checkpoint": (lambda x: jax.value_and_grad(wave)(x), (X,)),
+        "policy": (lambda x: jax.grad(lambda y: layer(y).sum())(x), (M,)),
+        "recursive": (lambda x: jax.grad(lambda y: down(y, 3).sum())(x), (X,)),
+        "vmap": (jax.vmap(lambda x: 3 * x), (X,)),
+        "grad": (jax.grad(wave), (X,)),
+        "jit": (jax.jit(mean), (X,)),
+        "manager": (mean, (X,)),
+        "wraps": (own, (X,)),
+        "relu": (lambda x: jax.grad(lambda y: jax.nn.relu(y).sum())(x), (X,)),
+    }"""
+    assert len(run_elsewhere(script, cases)) == 11

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -130,3 +132,59 @@ def test_a_step_is_compiled_once_per_signature():
     for _ in range(5):
         step(np.ones(3, np.float32))
     assert len(traces) == 2  # to plan, and to compile
+
+
+def test_the_64_bit_flag_names_a_program():
+    step = zs.function(lambda x: x * 2)
+    bare = zs.function(lambda: jnp.arange(2))
+    x = np.ones(2, np.float64)
+
+    def dtypes():
+        return [
+            zs.prepare(function, args, {}).run([]).layout.dtypes[0]
+            for function, args in ((step, (x,)), (bare, ()))
+        ]
+
+    for _ in range(2):
+        with jax.enable_x64(True):
+            assert dtypes() == ["float64", "int64"]
+        assert dtypes() == ["float32", "int32"]
+    assert step.trace_count == bare.trace_count == 2
+
+
+def test_threads_that_call_first_trace_once():
+    """The second comes while the first one traces, and waits for its program."""
+    entered, looked_up = threading.Event(), threading.Event()
+
+    class Key:
+        """A static argument that tells when the second call was looked up."""
+
+        hashed = 0
+
+        def __hash__(self):
+            self.hashed += 1
+            # First when the arguments are cut, then when their program is looked for.
+            if entered.is_set() and self.hashed == 2:
+                looked_up.set()
+            return 1
+
+        def __eq__(self, other):
+            return isinstance(other, Key)
+
+    bodies = []
+
+    def body(x, key):
+        if not bodies:
+            entered.set()
+            second.start()
+            assert looked_up.wait(10)
+        bodies.append(1)
+        return x + 1
+
+    step = zs.function(body)
+    results = []
+    second = threading.Thread(target=lambda: results.append(step(1.0, Key())))
+    assert step(1.0, Key()) == 2.0
+    second.join(10)
+    assert results == [2.0]
+    assert step.trace_count == 1

@@ -167,6 +167,31 @@ def test_replicas_know_their_number_and_reduce_among_themselves(four):
         np.testing.assert_allclose(dense, np.arange(4)[:, None] * np.ones(2) / 4)
 
 
+def test_rows_of_the_replicas_are_one_value_per_replica(four):
+    strategy = four.strategy
+
+    def step():
+        def replica_fn():
+            number = get_replica_context().replica_id_in_sync_group
+            rows = zv.IndexedSlices(jnp.ones((1, 2)) * number, number[None] % 2, (2, 2))
+            return {"rows": rows, "fixed": zv.IndexedSlices(number[None], np.zeros(1))}
+
+        result = strategy.run(replica_fn)
+        assert isinstance(result["rows"], PerReplica)
+        assert len(strategy.experimental_local_results(result["rows"])) == R
+        total = strategy.reduce("sum", result["rows"], axis=None)
+        return result, total.to_dense()
+
+    result, total = run(four, step)
+    np.testing.assert_allclose(total, [[2, 2], [4, 4]])
+    rows = result["rows"].values[3]
+    assert isinstance(rows, zv.IndexedSlices)
+    assert (rows.values.tolist(), rows.indices.tolist()) == ([[3, 3]], [1])
+    assert rows.dense_shape == (2, 2)
+    fixed = [(r.values.item(), r.indices.item()) for r in result["fixed"].values]
+    assert fixed == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_the_gradient_of_all_reduce_is_the_same_all_reduce(four, op):
     strategy = four.strategy

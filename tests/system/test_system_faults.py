@@ -52,13 +52,35 @@ def coordinator(patient, local):
         yield zs.ClusterCoordinator(strategy)
 
 
+def _rounds_until(coordinator, bump, reached):
+    """Bumps all slots again and again, until the metrics are as wanted; how often."""
+    rounds = 0
+    while not reached(coordinator.metrics()):
+        values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
+        values[-1].fetch()
+        rounds += 1
+    return rounds
+
+
+def _all_have_worked(metrics):
+    return all(worker["completed"] for worker in metrics["workers"].values())
+
+
+def _one_was_lost(metrics):
+    return metrics["recoverable_worker_failures"] > 0
+
+
 def test_a_killed_worker_costs_no_step_and_doubles_none(local, coordinator):
     counts, bump = _counting(coordinator.strategy)
+    rounds = _rounds_until(coordinator, bump, _all_have_worked)
     values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
     values[SLOTS // 8].fetch()
     local.kill("worker:0")
+    # There is work all the time, until the loss is seen: it hits closures in flight.
+    rounds += 1 + _rounds_until(coordinator, bump, _one_was_lost)
     coordinator.join()
-    np.testing.assert_array_equal(counts.numpy(), np.ones(SLOTS))
+    assert coordinator.metrics()["recoverable_worker_failures"] == 1
+    np.testing.assert_array_equal(counts.numpy(), np.full(SLOTS, rounds))
     assert [int(value.fetch()) for value in values] == list(range(SLOTS))
 
 
@@ -83,19 +105,42 @@ def test_a_killed_worker_that_is_started_again_takes_part_again(local, coordinat
     assert int(values[-1].fetch()) == 0
 
 
+def _freeze_with_closures_in_flight(local, coordinator, bump):
+    """Freezes worker 0, then schedules until closures are in flight there, of which it
+    can complete none; how many were scheduled, with indices from 0 on."""
+    coordinator.join()
+    local.stop_task("worker:0")
+    os.waitid(os.P_PID, local.pid("worker:0"), os.WSTOPPED | os.WNOWAIT)
+    scheduled = 0
+    while not coordinator.metrics()["workers"]["/job:worker/task:0"]["in_flight"]:
+        coordinator.schedule(bump, args=(scheduled % SLOTS,))
+        scheduled += 1
+    return np.bincount(np.arange(scheduled) % SLOTS, minlength=SLOTS)
+
+
 def test_a_stopped_worker_is_lost_and_fenced_when_it_wakes(local, coordinator):
     counts, bump = _counting(coordinator.strategy)
-    values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
-    values[SLOTS // 8].fetch()
-    local.stop_task("worker:0")
+    expected = _rounds_until(coordinator, bump, _all_have_worked)
+    expected += _freeze_with_closures_in_flight(local, coordinator, bump)
     coordinator.join()
-    np.testing.assert_array_equal(counts.numpy(), np.ones(SLOTS))
+    assert coordinator.metrics()["recoverable_worker_failures"] == 1
+    np.testing.assert_array_equal(counts.numpy(), expected)
     local.continue_task("worker:0")
     # The zombie may finish what it had: none of it may count again.
     for i in range(SLOTS):
         coordinator.schedule(bump, args=(i,))
     coordinator.join()
-    np.testing.assert_array_equal(counts.numpy(), np.full(SLOTS, 2.0))
+    np.testing.assert_array_equal(counts.numpy(), expected + 1)
+
+
+def test_a_worker_killed_with_closures_in_flight_costs_none_of_them(local, coordinator):
+    counts, bump = _counting(coordinator.strategy)
+    expected = _rounds_until(coordinator, bump, _all_have_worked)
+    expected += _freeze_with_closures_in_flight(local, coordinator, bump)
+    local.kill("worker:0")
+    coordinator.join()
+    assert coordinator.metrics()["recoverable_worker_failures"] == 1
+    np.testing.assert_array_equal(counts.numpy(), expected)
 
 
 def test_a_killed_ps_is_named(local, coordinator):

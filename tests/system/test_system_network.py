@@ -59,7 +59,8 @@ def shout(address, data):
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         with contextlib.suppress(ConnectionError):  # it may hang up in the middle
             connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # or before this: "not connected"
+                connection.shutdown(socket.SHUT_WR)
             while connection.recv(4096):
                 pass
 

@@ -63,7 +63,19 @@ def test_assigning_another_shape_or_dtype_is_refused_by_name(strategy):
         v = zs.Variable(np.zeros((4, 2), np.float32), name="narrow")
     with pytest.raises(ValueError, match=r"narrow.*\(4, 2\).*\(3, 2\)"):
         v.assign(np.zeros((3, 2), np.float32))
+    for update in (v.assign, v.assign_add, v.assign_sub):
+        with pytest.raises(ValueError, match=r"narrow.*float32.*complex64"):
+            update(np.ones((4, 2), np.complex64))
+        with pytest.raises(ValueError, match=r"narrow.*float32"):
+            update(np.full((4, 2), "one"))
     np.testing.assert_array_equal(v.numpy(), np.zeros((4, 2)))
+    with strategy.scope():
+        n = zs.Variable(np.zeros(3, np.int32), name="whole")
+    with pytest.raises(ValueError, match=r"whole.*int32.*float32"):
+        n.assign(np.full(3, 0.5, np.float32))
+    np.testing.assert_array_equal(n.numpy(), np.zeros(3))
+    n.assign(np.arange(3, dtype=np.int64))  # of the same kind
+    np.testing.assert_array_equal(n.numpy(), [0, 1, 2])
 
 
 def test_steps_return_nested_structures(coordinator):

@@ -1,6 +1,7 @@
 """A variable acts as its value in Python, numpy and jax expressions."""
 
 import operator
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,16 +101,14 @@ def test_jax_converts_variables():
     np.testing.assert_array_equal(zv.values({"a": [x, 1]})["a"][0], A)
 
 
-def test_in_place_arithmetic_is_refused_with_words():
-    x = zv.Variable(1.0)
-    with pytest.raises(TypeError, match="assign_add"):
-        x += 1.0
-    with pytest.raises(TypeError, match="assign_sub"):
-        x -= 1.0
-    with pytest.raises(TypeError, match="assign"):
-        x *= 2.0
-    with pytest.raises(TypeError, match="assign"):
-        x /= 2.0
+@pytest.mark.parametrize(
+    "op", ["+", "-", "*", "/", "//", "%", "**", "@", "&", "|", "^", "<<", ">>"]
+)
+def test_in_place_arithmetic_is_refused_with_words(op):
+    x = zv.Variable(1)
+    instead = {"+": "assign_add", "-": "assign_sub"}.get(op, "assign")
+    with pytest.raises(TypeError, match=rf"{re.escape(op)}= would .* {instead}\("):
+        exec(f"x {op}= 1", {"x": x})
 
 
 def test_variables_are_keys_by_identity():

@@ -2,6 +2,7 @@
 
 import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -50,6 +51,16 @@ def test_pairs_trees_and_missing_gradients():
     assert (a.numpy(), b.numpy()) == (-3.0, -2.0)
 
 
+def test_absent_parts_of_a_model_have_no_gradients():
+    weight = zv.Variable(0.0, name="weight")
+    optimizer = zv.Optimizer(optax.sgd(1.0))
+    model = {"weight": weight, "bias": None, "rest": [None, None]}
+    grads = jax.tree.map(lambda _: 1.0, model)
+    optimizer.apply_gradients(grads, model)
+    optimizer.apply_gradients([(None, None), (1.0, weight)])
+    assert weight.numpy() == -2.0
+
+
 @pytest.mark.parametrize(
     ("grads", "variables", "words"),
     [
@@ -57,6 +68,7 @@ def test_pairs_trees_and_missing_gradients():
         ([(None, zv.Variable(0.0, name="lonely"))], None, "No gradients.*lonely"),
         ({"a": 1.0}, None, "give the variables too"),
         (3.0, None, "iterable of"),
+        ({"w": 1.0, "b": 2.0}, {"w": zv.Variable(0.0), "b": None}, "got NoneType"),
         ([(1.0, "no variable")], None, "zs.Variable objects, got str"),
         (np.ones(2), zv.Variable(0.0), "shape mismatch"),
         (jnp.ones((), jnp.int32), zv.Variable(0.0), "dtype mismatch"),
@@ -106,3 +118,18 @@ def test_an_optimizer_of_this_process_does_not_move_what_is_on_a_ps():
     far = zv.detached(spec)
     with pytest.raises(ValueError, match=r"'far'.*outside strategy\.scope\(\)"):
         zv.Optimizer(optax.sgd(1.0)).apply_gradients(1.0, far)
+
+
+async def test_a_variable_is_moved_once_per_call():
+    v, w = zv.Variable([1.0]), zv.Variable([1.0])
+    optimizer = zv.Optimizer(optax.sgd(1.0))
+    gradient = np.ones(1, np.float32)
+    tied = {"in": v, "out": v, "other": w}
+    grads = dict.fromkeys(tied, gradient)
+    with pytest.raises(ValueError, match=r"'Variable'.*twice in one apply_gradients"):
+        optimizer.apply_gradients(grads, tied)
+    with pytest.raises(ValueError, match="twice in one apply_gradients"):
+        await optimizer.apply_gradients_async([(gradient, v), (gradient, v)])
+    np.testing.assert_array_equal(v.numpy(), [1.0])
+    optimizer.apply_gradients([(None, v), (gradient, v), (gradient, w)])
+    np.testing.assert_array_equal(v.numpy(), [0.0])

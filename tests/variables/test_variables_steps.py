@@ -127,6 +127,8 @@ def test_a_traced_value_outside_a_step_is_explained():
         return y
 
     with pytest.raises(ValueError, match=r"zs\.function"):
+        jax.grad(wrong)(1.0)
+    with pytest.raises(RuntimeError, match=r"zs\.function"):
         jax.jit(wrong)(1.0)
     with pytest.raises(ValueError, match="being traced"):
         jax.jit(lambda y: zv.Variable(y).shape)(1.0)

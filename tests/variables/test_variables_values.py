@@ -139,6 +139,41 @@ def test_dtypes_of_the_same_kind_are_converted_unless_they_are_jax_arrays():
         variable.assign(np.ones(2, np.complex64))
 
 
+_BEYOND = [
+    ("int32", 2**40 + 7),
+    ("int32", np.int64(-(2**31)) - 1),
+    ("uint8", 300),
+    ("uint8", [0, -1]),
+    ("uint8", np.array([0, 256])),
+    ("uint8", jnp.array(-1, jnp.int32)),
+    ("uint64", np.int64(-1)),
+    ("int64", np.uint64(2**63)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "value"), _BEYOND)
+def test_integers_that_do_not_fit_are_refused(dtype, value):
+    with pytest.raises(ValueError, match=f"initial value of variable 'n'.*{dtype}"):
+        zv.Variable(value, name="n", dtype=dtype)
+    variable = zv.Variable(np.zeros(np.shape(value)), name="n", dtype=dtype)
+    for update in (variable.assign, variable.assign_add):
+        with pytest.raises(ValueError, match=r"'n'.*(fit|mismatch)"):
+            update(value)
+    assert not np.any(variable.numpy())
+
+
+def test_integers_that_fit_are_converted_and_python_ones_are_int32():
+    with pytest.raises(ValueError, match=r"contains 3000000000.*int32.*wider"):
+        zv.Variable([1, 3_000_000_000])
+    assert zv.Variable(3_000_000_000, dtype="int64").numpy() == 3_000_000_000
+    variable = zv.Variable(np.array([0, 0], np.uint8))
+    variable.assign(np.array([0, 255], np.int64))
+    assert variable.numpy().tolist() == [0, 255]
+    rows = zv.IndexedSlices(np.array([-1]), [0])
+    with pytest.raises(ValueError, match=r"contains -1.*uint8"):
+        variable.scatter_add(rows)
+
+
 _SCATTERS = {
     "scatter_add": np.add,
     "scatter_sub": np.subtract,

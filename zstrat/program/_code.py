@@ -4,8 +4,10 @@ What travels how:
 
 - functions and classes of the user's own modules (those outside of Python's library and
   of site-packages) by value, so that workers need no copy of the program; everything
-  installed by reference;
-- jax arrays as numpy arrays, made jax arrays again where they arrive;
+  installed by reference, and what an installed package made around a function of the
+  user's over that package's globals;
+- jax arrays as numpy arrays, made jax arrays again where they arrive; weakly typed
+  scalars as Python's, which are weak too;
 - a `Resource` as its number, which the receiver resolves to its own object;
 - large numpy arrays of *data* beside the pickle, without a copy (protocol 5). *Code*
   (`dump_code`, and any callable) travels in one piece.
@@ -38,6 +40,7 @@ from zstrat.errors import ProtocolError, VersionMismatchError
 from ._culprit import find_value, unpicklable
 from ._pytrees import Registration, register
 from ._where import is_installed, is_machinery
+from ._wrappers import reduced, reduced_vjp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -192,6 +195,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
                 self._by_value(sys.modules.get(obj.__module__ or ""))
                 if isinstance(obj, type) and _is_by_value(obj):
                     self.registrations.extend(Registration.of(obj))
+                elif isinstance(obj, types.FunctionType) and (made := reduced(obj)):
+                    return made
+            case jax.custom_vjp():
+                return reduced_vjp(obj)
             case types.ModuleType():
                 self._by_value(obj)
             case jax.core.Tracer():
@@ -208,7 +215,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no stubs
             return _key, (data, str(jax.random.key_impl(array)))
         if array.nbytes > LARGE:
             self.large.append(array)
-        return jnp.asarray, (np.asarray(array),)
+        plain = np.asarray(array)
+        weak = plain.ndim == 0 and jax.typeof(array).weak_type
+        return jnp.asarray, (plain.item() if weak else plain,)
 
     def _by_value(self, module: types.ModuleType | None) -> None:
         if module is None or module.__name__ in self._known:

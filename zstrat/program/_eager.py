@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import LOCAL, recorder
+from zstrat.variables import LOCAL, is_staging, recorder
 from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
@@ -48,7 +48,7 @@ class Immediate:
 
     def read(self, variable: Variable) -> jax.Array:
         home = self._home_of(variable)
-        if current_trace() == self._outermost:
+        if not is_staging():
             return jnp.asarray(home.read(variable))
         like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
         value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)
@@ -61,7 +61,7 @@ class Immediate:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
-        if any(isinstance(operand, jax.core.Tracer) for operand in operands):
+        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(variable.spec, op.name)
         if op is UpdateOp.OPTIMIZE_ROWS and variable.spec.ps != LOCAL:
             raise _refusals.rows_for_an_optimizer(variable.spec)
@@ -69,6 +69,8 @@ class Immediate:
         self._home_of(variable).update(variable, op, host, optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
+        if self._is_inside():
+            raise _refusals.draw_inside()
         # A copy: on a CPU asarray would share the memory, which is the user's.
         element = jax.tree.map(jnp.array, iterator.draw())
         self._drawn.extend(jax.tree.leaves(element))
@@ -77,6 +79,10 @@ class Immediate:
     def drew(self, leaf: object) -> bool:
         """Whether this very array is (a leaf of) an element drawn in this step."""
         return any(leaf is drawn for drawn in self._drawn)
+
+    def _is_inside(self) -> bool:
+        """Whether jax transforms what runs now, so that it may never run again."""
+        return current_trace() != self._outermost
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home

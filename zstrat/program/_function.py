@@ -6,9 +6,10 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any, overload
 
-from zstrat.variables import recorder
+from zstrat.variables import is_staging, recorder
 
-from . import _code
+from . import _code, _refusals
+from ._bound import bound_functions
 from ._execute import run_here
 from ._programs import Programs
 from ._signature import cut
@@ -39,9 +40,9 @@ class Function:
         self._init_caches()
 
     def _init_caches(self) -> None:
-        functools.update_wrapper(self, self.body)
+        # Not the attributes of a callable object: they would replace our own.
+        functools.update_wrapper(self, self.body, updated=())
         self.programs = Programs(self.name, self.body)
-        self._attribute = self.name.rpartition(".")[2]
         self._shipped: tuple[bytes, bytes] | None = None
 
     @property
@@ -88,19 +89,15 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recorder.get() is not None:
             return self.body(*args, **kwargs)
+        if is_staging():
+            raise _refusals.step_inside(f"the step function {self.name!r} is called")
         return run_here(self, args, kwargs)
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._attribute = name
 
     def __get__(self, instance: object, owner: type | None = None) -> Function:
         """A step function that is a method: one `Function` per instance, kept in it."""
         if instance is None:
             return self
-        bound = Function(self.body.__get__(instance), eager=self.eager)
-        # Shadows this descriptor from now on, as functools.cached_property does.
-        vars(instance)[self._attribute] = bound
-        return bound
+        return bound_functions(instance, self.name).of(self, instance)
 
     def __reduce__(self) -> Any:
         # The state comes after the object: a body may refer to its own function.

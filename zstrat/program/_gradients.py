@@ -7,7 +7,7 @@ function reads by itself are differentiated by `Substitution`, a recorder that h
 the arrays of jax's trace in place of values read from outside.
 
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
-are captured) and outside of one (reads go to the home).
+are captured) and outside of one (reads go to the home, at each call).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from zstrat.variables import Variable, recorder
+from zstrat.variables import Variable, is_staging, recorder
 
 from . import _refusals
 from ._eager import Immediate
@@ -56,7 +56,8 @@ def value_and_grad(
             structure. Left out: 0, or no argument if ``variables`` is given.
         variables: A variable or a pytree of variables that ``fn`` reads by itself, with
             ``v.value()`` or in arithmetic (TF's GradientTape way); gradients have the
-            same structure. With ``argnums`` too, the gradients are the pair
+            same structure, and a variable that is there twice the same gradient twice.
+            With ``argnums`` too, the gradients are the pair
             ``(of the arguments, of the variables)``.
 
     Raises:
@@ -177,22 +178,29 @@ class _ValueAndGrad:
         cuts = [Differentiated.of(args[n], f"args[{n}]") for n in numbers]
         own = Differentiated.of(self.variables, "variables")
         keys = [v.spec.key for v in jax.tree.leaves(self.variables)]
+        # One of each: a variable that is named twice has one gradient, not two halves.
+        distinct = dict(zip(keys, own.arrays, strict=True))
         outer = recorder.get()
+        # Then reads are refused, and must be: what `Substitution` read would be kept.
+        untold = outer is None and is_staging()
 
-        def inner(given: list[list[jax.Array]], of_own: list[jax.Array]) -> Any:
+        def inner(given: list[list[jax.Array]], values: dict[int, jax.Array]) -> Any:
             rebuilt = list(args)
             for n, part, arrays in zip(numbers, cuts, given, strict=True):
                 rebuilt[n] = part.rebuilt(arrays)
-            if outer is None and not keys:
+            if untold:
                 return self.fn(*rebuilt, **kwargs)
-            values = dict(zip(keys, of_own, strict=True))
             with Substitution(outer, values).recording():
                 return self.fn(*rebuilt, **kwargs)
 
         differentiate = jax.value_and_grad(inner, (0, 1), has_aux=self.has_aux)
-        value, (of_args, of_own) = differentiate([c.arrays for c in cuts], own.arrays)
+        value, (of_args, of_own) = differentiate([c.arrays for c in cuts], distinct)
+        if outer is None:
+            # Reads under jax.jit are callbacks (see `Immediate`), which must have been
+            # made before the caller goes on to update the variables.
+            jax.block_until_ready((value, of_args, of_own))  # type: ignore[no-untyped-call]
         parts = [c.rebuilt(g) for c, g in zip(cuts, of_args, strict=True)]
-        return value, self._arranged(parts, own.rebuilt(of_own))
+        return value, self._arranged(parts, own.rebuilt([of_own[key] for key in keys]))
 
     def _numbers(self, count: int) -> tuple[int, ...]:
         numbers = () if self.argnums is None else self.argnums

@@ -119,7 +119,7 @@ class Element:
         leaves: list[Any]
         leaves, treedef = jax.tree.flatten(element)
         for number, leaf in enumerate(leaves):
-            if type(leaf) is not np.ndarray and not isinstance(leaf, jax.Array):
+            if type(leaf) is not np.ndarray and not _is_strong(leaf):
                 leaves[number] = _array(leaf)
         self.leaves = leaves
         self.treedef: TreeDef = treedef
@@ -127,6 +127,12 @@ class Element:
             treedef,
             tuple([(leaf.shape, leaf.dtype) for leaf in leaves]),
         )
+
+
+def _is_strong(leaf: Any) -> bool:
+    """Whether it is a jax array, and of its dtype in any arithmetic: ``key`` does not
+    tell a weak one."""
+    return isinstance(leaf, jax.Array) and not jax.typeof(leaf).weak_type
 
 
 def _kept(leaf: Any) -> Any:

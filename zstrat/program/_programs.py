@@ -82,6 +82,7 @@ class Draws:
 
         Raises:
             OutOfRangeError: There is none; then all others were given back.
+            TypeError: It is no pytree of arrays; then all were given back.
         """
         iterator = self._iterators[ordinal]
         if iterator.is_abstract:
@@ -92,8 +93,27 @@ class Draws:
             except BaseException:
                 self.unread()
                 raise
-        self._drawn.append((ordinal, raw, Element(raw)))
-        return self._drawn[-1][2]
+        try:
+            element = Element(raw)
+        except BaseException:
+            if not iterator.is_abstract:
+                iterator.unread(raw)
+            self.unread()
+            raise
+        self._drawn.append((ordinal, raw, element))
+        return element
+
+    def match(self, ordinals: Sequence[int]) -> list[Element]:
+        """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
+        kept = 0
+        for (drawn, _, _), wanted in zip(self._drawn, ordinals, strict=False):
+            if drawn != wanted:
+                break
+            kept += 1
+        self._give_back(kept)
+        for ordinal in ordinals[kept:]:
+            self.draw(ordinal)
+        return self.elements
 
     def supply(self, ordinal: int, iterator: StepIterator) -> Element:
         """For a trace: the elements that were drawn already, then new ones."""
@@ -145,15 +165,20 @@ class Programs:
             TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
         """
         draws = Draws(call.iterators)
+        program = self._known(call, draws)
+        if program is None:
+            with self._lock:
+                # Another thread may have traced it while this one waited.
+                program = self._known(call, draws)
+                if program is None:
+                    program = self._traced(call, args, kwargs, draws)
+        return program, draws
+
+    def _known(self, call: Call, draws: Draws) -> Program | None:
         signature = self._signatures.get(call.key)
-        if signature is not None:
-            for ordinal in signature.draws:
-                draws.draw(ordinal)
-            program = signature.find(draws.elements if signature.draws else ())
-            if program is not None:
-                return program, draws
-        with self._lock:
-            return self._traced(call, args, kwargs, draws), draws
+        if signature is None:
+            return None
+        return signature.find(draws.match(signature.draws))
 
     def _traced(
         self,

@@ -115,6 +115,16 @@ def live_read_inside(variable: object) -> RuntimeError:
     )
 
 
+def step_inside(what: str) -> TypeError:
+    """A step is called where jax traces, and nothing is being captured."""
+    return TypeError(
+        f"{what} inside a function that jax transforms (jax.jit, jax.vmap, jax.grad, "
+        "jax.lax.scan, ...): a step runs by itself. Make the outermost function a "
+        "zs.function too, which inlines this one; without variables in it, the plain "
+        "Python function (fn.__wrapped__) does as well"
+    )
+
+
 def draw_inside() -> RuntimeError:
     """next(iterator) under jax.grad, lax.cond and the like."""
     return RuntimeError(

@@ -23,6 +23,7 @@ from jax.tree_util import keystr
 
 from zstrat.variables import Optimizer, Variable
 
+from . import _refusals
 from ._iterator import Element, StepIterator
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _NUMBERS: Final = frozenset((int, float, complex))
 class Call:
     """The arguments of one call, cut.
 
-    ``marks`` has one entry per leaf of ``treedef``; with it, it is the ``key``.
+    ``key`` is ``treedef``, a mark per leaf, and whether jax computes in 64 bits.
     ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
     iterators, both in order; ``leaves`` are all leaves.
     """
@@ -50,17 +51,21 @@ class Call:
 
 
 _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
-_BARE_CALL: Final = Call((_NO_ARGUMENTS, ()), _NO_ARGUMENTS, [], [], [])
+_BARE_CALLS: Final = {
+    x64: Call((_NO_ARGUMENTS, (), x64), _NO_ARGUMENTS, [], [], [])
+    for x64 in (False, True)
+}
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     """Cuts the arguments.
 
     Raises:
-        TypeError: An argument is neither a pytree of arrays nor hashable.
+        TypeError: An argument is neither a pytree of arrays nor hashable, or it is
+            being traced by jax.
     """
     if not args and not kwargs:
-        return _BARE_CALL
+        return _BARE_CALLS[_in_64_bits()]
     leaves, treedef = jax.tree.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
@@ -74,6 +79,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             marks.append(kind)
             inputs.append(leaf)
         elif isinstance(leaf, jax.Array):
+            if isinstance(leaf, jax.core.Tracer):
+                raise _traced(leaf, args, kwargs)
             marks.append((leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type))
             inputs.append(leaf)
         elif isinstance(leaf, np.generic):
@@ -87,7 +94,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             marks.append((Optimizer, leaf.id))
         else:
             marks.append((kind, leaf))
-    key = (treedef, tuple(marks))
+    # The types that jax makes of the same arguments depend on the flag.
+    key = (treedef, tuple(marks), _in_64_bits())
     try:
         hash(key)
     except TypeError:
@@ -103,12 +111,6 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         TypeError: Names the argument.
     """
     for place, leaf in _places(args, kwargs):
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(
-                f"{place} is being traced by jax: a zs.function is called inside a "
-                "function that jax transforms. Call its plain Python function there "
-                "(fn.__wrapped__), or call it from another zs.function"
-            )
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
             raise TypeError(
                 f"{place} is an iterator ({type(leaf).__name__}) that a step cannot "
@@ -143,6 +145,19 @@ def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashabl
     iterators.append(leaf)
     spec = Element(leaf.element_spec).key if leaf.is_abstract else None
     return (StepIterator, len(iterators) - 1, spec)
+
+
+def _in_64_bits() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
+def _traced(
+    leaf: jax.Array, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> TypeError:
+    place = next(place for place, other in _places(args, kwargs) if other is leaf)
+    return _refusals.step_inside(
+        f"{place} is being traced by jax: a step function is called"
+    )
 
 
 def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -31,6 +31,8 @@ _MACHINERY: Final = tuple(
 _LIBRARY: Final = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")}
 )
+# Of other interpreters and of `pip install --user`.
+_PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 
 def here() -> str:
@@ -52,7 +54,7 @@ def is_machinery(filename: str) -> bool:
 
 def is_installed(filename: str) -> bool:
     """Whether the file belongs to Python's library or to an installed package."""
-    return filename.startswith(_LIBRARY) or "-packages/" in filename
+    return filename.startswith(_LIBRARY) or any(p in filename for p in _PACKAGES)
 
 
 def _frames(trace: TracebackType | None) -> list[tuple[str, int, str]]:

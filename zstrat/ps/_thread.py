@@ -22,7 +22,8 @@ class ComputeThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY)
+        self._jobs: queue.Queue[Job | None] = queue.Queue(CAPACITY + 1)
+        """Only the loop adds to it; the last place is for the order to end."""
         self._thread: threading.Thread | None = None
         self._ended: asyncio.Future[None] | None = None
         """Done, on the loop, when the thread has done its last job."""
@@ -41,12 +42,11 @@ class ComputeThread:
         """
         if self._closed:
             raise ClosedError(f"{self._name} was closed")
+        if self._jobs.qsize() >= CAPACITY:
+            raise BusyError(f"{self._name}: {CAPACITY} jobs wait already")
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
-        try:
-            self._jobs.put_nowait((job, done))
-        except queue.Full:
-            raise BusyError(f"{self._name}: {CAPACITY} jobs wait already") from None
+        self._jobs.put_nowait((job, done))
         if self._thread is None:
             # A daemon, so that a job which never ends cannot keep the process alive.
             self._ended = loop.create_future()
@@ -67,13 +67,11 @@ class ComputeThread:
 
         Cancellation: the thread ends all the same, when its jobs have.
         """
-        self._closed = True
+        is_first, self._closed = not self._closed, True
         if self._thread is None or self._ended is None:
             return True
-        try:
+        if is_first:
             self._jobs.put_nowait(None)
-        except queue.Full:
-            return False
         await asyncio.wait(
             [self._ended], timeout=deadline - asyncio.get_running_loop().time()
         )

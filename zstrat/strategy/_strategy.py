@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from zstrat.program import _collective, _replicas
-from zstrat.variables import Variable, recorder
+from zstrat.variables import IndexedSlices, Variable, recorder
 
 from . import _context
 from ._context import ReplicaContext, Scope
@@ -228,7 +228,7 @@ class Strategy(abc.ABC):
             count=self.num_replicas_in_sync,
             devices=self._devices(),
         )
-        return jax.tree.map(_per_replica, result)
+        return jax.tree.map(_per_replica, result, is_leaf=_is_slices)
 
 
 class _Arguments:
@@ -293,7 +293,25 @@ def _is_batch(leaf: Any) -> bool:
     return recording is not None and recording.drew(leaf)
 
 
-def _per_replica(leaf: Any) -> Any:
-    if isinstance(leaf, _replicas.Stacked):
-        return PerReplica(tuple(leaf.array[i] for i in range(leaf.array.shape[0])))
-    return leaf
+def _is_slices(node: object) -> bool:
+    return isinstance(node, IndexedSlices)
+
+
+def _per_replica(node: Any) -> Any:
+    """An array or an IndexedSlices as one value per replica, all else as it is."""
+    found = [
+        leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, _replicas.Stacked)
+    ]
+    if not found:
+        return node
+    count = found[0].array.shape[0]
+    return PerReplica(tuple(_of_replica(i, node) for i in range(count)))
+
+
+def _of_replica(replica: int, node: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf: (
+            leaf.array[replica] if isinstance(leaf, _replicas.Stacked) else leaf
+        ),
+        node,
+    )

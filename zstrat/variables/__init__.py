@@ -18,6 +18,7 @@ from ._spec import LOCAL as LOCAL
 from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
+from ._staging import is_staging as is_staging
 from ._tree import create_variables as create_variables
 from ._tree import values as values
 from ._variable import Variable as Variable

@@ -7,6 +7,7 @@ The rules of dtypes, in one place:
 - An update takes Python values and numpy arrays of another dtype of the same kind
   (float64 into float32), as TF does; a jax array must have the variable's dtype,
   because a step must not narrow what it computed in silence.
+- An integer that does not fit the variable's dtype is refused, never wrapped.
 - 64-bit variables live on a parameter server and are read and updated from outside a
   step. Inside a step jax would truncate them unless ``jax_enable_x64`` is on; that is
   refused.
@@ -32,7 +33,8 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
     """The first value of a variable, in C order, owned by nobody else.
 
     Raises:
-        ValueError: It has another shape than ``shape`` says.
+        ValueError: It has another shape than ``shape`` says, or an integer does not
+            fit the dtype.
         TypeError: It is no array of numbers or booleans.
     """
     if isinstance(value, ArrayOperators):
@@ -43,10 +45,14 @@ def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
             "before the step function, not in its body"
         )
     wanted = None if dtype is None else as_dtype(dtype, name)
-    array: np.ndarray = np.array(value, dtype=wanted, order="C")
-    if wanted is None and not isinstance(value, np.ndarray | np.generic | jax.Array):
-        array = array.astype(_plain_dtype(array.dtype), copy=False)
-    array = array.astype(as_dtype(array.dtype, name), copy=False)
+    what = f"the initial value of variable {name!r}"
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    given = np.asarray(value) if is_array else _from_python(value, wanted, what)
+    if wanted is None:
+        own = given.dtype if is_array else _plain_dtype(given.dtype)
+        wanted = as_dtype(own, name)
+    _check_integers(given, wanted, what)
+    array: np.ndarray = np.array(given, wanted, order="C")
     if shape is not None and array.shape != tuple(shape):
         raise ValueError(
             f"the initial value of variable {name!r} has shape {array.shape}; "
@@ -180,7 +186,30 @@ def _plain(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
     wanted = spec.numpy_dtype
     if array.dtype != wanted and (strict or not _same_kind(array.dtype, wanted)):
         raise ValueError(_wrong_dtype(spec, array.dtype, what))
+    _check_integers(array, wanted, f"cannot {what} {spec}: the value")
     return np.asarray(array, wanted, order="C")
+
+
+def _from_python(value: Any, wanted: np.dtype | None, what: str) -> np.ndarray:
+    try:
+        return np.asarray(value, wanted)
+    except OverflowError as error:
+        raise ValueError(f"{what} does not fit its dtype {wanted}: {error}") from None
+
+
+def _check_integers(array: np.ndarray, wanted: np.dtype, what: str) -> None:
+    """Refuses integers that would be others in the wanted dtype."""
+    kinds = array.dtype.kind + wanted.kind
+    if array.dtype == wanted or not set(kinds) <= set("iu"):
+        return
+    limits = np.iinfo(wanted)
+    outside = (array < limits.min) | (array > limits.max)
+    if outside.any():
+        raise ValueError(
+            f"{what} contains {array[outside].flat[0]}, which does not fit the dtype "
+            f"{wanted} ({limits.min} to {limits.max}): create the variable with a "
+            "wider dtype"
+        )
 
 
 def _same_kind(given: Any, wanted: np.dtype) -> bool:

@@ -198,6 +198,33 @@ class ArrayOperators(abc.ABC):
     def __itruediv__(self, other: Any) -> NoReturn:
         self._no_inplace("/=", "assign")
 
+    def __ifloordiv__(self, other: Any) -> NoReturn:
+        self._no_inplace("//=", "assign")
+
+    def __imod__(self, other: Any) -> NoReturn:
+        self._no_inplace("%=", "assign")
+
+    def __ipow__(self, other: Any) -> NoReturn:
+        self._no_inplace("**=", "assign")
+
+    def __imatmul__(self, other: Any) -> NoReturn:
+        self._no_inplace("@=", "assign")
+
+    def __iand__(self, other: Any) -> NoReturn:
+        self._no_inplace("&=", "assign")
+
+    def __ior__(self, other: Any) -> NoReturn:
+        self._no_inplace("|=", "assign")
+
+    def __ixor__(self, other: Any) -> NoReturn:
+        self._no_inplace("^=", "assign")
+
+    def __ilshift__(self, other: Any) -> NoReturn:
+        self._no_inplace("<<=", "assign")
+
+    def __irshift__(self, other: Any) -> NoReturn:
+        self._no_inplace(">>=", "assign")
+
     def _no_inplace(self, what: str, instead: str) -> NoReturn:
         raise TypeError(
             f"{what} would replace the variable by an array and change nothing on it: "

@@ -88,12 +88,14 @@ class Optimizer:
                 variable)`` pairs. A gradient that is None is left out. For variables
                 of this process also an `IndexedSlices` of rows; a parameter server
                 takes its ``to_dense()``.
-            variables: A pytree of the same structure.
+            variables: A pytree of the same structure. Where it has None, so must
+                ``grads``.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable on a parameter server is given
-                `IndexedSlices`, or lives on one that does not know this optimizer.
+                gradient is there at all, a variable is there twice, one on a
+                parameter server is given `IndexedSlices`, or lives on one that does not
+                know this optimizer.
         """
         pairs = self._pairs(grads, variables)
         for gradient, variable in pairs:
@@ -134,6 +136,8 @@ class Optimizer:
 
     def _pairs(self, grads: Any, variables: Any) -> list[tuple[Any, Variable]]:
         pairs = _listed(grads) if variables is None else _matched(grads, variables)
+        # None beside None is an absent part of a model, a bias it does not have.
+        pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
         for _, variable in pairs:
             if not isinstance(variable, Variable):
                 raise ValueError(
@@ -144,6 +148,7 @@ class Optimizer:
         if not found:
             names = [v.name for _, v in pairs]
             raise ValueError(f"No gradients provided for any variable: {names}")
+        _require_distinct([v for _, v in found])
         return found
 
     def __reduce__(self) -> Any:
@@ -173,6 +178,20 @@ def _checked(transformation: Any) -> Any:
     return transformation
 
 
+def _require_distinct(variables: list[Variable]) -> None:
+    seen = set()
+    for variable in variables:
+        key = variable.spec.key
+        if key in seen:
+            raise ValueError(
+                f"{variable.spec} is there twice in one apply_gradients, which would "
+                "be two steps of the optimizer: give each variable once. Gradients "
+                "with respect to several arguments that hold it are added first; "
+                "zs.value_and_grad(variables=...) gives the whole gradient each time"
+            )
+        seen.add(key)
+
+
 def _listed(pairs: Any) -> list[tuple[Any, Any]]:
     if not isinstance(pairs, Iterable):
         raise ValueError(
@@ -192,7 +211,7 @@ def _listed(pairs: Any) -> list[tuple[Any, Any]]:
 def _matched(grads: Any, variables: Any) -> list[tuple[Any, Any]]:
     leaves: list[Any]
     wanted: Any  # a PyTreeDef; its stubs lack comparison
-    leaves, wanted = jax.tree.flatten(variables)
+    leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
     found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
     if given != wanted:
         raise ValueError(

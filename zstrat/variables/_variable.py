@@ -27,6 +27,7 @@ from ._home import Detached, Home, LocalHome
 from ._operators import ArrayOperators
 from ._recorder import recorder
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
+from ._staging import refuse_read, refuse_update
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -139,11 +140,12 @@ class Variable(ArrayOperators):
 
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
+            RuntimeError: Outside of steps, in what jax traces before it runs.
             PSUnavailableError: The parameter server that held it is gone.
         """
         recording = recorder.get()
         if recording is None:
-            return self._home.read(self)
+            return self._read_now()
         _convert.require_traceable(self._spec)
         return recording.read(self)
 
@@ -155,14 +157,15 @@ class Variable(ArrayOperators):
         """The value as a read-only numpy array.
 
         Raises:
-            RuntimeError: A step is being traced, so there is no value yet.
+            RuntimeError: A step is being traced, so there is no value yet; or jax
+                traces something else, and would keep the value.
         """
         if recorder.get() is not None:
             raise RuntimeError(
                 f"{self._spec}: numpy() inside a step function, where values are not "
                 "known yet: use value() and jax.numpy"
             )
-        return self._home.read(self)
+        return self._read_now()
 
     def sparse_read(self, indices: Any) -> Any:
         """Rows ``indices`` of the value, in their order: shape ``indices.shape + row``.
@@ -175,7 +178,7 @@ class Variable(ArrayOperators):
             raise ValueError(f"sparse_read of {self._spec}: it has no first axis")
         if recorder.get() is not None:
             return jnp.take(self.value(), jnp.asarray(indices), axis=0)
-        return self._rows(self._home.read(self), indices)
+        return self._rows(self._read_now(), indices)
 
     async def read_value_async(self) -> np.ndarray:
         """`value`, without blocking the running loop.
@@ -191,6 +194,10 @@ class Variable(ArrayOperators):
     async def sparse_read_async(self, indices: Any) -> np.ndarray:
         """`sparse_read`, without blocking the running loop."""
         return self._rows(await self._home.read_async(self), indices)
+
+    def _read_now(self) -> np.ndarray:
+        refuse_read(self._spec)
+        return self._home.read(self)
 
     def _rows(self, value: np.ndarray, indices: Any) -> np.ndarray:
         index = np.asarray(indices)
@@ -211,6 +218,8 @@ class Variable(ArrayOperators):
 
         Raises:
             ValueError: The shape is another one, or the dtype is of another kind.
+            RuntimeError: Outside of steps, in what jax traces before it runs. This
+                holds for every update.
         """
         return self._dense(UpdateOp.ASSIGN, value)
 
@@ -294,6 +303,7 @@ class Variable(ArrayOperators):
     ) -> Self:
         recording = recorder.get()
         if recording is None:
+            refuse_update(self._spec, _WORDS[op])
             operand = _convert.plain_operand(self._spec, value, _WORDS[op])
             self._home.update(self, op, (operand,), optimizer)
         else:
@@ -314,6 +324,7 @@ class Variable(ArrayOperators):
         recording = recorder.get()
         what, indices, values = _WORDS[op], delta.indices, delta.values
         if recording is None:
+            refuse_update(self._spec, what)
             rows = _convert.plain_rows(self._spec, indices, values, what)
             self._home.update(self, op, rows, optimizer)
         else:

@@ -1,0 +1,79 @@
+"""The programs that people run first, run as they do: a script, the README's block."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def program(path, *arguments, cwd):
+    """Exit code, output and errors of a program of its own, far from the checkout."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
+    return subprocess.run(
+        [sys.executable, str(path), *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def test_digits_below_the_goal_ends_with_1_and_draws_all_the_same(tmp_path):
+    for module in ("sklearn", "matplotlib"):
+        pytest.importorskip(module, reason=f"needs {module}: install zstrat[examples]")
+    few = [
+        "--steps",
+        "6",
+        "--every",
+        "3",
+        "--batch",
+        "16",
+        "--ps",
+        "1",
+        "--workers",
+        "1",
+    ]
+    ran = program(
+        ROOT / "examples/digits.py", *few, "--out", "pictures/run.png", cwd=tmp_path
+    )
+    assert ran.returncode == 1, ran.stderr
+    assert "starting 1 ps and 1 workers" in ran.stdout
+    assert re.findall(r"^step (\d)/6 ", ran.stdout, re.MULTILINE) == ["3", "6"]
+    assert re.search(
+        r"^6 steps in .* picture: pictures/run\.png$", ran.stdout, re.MULTILINE
+    )
+    (accuracy,) = re.findall(r"test accuracy (\S+)% \(goal 97%\)", ran.stdout)
+    assert 0 <= float(accuracy) < 97
+    assert (tmp_path / "pictures/run.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert not ran.stderr.strip(), ran.stderr
+
+
+def test_the_program_of_the_readme_learns_what_made_its_data(tmp_path):
+    blocks = re.findall(
+        r"^```python\n(.*?)^```",
+        (ROOT / "README.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    (block,) = [block for block in blocks if "def train_step" in block]
+    script = tmp_path / "program.py"
+    script.write_text(block)
+    ran = program(script, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    loss, *weights = [
+        float(x) for x in re.findall(r"[-+\d.]+(?:e[-+]?\d+)?", ran.stdout)
+    ]
+    # y = x @ (0..7) + 3 without noise. Adam moves a weight by about its rate a step:
+    # 500 steps of 0.05 reach them, and what is left is far below one.
+    np.testing.assert_allclose(weights, [*range(8), 3], atol=0.2)
+    assert 0 <= loss < 0.2

@@ -1,0 +1,35 @@
+"""A grain dataset is what a dataset function may return, as any iterable of pytrees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zstrat.program import function
+
+grain = pytest.importorskip("grain", reason="grain is optional and not installed")
+
+
+@function
+def draw(iterator):
+    return next(iterator)
+
+
+def dataset_fn():
+    source = grain.MapDataset.range(12).shuffle(seed=7)
+    source = source.map(lambda i: {"x": np.float32(i), "even": np.bool_(i % 2 == 0)})
+    here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return source.batch(4).to_iter_dataset(here)
+
+
+async def test_a_grain_dataset_is_passed_over_as_it_is(world):
+    resource, layout = await world.build(dataset_fn)
+    assert sorted(zip(layout.dtypes, map(tuple, layout.shapes), strict=True)) == [
+        ("bool", (4,)),
+        ("float32", (4,)),
+    ]
+    digest, arguments = await world.ship(draw), world.arguments(world.it(resource))
+    batches = await world.run(digest, [1, 2, 3], arguments)
+    assert sorted(float(x) for batch in batches for x in batch["x"]) == list(range(12))
+    for batch in batches:
+        np.testing.assert_array_equal(batch["even"], batch["x"] % 2 == 0)
