@@ -20,6 +20,7 @@ from zstrat.errors import (
     VersionMismatchError,
 )
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._pool import Pool
 from zstrat.wire import (
     Beat,
@@ -283,6 +284,26 @@ async def test_a_cut_connection_fails_requests_at_once_and_comes_back(net):
     assert await link.request(Inspect()) == Done()
     assert caller.lost.empty()
     assert service.lost.empty()
+    never.cancel()
+
+
+async def test_a_connection_that_libzmq_made_anew_by_itself_is_a_new_one(net):
+    never = asyncio.get_running_loop().create_future()
+    _, address, _ = await net.serve(
+        handler=lambda r, m: never if isinstance(m, Pull) else Done()
+    )
+    link, caller = await net.open(address)
+    first = await caller.opened.get()
+    waiting = link.submit(pull(1))
+    # What the monitor says at once when the loop was held up meanwhile.
+    link._happened(Event(Happening.BROKEN, 0))
+    link._happened(Event(Happening.READY, 0))
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLostError, match="its connection broke"):
+            await waiting
+        assert (await caller.opened.get()).incarnation == first.incarnation
+    assert await link.request(Inspect()) == Done()
+    assert caller.lost.empty()
     never.cancel()
 
 

@@ -269,7 +269,11 @@ class Link:
     def _happened(self, event: Event) -> None:
         match event.happening:
             case Happening.READY:
-                self._greet()
+                if self._outlet is None:
+                    self._greet()
+                else:
+                    # libzmq connected again by itself before we heard of the break.
+                    self._broke(self._outlet)
             case Happening.BROKEN:
                 # Said before the last message can be read, which may be the goodbye.
                 if self._outlet is not None:
