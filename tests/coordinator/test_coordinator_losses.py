@@ -1,6 +1,7 @@
 """Workers and parameter servers that go, come back, hang on, and change hands."""
 
 import logging
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -275,6 +276,7 @@ def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
     world.until(lambda: running(world) == 1)
     (ps,) = world.ps
     world.on_loop(ps.kill, "killed")
+    world.until(lambda: world.session.cluster.broken)
     calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
     for call in calls * 2:
         with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
@@ -291,6 +293,7 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
     coordinator = world.coordinator()
     (ps,) = world.ps
     world.on_loop(ps.kill)
+    world.until(lambda: world.session.cluster.broken)
     world.on_loop(ps.come_back)
     with pytest.raises(PSUnavailableError, match="killed"):
         coordinator.join()
@@ -303,9 +306,69 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
 def test_a_coordinator_made_after_the_loss_knows_it(world):
     world.connect()
     world.on_loop(world.ps[0].kill)
+    world.until(lambda: world.session.cluster.broken)
     coordinator = world.coordinator()
     with pytest.raises(PSUnavailableError):
         coordinator.schedule(good)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    (lane,) = world.session.cluster.ps
+    lost = []
+
+    def blip():
+        lane._events = SimpleNamespace(lost=lambda *a: lost.append(a))
+        if told:  # the link gave it up: the program was stopped, say
+            ps.kill()
+        ps.come_back(same=True)
+
+    world.on_loop(blip)
+    world.until(lambda: len(ps.sessions) == 2)
+    assert world.on_loop(lambda: lane.is_ready)
+    assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
+    assert lost == []
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    first = ps.session
+
+    def usurp():
+        if told:
+            ps.kill()
+        ps.session = first + 1
+        ps.come_back(same=True)
+
+    world.on_loop(usurp)
+    world.until(lambda: world.session.cluster.broken)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="served another coordinator"):
+            coordinator.join()
+    world.on_loop(ps.come_back, same=True)
+    with pytest.raises(PSUnavailableError, match="served another coordinator"):
+        coordinator.join()
+
+
+def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    ps.busy = True
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: world.session.cluster.broken)
+    with pytest.raises(PSUnavailableError, match="is taken"):
+        coordinator.join()
 
 
 def failing_ps(world, times):
