@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _trouble
+from zstrat.coordinator import _dispatch, _trouble
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -15,7 +15,7 @@ from zstrat.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from zstrat.wire import Outcome
+from zstrat.wire import Dispatch, Outcome
 
 
 @zs.function
@@ -264,6 +264,76 @@ def test_a_worker_that_serves_another_coordinator_joins_when_it_is_free(make_wor
     assert states["/job:worker/task:1"]["state"] == "connecting"
     world.workers[1].busy = False
     world.until(lambda: bool(world.workers[1].sessions))
+
+
+def scheduled_at_once(world, coordinator, count):
+    """All of them wait for the worker and go to it in one turn."""
+    (worker,) = world.workers
+    world.on_loop(worker.kill)
+    values = [coordinator.schedule(good) for _ in range(count)]
+    world.on_loop(worker.come_back)
+    return values
+
+
+def wrap_notify(worker, monkeypatch, refuse):
+    """``refuse`` is called with each `Dispatch`, and may raise."""
+    notify = worker.link.notify
+
+    def wrapped(message):
+        if isinstance(message, Dispatch):
+            refuse(message)
+        notify(message)
+
+    monkeypatch.setattr(worker.link, "notify", wrapped)
+
+
+def test_many_closures_go_in_several_messages(make_world, monkeypatch):
+    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=10)
+    (worker,) = world.workers
+    values = scheduled_at_once(world, coordinator, 10)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 10
+    assert [step for step, _ in worker.ran] == list(range(1, 11))
+    assert len(worker.low_waters) == 3
+
+
+def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
+    make_world, monkeypatch
+):
+    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=10)
+    (worker,) = world.workers
+    seen = []
+
+    def refuse(message):
+        seen.append(message)
+        if len(seen) == 2:
+            raise BusyError("it does not read")
+
+    wrap_notify(worker, monkeypatch, refuse)
+    scheduled_at_once(world, coordinator, 10)
+    coordinator.join()
+    assert sorted(worker.ran) == [(i, 1 if i < 5 else 2) for i in range(1, 11)]
+
+
+def test_closures_that_cannot_be_sent_fail_and_nobody_waits(make_world, monkeypatch):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    left = [1]
+
+    def refuse(message):
+        if left and left.pop():
+            raise ValueError("the header is too large")
+
+    wrap_notify(world.workers[0], monkeypatch, refuse)
+    value = coordinator.schedule(good)
+    with pytest.raises(ValueError, match="header is too large"):
+        coordinator.join(timeout=20)
+    assert value.error is not None
+    assert coordinator.schedule(good).fetch() == 1
 
 
 # ---- parameter servers
