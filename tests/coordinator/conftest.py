@@ -174,7 +174,8 @@ class FakeTask:
         self.born()
 
     def born(self):
-        incarnation = next(self.world.numbers)
+        incarnation, self.session = next(self.world.numbers), None
+        """Whose it is: none after it was born."""
         self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
 
     def handle(self, message):
@@ -182,8 +183,9 @@ class FakeTask:
             case OpenSession():
                 if self.busy:
                     raise BusyError(f"{self.job}:{self.index} is taken")
+                resumed, self.session = self.session == message.session, message.session
                 self.sessions.append(message)
-                return SessionOpened("cpu", self.devices)
+                return SessionOpened("cpu", self.devices, resumed)
             case CloseSession():
                 self.exited = message.exit
                 return Done()
@@ -366,13 +368,15 @@ class World:
             }
         )
         self.session = None
+        self.reconnect = 0.0
+        """How long a lost parameter server may come back before that is told."""
         self._waiting = []
 
     def make_link(self, address, **events):
         return FakeLink(self, address, **events)
 
     def connect(self, connect=30.0, prefetch=None):
-        timeouts = Timeouts(connect=connect, request=20.0)
+        timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(
             self.spec, settings, make_link=self.make_link

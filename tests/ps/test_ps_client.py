@@ -111,6 +111,21 @@ async def test_values_of_all_kinds_go_to_their_servers_and_come_back():
         assert await client.pull([]) == []
 
 
+async def test_thousands_of_variables_on_one_server():
+    count = 9000
+    refs = [Ref(0, key) for key in range(count)]
+    async with running(1) as (_, client):
+        await client.create([(0, entry(k), np.float32(k)) for k in range(count)])
+        updates = [add(0, key, np.float32(1)) for key in range(count)]
+        assert await client.push(1, 0, 0, updates)
+        got = await client.pull(refs)
+        np.testing.assert_array_equal(np.array(got), np.arange(count) + 1)
+        huge = [add(0, key, np.float32(1)) for key in range(count)] * 3
+        with pytest.raises(ValueError, match=r"at most .* may be sent"):
+            await client.push(2, 0, 0, huge)
+        assert (await client.pull(refs[:1]))[0] == 1
+
+
 async def test_a_pull_right_behind_a_push_reads_what_it_wrote():
     big = np.ones(2_000_000, np.float32)
     async with running() as (_, client):

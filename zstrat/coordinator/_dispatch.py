@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
+
+PER_MESSAGE: Final = 2048
+"""Closures of one `Dispatch`: about 60 bytes each if all are of different functions."""
 
 
 @final
@@ -227,14 +230,16 @@ class Dispatcher:
         alone: bool,
     ) -> None:
         self.members.dispatched(seat.member, closures, now, alone=alone)
+        unsent = closures
         try:
-            closures = self._ship(seat, closures)
-            if closures:
+            unsent = self._ship(seat, closures)
+            while unsent:
+                seat.dispatch(unsent[:PER_MESSAGE], low_water)
                 self.dispatches += 1
-                seat.dispatch(closures, low_water)
+                unsent = unsent[PER_MESSAGE:]
         except BusyError:  # it does not read: somebody else may
             with self.engine.lock:
-                for closure in closures:
+                for closure in unsent:
                     if seat.member.in_flight.pop(closure.step, None) is not None:
                         self.engine.settle(self.queue.retry(closure, now, SETBACK))
             self.members.ended(seat.member, 0, now)
@@ -242,6 +247,8 @@ class Dispatcher:
         except (PeerLostError, ClosedError) as error:
             # Its lane tells the same, now or in this very iteration.
             self.lost(seat.lane, str(error))
+        except Exception as error:  # goes to the closures, which would wait for ever
+            self._end(seat, [Ended(closure, error) for closure in unsent])
 
     def _ship(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""
