@@ -45,7 +45,8 @@ class Limits:
     header: int = 256 * 1024
     """Real headers are below 2 KiB, but for the creation of thousands of variables."""
     frames: int = 4096
-    """Buffer frames of one message."""
+    """Buffer frames of one message; more arrays than this travel as a body in chunks,
+    and how many those may be the header bounds."""
     frame: int = 4 * MiB
     """Largest frame: libzmq drops the connection of a peer that sends a larger one."""
     chunk: int = MiB

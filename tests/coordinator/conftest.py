@@ -174,7 +174,8 @@ class FakeTask:
         self.born()
 
     def born(self):
-        incarnation = next(self.world.numbers)
+        incarnation, self.session = next(self.world.numbers), None
+        """Whose it is: none after it was born."""
         self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
 
     def handle(self, message):
@@ -182,8 +183,9 @@ class FakeTask:
             case OpenSession():
                 if self.busy:
                     raise BusyError(f"{self.job}:{self.index} is taken")
+                resumed, self.session = self.session == message.session, message.session
                 self.sessions.append(message)
-                return SessionOpened("cpu", self.devices)
+                return SessionOpened("cpu", self.devices, resumed)
             case CloseSession():
                 self.exited = message.exit
                 return Done()
@@ -224,6 +226,8 @@ class FakeWorker(FakeTask):
         """What it completes is not told."""
         self.replies = {}
         self.ran, self.low_waters = [], []
+        self.described = []
+        """Layouts told since the session was opened; each is told once."""
 
     def born(self):
         super().born()
@@ -232,6 +236,8 @@ class FakeWorker(FakeTask):
 
     def handle(self, message):
         match message:
+            case OpenSession():
+                self.described = []
             case PutCode():
                 self.code[message.digest] = load(message.code)
                 return Done()
@@ -319,12 +325,16 @@ class FakeWorker(FakeTask):
                 continue
             leaves, treedef = jax.tree.flatten(value)
             leaves = [np.asarray(leaf) for leaf in leaves]
-            layouts.append(layout_of(step, treedef, leaves))
+            layout = layout_of(0, treedef, leaves)
+            if layout not in self.described:
+                self.described.append(layout)
+                layouts.append(layout._replace(layout=len(self.described)))
+            number = self.described.index(layout) + 1
             data = b"".join(leaf.tobytes() for leaf in leaves)
             size = len(data)
             if size > INLINE:
                 self.kept[step], size, data = leaves, -1, b""
-            completions.append(Completion(step, outcome, step, size, None))
+            completions.append(Completion(step, outcome, number, size, None))
             results += data
         if completions and not self.deaf:
             session = self.sessions[-1].session
@@ -358,13 +368,15 @@ class World:
             }
         )
         self.session = None
+        self.reconnect = 0.0
+        """How long a lost parameter server may come back before that is told."""
         self._waiting = []
 
     def make_link(self, address, **events):
         return FakeLink(self, address, **events)
 
     def connect(self, connect=30.0, prefetch=None):
-        timeouts = Timeouts(connect=connect, request=20.0)
+        timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)
         settings = Settings(timeouts=timeouts, prefetch=prefetch)
         self.session = ClusterSession.connect(
             self.spec, settings, make_link=self.make_link

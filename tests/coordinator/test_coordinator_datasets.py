@@ -8,6 +8,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import RemoteValueStatus
+from zstrat.coordinator._resources import Record
 from zstrat.errors import (
     CancelledError,
     ClosureInputError,
@@ -280,3 +281,22 @@ def test_per_worker_resources_are_arguments_too(world):
         return x[2]
 
     assert coordinator.schedule(look, args=(resource,)).fetch() == 2
+
+
+def test_a_dataset_that_is_dropped_before_it_is_begun_is_dropped_after(world):
+    coordinator = world.coordinator()
+    builder = coordinator._control.dispatcher.builder
+
+    def in_one_turn():
+        """Added and dropped after a turn has taken what is new, before it cleans."""
+        record = Record(
+            coordinator._control.engine, 0, name="x", purpose="value", maker=None
+        )
+        builder.add_soon(record)
+        builder.drop_soon(record.number)
+        before = builder.dropped()
+        (builder._records[record.number],) = builder.take_new()
+        return before, builder.dropped(), [record.number]
+
+    before, after, expected = world.on_loop(in_one_turn)
+    assert (before, after) == ([], expected)

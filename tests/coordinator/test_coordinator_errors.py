@@ -2,13 +2,15 @@
 
 import signal
 import threading
+from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import ClusterCoordinator
-from zstrat.errors import CancelledError, OutOfRangeError
+from zstrat.errors import BusyError, CancelledError, OutOfRangeError
+from zstrat.wire import Outcome
 
 
 @zs.function
@@ -209,3 +211,70 @@ def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
     world.on_loop(finish)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
+
+
+class CuriousError(Exception):
+    """Looks whether the thread that makes it holds the lock of the engine."""
+
+    lock: ClassVar = threading.RLock()
+    held: ClassVar = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.held.append(self.lock._is_owned())
+
+
+def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    error = CuriousError("why")
+    world.workers[0]._run = lambda *_: (Outcome.FAILED, error)
+    coordinator._control.engine.lock = CuriousError.lock
+    CuriousError.held.clear()
+    value = coordinator.schedule(good)
+    with pytest.raises(CuriousError, match="why"):
+        value.fetch()
+    assert CuriousError.held == [False]
+    with pytest.raises(CuriousError):
+        coordinator.join()
+
+
+def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    dispatcher = coordinator._control.dispatcher
+    (seat,) = dispatcher.seats
+    (worker,) = world.workers
+    told = []
+
+    def too_busy(message):
+        raise BusyError("a thousand messages wait for it")
+
+    def clean_twice():
+        worker.link.notify = too_busy
+        seat.arguments.add(99)
+        dispatcher.retired.append(99)
+        dispatcher._clean()
+        worker.link.notify = told.append
+        dispatcher._clean()
+        dispatcher._clean()
+
+    world.on_loop(clean_twice)
+    assert [message.arguments for message in told] == [[99]]
+
+
+def test_the_end_does_not_need_a_worker_that_reads(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    (worker,) = world.workers
+    hold(world)
+    value = coordinator.schedule(good)
+    world.until(lambda: worker.queue)
+
+    def too_busy(message):
+        raise BusyError("a thousand messages wait for it")
+
+    worker.link.notify = too_busy
+    coordinator.shutdown()
+    with pytest.raises(CancelledError):
+        value.fetch(timeout=0.0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import zstrat.program as zs
+from zstrat.coordinator import ClusterCoordinator
 from zstrat.coordinator._portal import Portal
 from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
 
@@ -179,3 +180,35 @@ def test_ctrl_c_ends_a_program_in_a_join():
         _, errors = program.communicate(timeout=60)
     assert b"KeyboardInterrupt" in errors
     assert program.returncode in (1, 130, -signal.SIGINT)
+
+
+def test_after_a_shutdown_that_was_interrupted_no_step_number_is_used_again(world):
+    coordinator = world.coordinator()
+    for _ in range(3):
+        coordinator.schedule(good).fetch()
+    control = coordinator._control
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    control._on_loop = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.shutdown()
+    with pytest.raises(ClosedError):
+        coordinator.schedule(good)
+    again = ClusterCoordinator(world.strategy)
+    assert again.schedule(good).fetch() == 1
+    assert control.engine.queue.steps.next == 4
+    assert again._control.engine.queue.steps.next == 5
+
+
+def test_who_waits_for_a_resource_is_told_at_the_end(world):
+    for worker in world.workers:
+        worker._build = lambda message: None  # it never answers
+    coordinator = world.coordinator()
+    iterator = iter(coordinator.create_per_worker_dataset([1.0]))
+    coordinator.shutdown()
+    late = iter(coordinator.create_per_worker_dataset([1.0]))
+    for value in (*iterator.values, *late.values):
+        with pytest.raises(CancelledError, match="was shut down"):
+            value.fetch(timeout=0.0)

@@ -1,12 +1,13 @@
 """Workers and parameter servers that go, come back, hang on, and change hands."""
 
 import logging
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _trouble
+from zstrat.coordinator import _dispatch, _trouble
 from zstrat.errors import (
     BusyError,
     DeadlineExceededError,
@@ -14,7 +15,7 @@ from zstrat.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from zstrat.wire import Outcome
+from zstrat.wire import Dispatch, Outcome
 
 
 @zs.function
@@ -265,6 +266,76 @@ def test_a_worker_that_serves_another_coordinator_joins_when_it_is_free(make_wor
     world.until(lambda: bool(world.workers[1].sessions))
 
 
+def scheduled_at_once(world, coordinator, count):
+    """All of them wait for the worker and go to it in one turn."""
+    (worker,) = world.workers
+    world.on_loop(worker.kill)
+    values = [coordinator.schedule(good) for _ in range(count)]
+    world.on_loop(worker.come_back)
+    return values
+
+
+def wrap_notify(worker, monkeypatch, refuse):
+    """``refuse`` is called with each `Dispatch`, and may raise."""
+    notify = worker.link.notify
+
+    def wrapped(message):
+        if isinstance(message, Dispatch):
+            refuse(message)
+        notify(message)
+
+    monkeypatch.setattr(worker.link, "notify", wrapped)
+
+
+def test_many_closures_go_in_several_messages(make_world, monkeypatch):
+    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=10)
+    (worker,) = world.workers
+    values = scheduled_at_once(world, coordinator, 10)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 10
+    assert [step for step, _ in worker.ran] == list(range(1, 11))
+    assert len(worker.low_waters) == 3
+
+
+def test_what_a_worker_did_not_take_any_more_is_tried_again_and_no_more(
+    make_world, monkeypatch
+):
+    monkeypatch.setattr(_dispatch, "PER_MESSAGE", 4)
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=10)
+    (worker,) = world.workers
+    seen = []
+
+    def refuse(message):
+        seen.append(message)
+        if len(seen) == 2:
+            raise BusyError("it does not read")
+
+    wrap_notify(worker, monkeypatch, refuse)
+    scheduled_at_once(world, coordinator, 10)
+    coordinator.join()
+    assert sorted(worker.ran) == [(i, 1 if i < 5 else 2) for i in range(1, 11)]
+
+
+def test_closures_that_cannot_be_sent_fail_and_nobody_waits(make_world, monkeypatch):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    left = [1]
+
+    def refuse(message):
+        if left and left.pop():
+            raise ValueError("the header is too large")
+
+    wrap_notify(world.workers[0], monkeypatch, refuse)
+    value = coordinator.schedule(good)
+    with pytest.raises(ValueError, match="header is too large"):
+        coordinator.join(timeout=20)
+    assert value.error is not None
+    assert coordinator.schedule(good).fetch() == 1
+
+
 # ---- parameter servers
 
 
@@ -275,6 +346,7 @@ def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
     world.until(lambda: running(world) == 1)
     (ps,) = world.ps
     world.on_loop(ps.kill, "killed")
+    world.until(lambda: world.session.cluster.broken)
     calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
     for call in calls * 2:
         with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
@@ -291,6 +363,7 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
     coordinator = world.coordinator()
     (ps,) = world.ps
     world.on_loop(ps.kill)
+    world.until(lambda: world.session.cluster.broken)
     world.on_loop(ps.come_back)
     with pytest.raises(PSUnavailableError, match="killed"):
         coordinator.join()
@@ -303,9 +376,69 @@ def test_a_ps_that_was_started_again_has_lost_the_variables(world):
 def test_a_coordinator_made_after_the_loss_knows_it(world):
     world.connect()
     world.on_loop(world.ps[0].kill)
+    world.until(lambda: world.session.cluster.broken)
     coordinator = world.coordinator()
     with pytest.raises(PSUnavailableError):
         coordinator.schedule(good)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    (lane,) = world.session.cluster.ps
+    lost = []
+
+    def blip():
+        lane._events = SimpleNamespace(lost=lambda *a: lost.append(a))
+        if told:  # the link gave it up: the program was stopped, say
+            ps.kill()
+        ps.come_back(same=True)
+
+    world.on_loop(blip)
+    world.until(lambda: len(ps.sessions) == 2)
+    assert world.on_loop(lambda: lane.is_ready)
+    assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
+    assert lost == []
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    first = ps.session
+
+    def usurp():
+        if told:
+            ps.kill()
+        ps.session = first + 1
+        ps.come_back(same=True)
+
+    world.on_loop(usurp)
+    world.until(lambda: world.session.cluster.broken)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="served another coordinator"):
+            coordinator.join()
+    world.on_loop(ps.come_back, same=True)
+    with pytest.raises(PSUnavailableError, match="served another coordinator"):
+        coordinator.join()
+
+
+def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    ps.busy = True
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: world.session.cluster.broken)
+    with pytest.raises(PSUnavailableError, match="is taken"):
+        coordinator.join()
 
 
 def failing_ps(world, times):

@@ -20,6 +20,7 @@ from zstrat.errors import (
     ClosedError,
     ClosureAbortedError,
     DeadlineExceededError,
+    ProtocolError,
 )
 
 
@@ -400,3 +401,101 @@ def test_a_closed_session_has_no_coordinator(world):
     world.session.close()
     with pytest.raises(ClosedError):
         ClusterCoordinator(world.strategy)
+
+
+def test_a_coordinator_that_follows_another_reads_what_is_described_already(world):
+    first = world.coordinator()
+    assert first.schedule(add, args=(1.0, 2.0)).fetch()["sum"] == 3.0
+    first.shutdown()
+    second = ClusterCoordinator(world.strategy)
+    assert second.schedule(add, args=(3.0, 4.0)).fetch()["sum"] == 7.0
+
+
+def test_what_is_described_when_a_coordinator_has_stopped_is_not_lost(make_world):
+    world = make_world(workers=1)
+    (worker,) = world.workers
+    worker.held = True
+    first = world.coordinator()
+    first.schedule(add, args=(1.0, 2.0))
+    world.until(lambda: worker.queue)
+    begun = list(worker.queue)
+    first.shutdown()
+    world.until(lambda: not worker.queue)
+
+    def finish():
+        worker.queue, worker.held = begun, False
+        worker.work()
+
+    world.on_loop(finish)
+    second = ClusterCoordinator(world.strategy)
+    assert second.schedule(add, args=(3.0, 4.0)).fetch()["sum"] == 7.0
+
+
+def test_a_result_that_was_never_described_is_an_error(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator()
+    assert coordinator.schedule(constant).fetch() == 7
+    world.on_loop(world.session.cluster.workers[0].layouts.clear)
+    value = coordinator.schedule(constant)
+    with pytest.raises(ProtocolError, match=r"worker/task:0 .* did not describe"):
+        value.fetch()
+
+
+class StruckLock:
+    """A lock; Ctrl-C strikes when it is let go for the first time."""
+
+    def __init__(self):
+        self._lock, self.is_due = threading.Lock(), True
+
+    def __enter__(self):
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+        is_due, self.is_due = self.is_due, False
+        if is_due:
+            raise KeyboardInterrupt
+
+
+def strike_wake(engine, monkeypatch, before):
+    wake, left = engine._wake, [1]
+
+    def struck():
+        is_due = bool(left and left.pop())
+        if not (is_due and before):
+            wake()
+        if is_due:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_wake", struck)
+
+
+@pytest.mark.parametrize("where", ["before waking", "after waking", "unlocking"])
+def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    engine = coordinator._control.engine
+    coordinator.join()
+    if where == "unlocking":
+        lock = engine.lock
+        engine.lock = StruckLock()
+    else:
+        strike_wake(engine, monkeypatch, where == "before waking")
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.schedule(constant)
+    if where == "unlocking":
+        engine.lock = lock
+    assert engine.queue.steps.next == 3, "it is in the queue"
+    coordinator.join(timeout=20)
+    assert coordinator.done()
+    assert coordinator.schedule(constant).fetch(timeout=20) == 7
+
+
+def test_done_wakes_those_who_were_forgotten(world, monkeypatch):
+    coordinator = world.coordinator()
+    coordinator.schedule(constant).fetch()
+    strike_wake(coordinator._control.engine, monkeypatch, True)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.schedule(constant)
+    while not coordinator.done():
+        pass  # as a program would that does something else meanwhile

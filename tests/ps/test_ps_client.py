@@ -111,6 +111,21 @@ async def test_values_of_all_kinds_go_to_their_servers_and_come_back():
         assert await client.pull([]) == []
 
 
+async def test_thousands_of_variables_on_one_server():
+    count = 9000
+    refs = [Ref(0, key) for key in range(count)]
+    async with running(1) as (_, client):
+        await client.create([(0, entry(k), np.float32(k)) for k in range(count)])
+        updates = [add(0, key, np.float32(1)) for key in range(count)]
+        assert await client.push(1, 0, 0, updates)
+        got = await client.pull(refs)
+        np.testing.assert_array_equal(np.array(got), np.arange(count) + 1)
+        huge = [add(0, key, np.float32(1)) for key in range(count)] * 3
+        with pytest.raises(ValueError, match=r"at most .* may be sent"):
+            await client.push(2, 0, 0, huge)
+        assert (await client.pull(refs[:1]))[0] == 1
+
+
 async def test_a_pull_right_behind_a_push_reads_what_it_wrote():
     big = np.ones(2_000_000, np.float32)
     async with running() as (_, client):
@@ -224,6 +239,22 @@ async def test_an_answer_is_matched_with_what_was_known_when_it_was_asked_for():
     assert (await other)[0] is B  # drops what was known of variable 1
     link.asked[1][1].set_result(Pulled([4], ()))
     assert (await second)[0] is A
+
+
+async def test_a_small_value_does_not_keep_the_memory_of_a_large_answer():
+    link = Script()
+    client = PsClient([link], 7)
+    pulling = client.pull([Ref(0, 1), Ref(0, 2), Ref(0, 1)])
+    body = np.zeros(2**20, np.uint8)
+    link.asked.pop()[1].set_result(
+        Pulled([1, 1, 1], (body[:4], body[64:], body[:4].view(np.float32)))
+    )
+    small, large, again = await pulling
+    assert large.base is body
+    assert (small.tolist(), again.tolist()) == ([0, 0, 0, 0], [0.0])
+    assert not small.flags.writeable
+    assert not np.shares_memory(small, body)
+    assert not np.shares_memory(again, body)
 
 
 async def test_a_restarted_server_is_not_asked_for_versions_of_its_former_life():

@@ -91,7 +91,7 @@ class Rig:
 
     def open(self) -> None:
         opened = self.service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
-        assert opened == SessionOpened("cpu", 1)
+        assert opened == SessionOpened("cpu", 1, resumed=False)
         values = tuple(np.zeros(4, "f4") for _ in range(3))
         entries = [VariableEntry(key, f"v{key}", True, False) for key in range(3)]
         assert self.ask(CreateVariables(SESSION, entries, values)) == Done()
@@ -262,7 +262,7 @@ async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig
     rig.ask(add(0, step=1))
     stranger = Peer(incarnation=99)
     with pytest.raises(BusyError, match=r"chief:0 .pid 11 on here"):
-        rig.ask(OpenSession(99, 0, 1, []), stranger)
+        assert not rig.ask(OpenSession(99, 0, 1, []), stranger).resumed
     rig.service.lost(rig.chief, "silent")
     assert rig.ask(pull(0), rig.worker).versions == [1]
     assert rig.service.statistics()["owner_alive"] is False
@@ -276,7 +276,7 @@ async def test_a_session_ends_with_its_coordinator_and_leaves_nothing_behind(rig
 async def test_the_same_coordinator_comes_back_to_what_it_had(rig):
     rig.ask(add(0, step=1))
     back = Peer()
-    rig.ask(OpenSession(SESSION, 0, 1, []), back)
+    assert rig.ask(OpenSession(SESSION, 0, 1, []), back).resumed
     rig.service.lost(rig.chief, "its old connection timed out")
     assert rig.ask(add(0, step=1), back) == Pushed(False, [1])
 

@@ -11,6 +11,7 @@ from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
     StaleSessionError,
+    UnavailableError,
 )
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps._plans import PushPlan
@@ -281,3 +282,43 @@ def test_a_step_below_the_low_water_mark_is_a_duplicate_even_of_its_own(store):
     assert not store.push(late).applied
     assert not store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=3)).applied
     assert store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=5)).applied
+
+
+def two_values(store: Store):
+    store.create([entry(2), entry(3)], [filled(2, 1), filled(3, 1)])
+    return store._held[2].cell, store._held[3].cell
+
+
+def test_a_push_to_a_value_that_was_lost_changes_nothing():
+    store = new_store()
+    whole, lost = two_values(store)
+    lost.take_back(None)
+    lost.lose("XLA was out of memory")
+    adds = (2, UpdateOp.ADD, [filled(2, 1)]), (3, UpdateOp.ADD, [filled(3, 1)])
+    with pytest.raises(UnavailableError, match=r"out of memory.*assign it anew"):
+        store.push(push(*adds, step=1))
+    np.testing.assert_array_equal(whole.lease(), filled(2, 1))
+    assign = 3, UpdateOp.ASSIGN, [filled(3, 5)]
+    assert store.push(push(adds[0], assign, adds[1], step=1)).applied
+    np.testing.assert_array_equal(whole.lease(), filled(2, 2))
+    np.testing.assert_array_equal(lost.lease(), filled(3, 6))
+
+
+def test_a_push_without_memory_for_one_of_its_values_changes_nothing(monkeypatch):
+    store = new_store()
+    free, looked_at = two_values(store)
+    reader = looked_at.lease()
+    adds = (2, UpdateOp.ADD, [filled(2, 1)]), (3, UpdateOp.ADD, [filled(3, 1)])
+
+    def no_memory(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("zstrat.ps._cell.aligned", no_memory)
+        with pytest.raises(MemoryError):
+            store.push(push(*adds, step=1))
+    np.testing.assert_array_equal(free.lease(), filled(2, 1))
+    assert store.push(push(*adds, step=1)).applied
+    np.testing.assert_array_equal(free.lease(), filled(2, 2))
+    np.testing.assert_array_equal(looked_at.lease(), filled(3, 2))
+    np.testing.assert_array_equal(reader, filled(3, 1))

@@ -1,6 +1,7 @@
 """Endpoints and links over real sockets."""
 
 import asyncio
+import errno
 import socket
 import weakref
 
@@ -19,8 +20,10 @@ from zstrat.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from zstrat.transport import Endpoint, Link, hello, new_incarnation
+from zstrat.transport import Endpoint, Link, _link, hello, new_incarnation
+from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._pool import Pool
+from zstrat.transport._socket import new_socket
 from zstrat.wire import (
     Beat,
     CancelSteps,
@@ -284,6 +287,64 @@ async def test_a_cut_connection_fails_requests_at_once_and_comes_back(net):
     assert caller.lost.empty()
     assert service.lost.empty()
     never.cancel()
+
+
+async def test_a_connection_that_libzmq_made_anew_by_itself_is_a_new_one(net):
+    never = asyncio.get_running_loop().create_future()
+    _, address, _ = await net.serve(
+        handler=lambda r, m: never if isinstance(m, Pull) else Done()
+    )
+    link, caller = await net.open(address)
+    first = await caller.opened.get()
+    waiting = link.submit(pull(1))
+    # What the monitor says at once when the loop was held up meanwhile.
+    link._happened(Event(Happening.BROKEN, 0))
+    link._happened(Event(Happening.READY, 0))
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLostError, match="its connection broke"):
+            await waiting
+        assert (await caller.opened.get()).incarnation == first.incarnation
+    assert await link.request(Inspect()) == Done()
+    assert caller.lost.empty()
+    never.cancel()
+
+
+async def test_a_link_waits_until_there_are_descriptors_for_it(net, monkeypatch):
+    _, address, _ = await net.serve()
+    tries = []
+
+    def scarce(*args):
+        tries.append(args)
+        if len(tries) < 4:
+            raise zmq.ZMQError(errno.EMFILE)
+        return new_socket(*args)
+
+    monkeypatch.setattr(_link, "new_socket", scarce)
+    link, _ = net.link(address)
+    with pytest.raises(DeadlineExceededError, match="Too many open files"):
+        await link.wait_open(soon(0))
+    await link.wait_open(soon())
+    assert len(tries) == 4
+
+
+async def test_a_notice_that_fails_after_its_sender_left_is_in_the_log(net, caplog):
+    loop = asyncio.get_running_loop()
+    later, told = loop.create_future(), loop.create_future()
+
+    def handler(remote, message):
+        return later if isinstance(message, CancelSteps) else Done()
+
+    _, address, service = await net.serve(handler=handler)
+    link, _ = await net.open(address)
+    link.notify(CancelSteps(1))
+    await link.request(Inspect())
+    await link.close()
+    await service.lost.get()
+    later.set_exception(ValueError("too late"))
+    later.add_done_callback(lambda _: told.set_result(None))
+    await told
+    assert "a notice of worker:1" in caplog.text
+    assert "too late" in caplog.text
 
 
 async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net, swift):

@@ -569,3 +569,24 @@ class Network(RuleBasedStateMachine):
 
 TestNetwork = Network.TestCase
 TestNetwork.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_more_arrays_than_frames_travel_as_one_body():
+    pair = Pair(dataclasses.replace(SMALL, frames=3, chunk=2000))
+    arrays = tuple(np.full(k % 3, k, np.int16) for k in range(40))
+    message = Push(1, -1, 0, 0, [Update(1, 0, 0, 40)], arrays)
+    pair.client.request(message, "a", 9.0)
+    (requested,), _ = pair.both_ways()
+    assert isinstance(requested, Requested)
+    for sent, got in zip(arrays, requested.message.arrays, strict=True):
+        np.testing.assert_array_equal(got, sent)
+    pair.server.reply(requested.number, Fetched((np.zeros(0, np.int8),) * 5))
+    _, (answered,) = pair.both_ways()
+    assert [array.shape for array in answered.message.arrays] == [(0,)] * 5
+
+
+def test_more_frames_than_agreed_end_the_connection():
+    pair = Pair(dataclasses.replace(SMALL, frames=3))
+    header, raws = encode(Fetched((np.zeros(1, np.int8),) * 4), 2)
+    (closed,) = pair.server.received([header, *raws], 0.0)
+    assert "at most 3 frames, got 4" in closed.reason

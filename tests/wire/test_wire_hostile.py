@@ -288,7 +288,7 @@ def deep(depth: int) -> list[Any]:
         ),
         (
             pack(Fetched, [["int8", []]] * 4097),
-            r"Fetched: expected at most 4096 frames",
+            r"Fetched: expected 4097 frames, got 0",
         ),
         (pack(Fetched, [["int8", [3]]]), r"Fetched: expected 1 frames, got 0"),
         (

@@ -263,3 +263,36 @@ async def test_code_that_captures_a_resource_follows_it(world):
     assert await world.run(digest, [1]) == [1]
     await world.build(lambda: np.float32(2), resource=resource, purpose="value")
     assert await world.run(digest, [2]) == [2]
+
+
+async def test_a_source_that_cannot_be_closed_ends_alone(world):
+    closed = []
+
+    class Source:
+        def __init__(self, error=None):
+            self.error = error
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.float32(1)
+
+        def close(self):
+            closed.append(self.error)
+            if self.error is not None:
+                raise self.error
+
+    def stubborn():
+        try:
+            yield np.float32(1)
+        except GeneratorExit:
+            yield np.float32(2)
+
+    makers = [stubborn, lambda: Source(SystemExit()), lambda: Source()]
+    resources = [(await world.build(maker))[0] for maker in makers]
+    world.worker.handle(world.remote, DropResources(world.session, resources))
+    resource, _ = await world.build(lambda: [np.float32(7)])
+    assert await drawn(world, resource, 1) == [7]
+    assert not world.crashes
+    assert [type(error) for error in closed] == [SystemExit, type(None)]

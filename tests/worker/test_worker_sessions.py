@@ -93,6 +93,17 @@ async def test_a_second_coordinator_waits_for_the_loss_of_the_first(world):
     assert not world.links[1].closed
 
 
+async def test_a_coordinator_that_is_lost_while_it_opens_owns_nothing(closed):
+    first, second = closed.chief(), closed.chief()
+    opening = closed.worker.handle(first, OpenSession(1000, 0, 1, ["0"]))
+    closed.worker.lost(first, "it said goodbye in the same breath")
+    await asyncio.gather(opening, return_exceptions=True)
+    assert closed.worker.statistics()["session"] == 0
+    closed.remote = second
+    await closed.open(session=2000)
+    assert closed.worker.statistics()["session"] == 2000
+
+
 async def test_loss_of_the_coordinator_closes_its_datasets(world):
     closing = threading.Event()
 

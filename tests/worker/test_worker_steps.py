@@ -402,3 +402,12 @@ async def test_resource_error_reaches_the_closures_that_use_it(world):
     (error,) = await world.run(digest, [1], world.arguments(world.it(70)))
     assert isinstance(error, ClosureInputError)
     assert isinstance(error.original_exception, KeyError)
+
+
+async def test_an_eager_result_of_the_other_byte_order(world):
+    @function(eager=True)
+    def step():
+        return np.arange(3, dtype=">f4"), np.arange(3, dtype="<i2")
+
+    big, little = (await world.run(await world.ship(step), [1]))[0]
+    assert (big.tolist(), little.tolist()) == ([0.0, 1.0, 2.0], [0, 1, 2])

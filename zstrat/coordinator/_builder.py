@@ -42,11 +42,16 @@ class Builder:
         self._records: dict[int, Record] = {}
         self._new: deque[Record] = deque()
         self._gone: deque[int] = deque()
+        self._over: str | None = None
+        """Why nothing is built any more, once that is so. Guarded by the lock."""
 
     def add_soon(self, record: Record) -> None:
         """A new resource; from any thread. No closure put later overtakes it."""
         with self._engine.lock:
-            self._new.append(record)
+            if self._over is None:
+                self._new.append(record)
+            else:
+                record.ended(self._over)
 
     def take_new(self) -> list[Record]:
         """What was added since the last call. Lock held."""
@@ -73,15 +78,29 @@ class Builder:
 
     def dropped(self) -> list[int]:
         """The resources that were dropped since the last call."""
-        gone = []
+        gone, unknown = [], []
         while self._gone:
             number = self._gone.popleft()
             if self._records.pop(number, None) is not None:
                 gone.append(number)
+            else:
+                unknown.append(number)
+        if unknown:
+            # One that was added and dropped since the last turn: it is built in the
+            # next one, like any other, and dropped then.
+            with self._engine.lock:
+                new = {record.number for record in self._new}
+            self._gone.extend(number for number in unknown if number in new)
         return gone
 
     def drop_all(self) -> None:
         self._gone.extend(self._records)
+
+    def stop(self, cause: str) -> None:
+        """Nothing is built any more; who waits for a value is told. Lock held."""
+        self._over = cause
+        for record in (*self._records.values(), *self.take_new()):
+            record.ended(cause)
 
     def rebuild(self, seat: Seat) -> None:
         """The worker (re)joined: all resources from the beginning, then it is open."""

@@ -1,9 +1,9 @@
 """All tasks of a session, on the loop thread: who is there, and what follows if not.
 
 A parameter server has one life in a session: what it held is gone when it returns with
-another incarnation. While one is not there the cluster is *broken*, and says so through
-the dispatcher to whoever schedules or joins. Workers come and go: the dispatcher's
-business alone.
+another incarnation, or from another coordinator. While one is not there the cluster is
+*broken*, and says so through the dispatcher to whoever schedules or joins. Workers come
+and go: the dispatcher's business alone.
 """
 
 from __future__ import annotations
@@ -66,9 +66,16 @@ class Cluster:
         def lane(job: str, task: int, index: int, address: str) -> Lane:
             known = addresses if job == "worker" else []
             opening = OpenSession(session, index, count, known, prefetch)
-            one_life = job == "ps"
             return Lane(
-                job, task, index, address, opening, make_link, self, one_life=one_life
+                job,
+                task,
+                index,
+                address,
+                opening,
+                make_link,
+                self,
+                one_life=job == "ps",
+                grace=timeouts.reconnect,
             )
 
         self.ps = [lane("ps", index, index, at) for index, at in enumerate(ps)]

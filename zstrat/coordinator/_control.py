@@ -162,12 +162,17 @@ class Control:
 
     def shutdown(self, cluster: bool) -> None:
         """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
+        cause = "the coordinator was shut down"
         with self.session.lock:
             if self.session.faces.get("control") is self:
+                # In this order, for an interrupt may come between any two lines: who
+                # makes the next coordinator must not issue a step number again.
+                self.engine.close(cause)
+                self.session.next_step = self.engine.queue.steps.next
                 self.session.faces.clear()
-        if self._finalizer.detach() is not None:
-            self._on_loop(self.dispatcher.stop, "the coordinator was shut down")
-            self.session.next_step = self.engine.queue.steps.next
+        if self._finalizer.alive:
+            self._on_loop(self.dispatcher.stop, cause)
+            self._finalizer.detach()
             self.calls.forget()
         if cluster:
             self.session.close(exit=True)

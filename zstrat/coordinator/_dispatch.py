@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import (
     BusyError,
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("zstrat.coordinator")
 
 T = TypeVar("T")
+
+PER_MESSAGE: Final = 2048
+"""Closures of one `Dispatch`: about 60 bytes each if all are of different functions."""
 
 
 @final
@@ -108,6 +111,7 @@ class Dispatcher:
                 for closure in member.in_flight.values():
                     self.engine.settle(self.queue.retry(closure, now))
                 member.in_flight.clear()
+            self.builder.stop(cause)
             self.engine.notify()
         self.builder.drop_all()
         self._clean()
@@ -171,6 +175,9 @@ class Dispatcher:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
+                # Those who come after us need them too: they are told once.
+                told = {layout.layout: layout for layout in message.layouts}
+                lane.layouts.update(told)
                 if not self._stopped:
                     seat = self.seats[lane.index]
                     self.outcomes.take(seat, message, self._now())
@@ -223,14 +230,16 @@ class Dispatcher:
         alone: bool,
     ) -> None:
         self.members.dispatched(seat.member, closures, now, alone=alone)
+        unsent = closures
         try:
-            closures = self._ship(seat, closures)
-            if closures:
+            unsent = self._ship(seat, closures)
+            while unsent:
+                seat.dispatch(unsent[:PER_MESSAGE], low_water)
                 self.dispatches += 1
-                seat.dispatch(closures, low_water)
+                unsent = unsent[PER_MESSAGE:]
         except BusyError:  # it does not read: somebody else may
             with self.engine.lock:
-                for closure in closures:
+                for closure in unsent:
                     if seat.member.in_flight.pop(closure.step, None) is not None:
                         self.engine.settle(self.queue.retry(closure, now, SETBACK))
             self.members.ended(seat.member, 0, now)
@@ -238,6 +247,8 @@ class Dispatcher:
         except (PeerLostError, ClosedError) as error:
             # Its lane tells the same, now or in this very iteration.
             self.lost(seat.lane, str(error))
+        except Exception as error:  # goes to the closures, which would wait for ever
+            self._end(seat, [Ended(closure, error) for closure in unsent])
 
     def _ship(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""
@@ -275,10 +286,9 @@ class Dispatcher:
         arguments = _emptied(self.retired)
         resources = self.builder.dropped()
         results = _emptied(self.unfetched)
-        if not (arguments or resources or results):
-            return
+        news = bool(arguments or resources or results)
         for seat in self.seats:
-            if not seat.lane.is_ready:
+            if not seat.lane.is_ready or not (news or seat.unsaid):
                 continue
             mine = [
                 kept.step
@@ -287,14 +297,17 @@ class Dispatcher:
             ]
             try:
                 seat.forget(arguments, resources, mine)
+            except BusyError as error:  # it is told with the next turns
+                log.info("%s: %s", seat.lane.name, error)
             except PeerLostError as error:
                 self.lost(seat.lane, error.reason)
 
     def _say(self, seat: Seat, message: CancelSteps | DropResults) -> None:
         try:
             seat.lane.link.notify(message)
-        except PeerLostError as error:
-            log.info("%s: %s", seat.lane.name, error.reason)  # its loss is told anyway
+        except (PeerLostError, BusyError) as error:
+            # Its loss is told anyway; if it does not read, what it has not begun runs.
+            log.info("%s: %s", seat.lane.name, error)
 
     def _set_timer(self, due: float | None, now: float) -> None:
         """Wakes us when a closure that came back may go again."""

@@ -39,7 +39,7 @@ class Engine:
     """The queue with its lock, and all who wait for it.
 
     Args:
-        wake: Tells the loop that closures wait; called without the lock, seldom.
+        wake: Tells the loop that closures wait; returns at once, called seldom.
         cancel: Tells the loop to cancel what the workers have not begun.
         bring: Fetches a kept result, blocking; ``bring_async`` from any event loop.
     """
@@ -88,10 +88,7 @@ class Engine:
         with self.lock:
             if self.broken is not None or not self.queue.accepts:
                 return False
-            self.queue.put(closure)
-            hungry, self.hungry = self.hungry, False
-        if hungry:
-            self._wake()
+            self._enqueue(closure)
         return True
 
     def join(self, timeout: float | None) -> None:
@@ -107,11 +104,11 @@ class Engine:
 
     def done(self) -> bool:
         """Whether nothing waits or runs; raises the pending error."""
-        self._block(self._try_raise, None, "done")
+        self._block(self._try_done, None, "done")
         return self.queue.is_idle
 
     async def done_async(self) -> bool:
-        await self._await(self._try_raise)
+        await self._await(self._try_done)
         return self.queue.is_idle
 
     def wait_value(self, value: RemoteValue, timeout: float | None) -> None:
@@ -149,8 +146,8 @@ class Engine:
         """Waits for something that a worker does; pending errors win."""
         with self.lock:
             self._wanted += 1
-        self._wake()  # if nobody is there, the loop has to count the seconds
         try:
+            self._wake()  # if nobody is there, the loop has to count the seconds
             self._block(partial(self._try_until, ready), timeout, what)
         finally:
             with self.lock:
@@ -201,6 +198,26 @@ class Engine:
 
     # ---- attempts, lock held ---------------------------------------------------------
 
+    def _enqueue(self, closure: Closure) -> None:
+        """Ctrl-C may strike between any two of these lines: `hungry` is taken back
+        last, so that a closure in the queue of which the loop does not know yet is seen
+        by the next one who looks (`_remind`)."""
+        self.queue.put(closure)
+        if self.hungry:
+            self._wake()
+            self.hungry = False
+
+    def _remind(self) -> None:
+        """Wakes the loop if somebody was interrupted before doing so."""
+        if self.hungry and self.queue.waiting_fresh:
+            self._wake()
+
+    def _try_done(self) -> Ready | None:
+        ready = self._try_raise()
+        if ready is None:
+            self._remind()
+        return ready
+
     def _try_raise(self) -> Ready | None:
         queue = self.queue
         if queue.phase is Phase.FAILED:
@@ -226,9 +243,7 @@ class Engine:
         queue = self.queue
         if not queue.accepts:
             return lambda: queue.accepts or queue.phase is not Phase.OPEN
-        queue.put(closure)
-        self.hungry = False
-        self._wake()
+        self._enqueue(closure)
         return None
 
     def _try_join(self, mark: int) -> Ready | None:
@@ -259,6 +274,7 @@ class Engine:
                 ready = attempt()
                 if ready is None:
                     return
+                self._remind()
                 bell = ThreadBell()
                 self._watchers[bell] = ready
             try:
@@ -275,6 +291,7 @@ class Engine:
                 ready = attempt()
                 if ready is None:
                     return
+                self._remind()
                 bell = LoopBell()
                 self._watchers[bell] = ready
             try:

@@ -5,6 +5,10 @@ time the link (re)opens: again with a growing pause while another coordinator th
 still alive holds the task, and while a previous coordinator's death is not yet noticed.
 It runs on the loop thread and has no task of its own: futures and timers call it back.
 
+A task with one life (a parameter server) keeps what is ours over a cut line and over
+our own absence. So nobody is told of its loss while it may come back with all of it: it
+is asked whether the session goes on, in silence.
+
 The law of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate.
 """
 
@@ -20,7 +24,7 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
-from zstrat.wire import Hello, Message, OpenSession, SessionOpened
+from zstrat.wire import Hello, Layout, Message, OpenSession, SessionOpened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,8 +96,10 @@ class Lane:
         index: Its place among the tasks of the job that this program knows, from 0;
             another number than ``task`` if the cluster leaves indices out.
         opening: What opens the session on it.
-        one_life: A task that returns with another incarnation has lost what makes it
-            ours (a parameter server its variables), and is not taken back.
+        one_life: A task that returns with another incarnation, or from another
+            coordinator, has lost what makes it ours (a parameter server its variables),
+            and is not taken back.
+        grace: Seconds that a task with one life has to return after its link lost it.
     """
 
     def __init__(
@@ -107,16 +113,24 @@ class Lane:
         events: LaneEvents,
         *,
         one_life: bool = False,
+        grace: float = 0.0,
     ) -> None:
         self.index, self.address = index, address
         self.name = f"/job:{job}/task:{task}"
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
+        self.layouts: dict[int, Layout] = {}
+        """Of results, by number: the task tells each once after it has entered, to
+        whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None
         """Why the session was not opened at the last attempt."""
         self._opening, self._events, self._one_life = opening, events, one_life
+        self._grace = grace
+        self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
+        """The incarnation that has something of ours."""
+        self._emptied = False
         self._pause = FIRST_PAUSE
         self._timer: asyncio.TimerHandle | None = None
         self._asked: asyncio.Future[Message] | None = None
@@ -179,6 +193,7 @@ class Lane:
         """We go: nothing is told any more."""
         self._closed = True
         self._stop_asking()
+        self._stop_absence()
 
     async def close(self) -> None:
         """Closes the link."""
@@ -190,19 +205,33 @@ class Lane:
     def _greeted(self, hello: Hello) -> None:
         if self._closed:
             return
-        if self.is_ready:
-            self._leave("it connected anew")
+        self._stop_absence()
         self.hello = hello
-        if self._one_life and self._life not in (None, hello.incarnation):
+        if not self._one_life:
+            if self.is_ready:
+                self._leave("it connected anew")
+        elif self._life not in (None, hello.incarnation):
             self._leave("it was started again, and what it held is gone")
+            return
+        elif self._emptied:
             return
         self._pause = FIRST_PAUSE
         self._ask()
 
     def _lost(self, error: PeerLostError) -> None:
-        if not self._closed:
-            self._stop_asking()
-            self._leave(error.reason, logging.INFO if error.left else logging.WARNING)
+        if self._closed:
+            return
+        self._stop_asking()
+        level = logging.INFO if error.left else logging.WARNING
+        if not self._one_life or not self.is_ready:
+            self._leave(error.reason, level)
+        elif self._absence is None:
+            # A goodbye too: to a program that was stopped for long, an intact task says
+            # that it does not know it any more.
+            loop = asyncio.get_running_loop()
+            self._absence = loop.call_later(
+                self._grace, self._leave, error.reason, level
+            )
 
     def _heard(self, message: Message) -> None:
         if self.is_ready and not self._closed:
@@ -224,9 +253,13 @@ class Lane:
         self._asked = None
         if error is None:
             self._enter(asked.result())
-        elif isinstance(error, PeerLostError):
+            return
+        if isinstance(error, PeerLostError):
             self.refusal = error  # the link opens again, and we are greeted anew
-        elif isinstance(error, BusyError | DeadlineExceededError):
+            return
+        if self.is_ready:
+            self._leave(str(error))
+        if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._pause, self._ask)
@@ -241,7 +274,15 @@ class Lane:
     def _enter(self, answer: Message) -> None:
         assert isinstance(answer, SessionOpened), answer
         assert self.hello is not None
-        self.opened, self.refusal = answer, None
+        if self._one_life and self._life is not None and not answer.resumed:
+            self._emptied = True
+            self._leave("it served another coordinator, and what it held is gone")
+            return
+        resumed, self.opened, self.refusal = self.is_ready, answer, None
+        if resumed:
+            log.info("%s at %s returned with all it held", self.name, self.address)
+            return
+        self.layouts = {}
         self._life = self.hello.incarnation
         self._entered.set()
         log.info("%s at %s is in the session", self.name, self.address)
@@ -255,9 +296,15 @@ class Lane:
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
         if self.opened is not None:
             log.log(level, "lost %s at %s: %s", self.name, self.address, reason)
+        self._stop_absence()
         self.opened = None
         self._entered.clear()
         self._events.lost(self, reason)
+
+    def _stop_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.cancel()
+            self._absence = None
 
     def _stop_asking(self) -> None:
         asked, self._asked = self._asked, None

@@ -31,6 +31,8 @@ WORK_AHEAD: Final = 0.020
 a busy user thread keeps Python's interpreter lock from our loop."""
 MIN_DEPTH: Final = 2
 MAX_DEPTH: Final = 512
+MOST_IN_FLIGHT: Final = 16384
+"""What a worker takes at a time, and more than half a second of the quickest steps."""
 HORIZON: Final = 0.25
 """Seconds after which what was measured of a worker's rate counts for a third. Outcomes
 come in bursts: a rate is a sum of closures over a sum of seconds, never a mean of
@@ -107,10 +109,12 @@ class Members:
     def __init__(
         self, names: Sequence[str], closures_in_flight: int | None = None
     ) -> None:
-        if closures_in_flight is not None and closures_in_flight < 1:
+        if closures_in_flight is not None and not (
+            1 <= closures_in_flight <= MOST_IN_FLIGHT
+        ):
             raise ValueError(
-                f"closures_in_flight={closures_in_flight}: expected at least 1, or "
-                "None to let it follow the speed of each worker"
+                f"closures_in_flight={closures_in_flight}: expected 1 to "
+                f"{MOST_IN_FLIGHT}, or None to let it follow the speed of each worker"
             )
         self.members = [
             Member(index, name, closures_in_flight) for index, name in enumerate(names)

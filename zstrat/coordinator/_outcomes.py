@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
+    ProtocolError,
     PSUnavailableError,
     StaleSessionError,
     WorkerLostError,
@@ -53,12 +54,17 @@ class Outcomes:
 
     def take(self, seat: Seat, message: Completions, now: float) -> None:
         """Ends the closures of the message, or has them tried again."""
-        for layout in message.layouts:
-            seat.layouts[layout.layout] = layout
         offset = ended = 0
         member, results = seat.member, message.results
-        in_flight, layouts, queue = member.in_flight, seat.layouts, self._engine.queue
+        in_flight, queue = member.in_flight, self._engine.queue
+        layouts = seat.lane.layouts
         failures: list[tuple[Closure, Completion]] = []
+        # Without the lock: constructors of the user's own exceptions run here.
+        errors = {
+            completion.step: from_wire(completion.error)
+            for completion in message.completions
+            if completion.error is not None and completion.step in in_flight
+        }
         with self._engine.lock:
             for completion in message.completions:
                 step, outcome, layout_id, size, _ = completion
@@ -70,38 +76,48 @@ class Outcomes:
                     self.stale += 1
                     continue
                 ended += 1
-                if outcome != OK:
+                layout = layouts.get(layout_id)
+                if outcome != OK or layout is None:
                     failures.append((closure, completion))
                     continue
                 queue.end(closure)
                 value = closure.value
                 if size >= 0:
-                    value._settle(layouts.get(layout_id), results[start:offset])
+                    value._settle(layout, results[start:offset])
                 else:
-                    kept = Kept(
-                        member.index, member.epoch, step, layouts.get(layout_id)
-                    )
+                    kept = Kept(member.index, member.epoch, step, layout)
                     value._settle_kept(kept)
                     self._watch(value, kept)
             for closure, completion in failures:
-                self._failed(seat, closure, completion, now)
+                error = errors.get(closure.step)
+                self._failed(seat, closure, completion, error, now)
             self._members.ended(member, ended, now)
             self._engine.notify()
 
     def _failed(
-        self, seat: Seat, closure: Closure, completion: Completion, now: float
+        self,
+        seat: Seat,
+        closure: Closure,
+        completion: Completion,
+        error: Exception | None,
+        now: float,
     ) -> None:
-        """One that did not end well. Lock held."""
-        queue, settle = self._engine.queue, self._engine.settle
-        told = completion.error
-        if completion.outcome != FAILED:
+        """One that did not end well, or whose result cannot be read. Lock held."""
+        queue, settle, member = self._engine.queue, self._engine.settle, seat.member
+        if completion.outcome not in (OK, FAILED):
             settle(queue.retry(closure, now, SETBACK))
-            if told is not None and isinstance(why := from_wire(told), WorkerLostError):
-                self._members.leaving(seat.member.index, why.reason, now)
+            if isinstance(error, WorkerLostError):
+                self._members.leaving(member.index, error.reason, now)
             return
-        error = from_wire(told)
         delay = None
-        if queue.phase is not Phase.DRAINING:
+        if completion.outcome == OK:
+            error = ProtocolError(
+                f"{member.name} sent a result of layout {completion.layout}, which it "
+                "did not describe: it runs another version of zstrat"
+            )
+        elif error is None:
+            error = ProtocolError(f"{member.name} does not say how a closure failed")
+        elif queue.phase is not Phase.DRAINING:
             delay = self._again(error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay))

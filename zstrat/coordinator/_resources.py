@@ -87,6 +87,12 @@ class Record:
         self.values[worker]._settle_error(wrapped)
         return wrapped
 
+    def ended(self, cause: str) -> None:
+        """It is not built any more where it is not there yet."""
+        for value in self.values:
+            if value.state is NOT_READY:
+                value._abort(ClosureAbortedError(f"{self.name} is not built: {cause}"))
+
     def aborted(self, worker: int, task: str, reason: str) -> None:
         """The worker is gone, or not there yet."""
         self.values[worker]._abort(

@@ -8,6 +8,7 @@ the sets of a seat was sent on the present connection.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
-    Layout,
     Message,
     PutArguments,
     PutCode,
@@ -46,16 +46,17 @@ class Seat:
     codes: set[bytes] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
     resources: set[int] = field(default_factory=set)
-    layouts: dict[int, Layout] = field(default_factory=dict)
     failed: dict[int, Exception] = field(default_factory=dict)
     """Resources that could not be built there, by number."""
+    unsaid: deque[Message] = field(default_factory=deque)
+    """What the worker is to forget, and was too busy to hear."""
 
     def clear(self) -> None:
         """A new connection: nothing is there yet."""
         for held in (self.codes, self.arguments, self.resources):
             held.clear()
-        for told in (self.layouts, self.failed):
-            told.clear()
+        self.failed.clear()
+        self.unsaid.clear()
 
     def put_code(self, code: Code) -> None:
         """Ships the code, unless it is there."""
@@ -112,16 +113,24 @@ class Seat:
     def forget(
         self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]
     ) -> None:
-        """Tells the worker what nobody needs any more."""
-        link, session = self.lane.link, self.session
+        """Tells the worker what nobody needs any more, and what it is still owed.
+
+        Raises:
+            PeerLostError, ClosedError: It is not there.
+            BusyError: It does not read; call again some time, with nothing new.
+        """
+        unsaid, session = self.unsaid, self.session
         if gone := sorted(self.arguments.intersection(arguments)):
             self.arguments.difference_update(gone)
-            link.notify(DropArguments(session, gone))
+            unsaid.append(DropArguments(session, gone))
         if gone := sorted(self.resources.intersection(resources)):
             self.resources.difference_update(gone)
-            link.notify(DropResources(session, gone))
+            unsaid.append(DropResources(session, gone))
         if gone := sorted(results):
-            link.notify(DropResults(session, gone))
+            unsaid.append(DropResults(session, gone))
+        while unsaid:
+            self.lane.link.notify(unsaid[0])
+            unsaid.popleft()
 
     def _told(self, answer: asyncio.Future[Message]) -> None:
         """Code that cannot be loaded fails each closure that needs it, with the reason

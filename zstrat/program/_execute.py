@@ -188,5 +188,7 @@ def _to_host(results: list[jax.Array], operands: list[list[jax.Array]]) -> None:
 def _frozen(array: Any) -> np.ndarray:
     """A copy that nobody writes to: an eager step may keep what it returned."""
     copied = np.array(array, order="C")
+    if not copied.dtype.isnative:  # results travel as the bytes that they are
+        copied = copied.astype(copied.dtype.newbyteorder("="))
     copied.flags.writeable = False
     return copied

@@ -127,6 +127,29 @@ class Cell:
             return self._buffer.lease()
         return self._view()
 
+    def reserve(self, *, anew: bool) -> None:
+        """Makes sure that the next update by numpy can begin.
+
+        Args:
+            anew: It does not need the old value.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+            MemoryError: There is no memory beside what readers look at.
+        """
+        if not anew:
+            self.require()
+        if self.is_shared and (self._spare is None or self._spare.is_leased):
+            self._spare = _Buffer(self.shape, self.dtype)
+
+    def require(self) -> None:
+        """Raises UnavailableError if the value was lost (`lose`)."""
+        if self._lost:
+            raise UnavailableError(
+                f"the value was lost when its optimizer failed ({self._lost}): "
+                "assign it anew"
+            )
+
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts an update by numpy.
 
@@ -141,9 +164,7 @@ class Cell:
     def overwrite(self) -> np.ndarray:
         """Starts an update that does not need the old value; `settle` ends it too."""
         buffer = self._buffer
-        if buffer is None:
-            self._writing = _Buffer(self.shape, self.dtype)
-        elif not buffer.is_leased:
+        if buffer is not None and not buffer.is_leased:
             self._rest()
             self._writing = buffer
         else:
@@ -167,8 +188,7 @@ class Cell:
         Raises:
             UnavailableError: The value was lost (`lose`).
         """
-        if self._lost:
-            self._view()
+        self.require()
         return self._device if self._buffer is None else self._buffer.array
 
     def take_back(self, value: object) -> None:
@@ -180,11 +200,7 @@ class Cell:
         self._device, self._lost = None, why
 
     def _view(self) -> np.ndarray:
-        if self._lost:
-            raise UnavailableError(
-                f"the value was lost when its optimizer failed ({self._lost}): "
-                "assign it anew"
-            )
+        self.require()
         return np.asarray(self._device)
 
     def _rest(self) -> None:

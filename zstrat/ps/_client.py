@@ -1,9 +1,10 @@
 """The parameter servers of a cluster, as one thing that is pulled from and pushed to.
 
-Lives on the loop that owns the links. A call sends at most one message to each server,
-to all of them at once, before it returns; its future is done when all have answered.
-Requests to one server arrive in the order of the calls, so that a pull which follows a
-push on the same client reads what the push wrote.
+Lives on the loop that owns the links. A call sends its messages, one to each server (or
+several that read or create thousands of variables), to all of them at once, before it
+returns; its future is done when all have answered. Requests to one server arrive in the
+order of the calls, so that a pull which follows a push on the same client reads what
+the push wrote.
 
 A server that is lost is `PSUnavailableError`, whatever was asked of it.
 """
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 
 BATCH: Final = 512
 """Variables created by one message: their names fit the header by far."""
+
+SMALL: Final = 64 * 1024
+"""Bytes below which an array is copied out of a larger message."""
+
+READS: Final = 4096
+"""Variables read by one message: what the answer says of them fits the header."""
 
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
@@ -120,13 +127,15 @@ class PsClient:
         values: list[np.ndarray | None] = [None] * len(refs)
         parts: list[_Part[Pulled]] = []
         for ps, mine in places.items():
-            known = [self._known.get(refs[place]) for place in mine]
-            reads = [
-                Read(refs[place][1], -1 if value is None else value.version)
-                for place, value in zip(mine, known, strict=True)
-            ]
-            take = partial(self._pulled, values, refs, mine, known)
-            parts.append(_Part(ps, Pull(self._session, reads), Pulled, take))
+            for at in range(0, len(mine), READS):
+                some = mine[at : at + READS]
+                known = [self._known.get(refs[place]) for place in some]
+                reads = [
+                    Read(refs[place][1], -1 if value is None else value.version)
+                    for place, value in zip(some, known, strict=True)
+                ]
+                take = partial(self._pulled, values, refs, some, known)
+                parts.append(_Part(ps, Pull(self._session, reads), Pulled, take))
         return self._ask(parts, lambda: [v for v in values if v is not None], deadline)
 
     def _pulled(
@@ -138,6 +147,9 @@ class PsClient:
         answer: Pulled,
     ) -> None:
         arrays = iter(answer.arrays)
+        # They are views of one body: a small one that is remembered for long must not
+        # keep the memory of all.
+        copies = sum(array.nbytes for array in answer.arrays) > SMALL
         for place, old, version in zip(places, known, answer.versions, strict=True):
             # What was known when the request was sent: by now it may have been dropped,
             # or replaced by a later one.
@@ -145,6 +157,9 @@ class PsClient:
                 values[place] = old.array
                 continue
             values[place] = array = next(arrays)
+            if copies and array.nbytes < SMALL:
+                array = values[place] = array.copy()
+                array.flags.writeable = False
             self._known.put(refs[place], Value(version, array))
 
     def push(
@@ -170,6 +185,8 @@ class PsClient:
             PSUnavailableError: A parameter server is gone.
             InvalidArgumentError, NotFoundError, StaleSessionError, BusyError: As the
                 server says. Others may have applied their part.
+            ValueError: The updates of one server do not fit one message, as those of
+                about ten thousand variables: it could not apply them as a whole.
         """
         mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
         for ps, key, op, optimizer, operands in updates:

@@ -64,7 +64,10 @@ class PushPlan:
     optimizes: bool
 
     def compute(self) -> None:
-        """Applies the updates in order. What can fail, compiling, comes first."""
+        """Applies the updates in order. What can fail comes before the first is
+        written: a value that was lost, memory for values beside those that readers look
+        at, compiling."""
+        self._reserve()
         if not self.optimizes:
             for update in self.updates:
                 update.compute()
@@ -78,6 +81,18 @@ class PushPlan:
                 optimizer.apply(steps)
             for update in plain:
                 update.compute()
+
+    def _reserve(self) -> None:
+        met = set[int]()
+        for update in self.updates:
+            cell, key = update.held.cell, update.held.entry.key
+            if key in met:
+                continue
+            met.add(key)
+            if update.optimizer is None:
+                cell.reserve(anew=update.op is UpdateOp.ASSIGN)
+            else:
+                cell.require()
 
     @property
     def is_compiled(self) -> bool:

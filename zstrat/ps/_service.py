@@ -201,9 +201,10 @@ class PsService:
     def _open(self, session: int, remote: Caller) -> SessionOpened:
         if self._draining:
             raise UnavailableError(f"{self._task} is shutting down")
-        if self._ownership.open(session, remote, remote.hello):
+        new = self._ownership.open(session, remote, remote.hello)
+        if new:
             self._store.clear()
-        return SessionOpened(platform="cpu", devices=1)
+        return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):

@@ -437,11 +437,10 @@ class Endpoint:
         if number is not None:
             connection.outlet.peer.reply(number, failure(error))
             return
-        assert connection.remote is not None
         _LOG.error(
             "%s: a notice of %s failed",
             task_name(self._me),
-            connection.remote.name,
+            connection.outlet.peer.name,  # which may be gone by now
             exc_info=error,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -258,18 +259,38 @@ class Link:
 
     def _connect(self) -> None:
         self._retry = None
-        socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
-        if self._security is not None:
-            assert self._expect is not None
-            self._security.arm_client(socket, Job(self._expect[0]))
-        self._monitor = Monitor(socket, tuple(Happening), self._happened)
-        self._pump = Pump(socket, self._received)
-        socket.connect(self._where.endpoint)
+        try:
+            self._open_socket()
+        except (zmq.ZMQError, OSError) as error:  # to who waits: no descriptor is left
+            self._trouble = f"this process cannot open a socket: {error}"
+            _LOG.warning("%s: %s", self._target, self._trouble)
+            self._connect_later()
+
+    def _connect_later(self) -> None:
+        self._retry = self._loop.call_later(self._pause, self._connect)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def _open_socket(self) -> None:
+        with ExitStack() as undo:
+            socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
+            undo.callback(socket.close, 0)
+            if self._security is not None:
+                assert self._expect is not None
+                self._security.arm_client(socket, Job(self._expect[0]))
+            monitor = Monitor(socket, tuple(Happening), self._happened)
+            undo.callback(monitor.close)
+            socket.connect(self._where.endpoint)
+            self._monitor, self._pump = monitor, Pump(socket, self._received)
+            undo.pop_all()
 
     def _happened(self, event: Event) -> None:
         match event.happening:
             case Happening.READY:
-                self._greet()
+                if self._outlet is None:
+                    self._greet()
+                else:
+                    # libzmq connected again by itself before we heard of the break.
+                    self._broke(self._outlet)
             case Happening.BROKEN:
                 # Said before the last message can be read, which may be the goodbye.
                 if self._outlet is not None:
@@ -397,8 +418,7 @@ class Link:
         due = self._continuity.due
         if due is not None and self._watch is None:
             self._watch = self._loop.call_at(due, self._look_after)
-        self._retry = self._loop.call_later(self._pause, self._connect)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._connect_later()
         if reason is not None:
             error = PeerLostError(self.name, reason, closed.left)
             self._tell(self._on_lost, error)

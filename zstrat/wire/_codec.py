@@ -233,8 +233,6 @@ def _announced(
         specs.extend(fields[form.arrays])
     outside = [at for at in form.blobs if type(fields[at]) is int]
     specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
-    if len(specs) > limits.frames:
-        raise _wrong(form, Mismatch(f"at most {limits.frames} frames", len(specs)))
     total = sum(spec.nbytes for spec in specs)
     if total > limits.body:
         raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))

@@ -210,11 +210,15 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices."""
+    """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
+
+    ``resumed``: the session was open already, and all that it has here is intact.
+    """
 
     kind: ClassVar = 17
     platform: str
     devices: int
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,11 @@ class Peer(Generic[Token]):
         if not (self._initiator and number & 1):  # an answer has its request's number
             self._check_order(number >> 1)
         raws = frames[1:]
+        if len(raws) > self._limits.frames:
+            raise ProtocolError(
+                f"{kind.__name__}: expected at most {self._limits.frames} frames, "
+                f"got {len(raws)}"
+            )
         if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
             return self._on_placed(announced, raws[0])
         if len(raws) != len(specs):

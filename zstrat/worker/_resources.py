@@ -9,6 +9,7 @@ arguments. The law: what was loaded never refers to a resource that is gone.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
@@ -36,6 +37,7 @@ NO_ARGUMENTS: Final = 0
 
 
 _NOT_LOADED: Final = object()
+_LOG: Final = logging.getLogger("zstrat.worker")
 
 
 @final
@@ -183,7 +185,7 @@ class Resources:
             self._made.pop(number, None)
             elements = self._open.pop(number, None)
             if elements is not None:
-                elements.close()
+                _end(elements)
         for shipped in (*self._arguments.values(), *self._code.values()):
             if not shipped.uses.isdisjoint(gone):
                 shipped.loaded = _NOT_LOADED
@@ -229,6 +231,13 @@ class Resources:
         steady = isinstance(made, Dataset)
         self._made[number] = StepIterator(elements, name=name, steady=steady)
         return layout
+
+
+def _end(elements: Elements[Any]) -> None:
+    try:
+        elements.close()
+    except BaseException:  # of a user's source: to the log, its last user is gone
+        _LOG.warning("%s could not be closed", elements.name, exc_info=True)
 
 
 def _wants_context(maker: Callable[..., object]) -> bool:

@@ -144,7 +144,12 @@ class WorkerService:
             )
         return self._tenancy
 
-    async def _open(self, remote: Remote, message: OpenSession) -> SessionOpened:
+    def _open(self, remote: Remote, message: OpenSession) -> Awaitable[SessionOpened]:
+        """Takes the owner at once; what is awaited is that all is ready.
+
+        A later start would let a goodbye that came in the same breath overtake the
+        opening, and a coordinator that is gone would own the worker for ever.
+        """
         if self._refusal is not None:
             raise self._refusal
         new = self._ownership.open(message.session, remote, remote.hello)
@@ -152,6 +157,9 @@ class WorkerService:
         # its closures to others: it starts afresh too, but for code that is compiled.
         before = None if new else self._tenancy
         self._tenancy = tenancy = self._move_in(remote, message, before)
+        return self._opened(tenancy)
+
+    async def _opened(self, tenancy: Tenancy) -> SessionOpened:
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.connect
         try:
             self._platform, self._devices = await self._executor.submit(
@@ -160,7 +168,7 @@ class WorkerService:
             await tenancy.wait_open(deadline)
         except BaseException:
             if self._tenancy is tenancy:
-                self._ownership.close(message.session)
+                self._ownership.close(tenancy.session)
                 self._drop("its session could not be opened")
             raise
         return SessionOpened(self._platform, self._devices)
