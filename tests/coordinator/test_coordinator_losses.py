@@ -441,7 +441,7 @@ def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
         coordinator.join()
 
 
-def failing_ps(world, times):
+def failing_ps(world, times, error=None):
     """Workers report, so often, that they do not reach the parameter server."""
     left = [times]
     for worker in world.workers:
@@ -450,8 +450,8 @@ def failing_ps(world, times):
         def flaky(function, arguments, run=run):
             if left[0]:
                 left[0] -= 1
-                error = PSUnavailableError("/job:ps/task:0", "second-hand")
-                return Outcome.FAILED, error
+                unreachable = PSUnavailableError("/job:ps/task:0", "second-hand")
+                return Outcome.FAILED, error or unreachable
             return run(function, arguments)
 
         worker._run = flaky
@@ -464,6 +464,35 @@ def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
     values = [coordinator.schedule(good) for _ in range(10)]
     coordinator.join()
     assert [value.fetch() for value in values] == [1] * 10
+
+
+def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    coordinator = world.coordinator(closures_in_flight=1)
+    cut_off, good_one = world.workers
+    failures = []
+
+    def fail(function, arguments):
+        failures.append(function)
+        return Outcome.FAILED, PSUnavailableError("/job:ps/task:0", "second-hand")
+
+    cut_off._run = fail
+    good_one.held = True
+    values = [coordinator.schedule(good) for _ in range(2)]
+    world.until(lambda: len(failures) >= _trouble.STRIKES)
+    world.on_loop(release, world)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1, 1]
+
+
+def test_a_busy_ps_is_given_time(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, 5 * _trouble.STRIKES, BusyError("too many requests are open"))
+    assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
 
 
 def test_trouble_that_lasts_is_raised(world, monkeypatch):

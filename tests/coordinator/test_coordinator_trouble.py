@@ -2,7 +2,13 @@
 
 import pytest
 
-from zstrat.coordinator._trouble import FIRST_PAUSE, STRIKES, WINDOW, Trouble
+from zstrat.coordinator._trouble import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    STRIKES,
+    WINDOW,
+    Trouble,
+)
 
 
 def test_a_burst_of_reports_is_one_strike_and_all_try_again_together():
@@ -15,11 +21,12 @@ def test_a_burst_of_reports_is_one_strike_and_all_try_again_together():
 
 def test_trouble_that_lasts_is_an_error_after_growing_pauses():
     trouble, now, pauses = Trouble(), 0.0, []
-    while (pause := trouble.reported(now)) is not None:
-        pauses.append(pause)
+    while not trouble.lasts(now):
+        pauses.append(trouble.reported(now))
         now = trouble.again_at
-    assert len(pauses) == STRIKES - 1
-    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2])
+    assert len(pauses) == STRIKES
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, LONGEST_PAUSE])
+    assert not trouble.lasts(now + WINDOW)
 
 
 def test_three_hiccups_in_a_month_do_not_end_a_job():

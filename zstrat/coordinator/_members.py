@@ -66,6 +66,8 @@ class Member:
     """By step, in the order of dispatch."""
     alone: bool = False
     """Runs a suspect: gets nothing beside it."""
+    avoided: bool = False
+    """Its closures fail for its own sake: it gets some only if all others do too."""
     building: int = 0
     """Resources that it is building."""
     completed: int = 0
@@ -150,7 +152,7 @@ class Members:
         assert not member.in_flight, member
         member.state, member.reason = State.BUILDING, ""
         member.epoch += 1
-        member.building, member.alone = 0, False
+        member.building, member.alone, member.avoided = 0, False, False
         member._count = member._seconds = 0.0
         self.alone_since = None
         return member.epoch
@@ -198,7 +200,12 @@ class Members:
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
         """Who gets how many of the closures that wait, the least loaded first."""
         grants = self._grant_alone(suspects)
-        takers = [m for m in self.members if m is not self._reserved and m.free]
+        sound = any(m.state is State.OPEN and not m.avoided for m in self.members)
+        takers = [
+            m
+            for m in self.members
+            if m is not self._reserved and m.free and not (m.avoided and sound)
+        ]
         room = sum(member.free for member in takers)
         if ordinary >= room:
             return grants + [Grant(member, member.free) for member in takers]
@@ -234,6 +241,10 @@ class Members:
         member._count = member._count * kept + count
         member._seconds = member._seconds * kept + elapsed
         member._measured_at = now
+
+    def avoid(self, index: int, yes: bool) -> None:
+        """Whether the worker is to get closures only if there is no other."""
+        self.members[index].avoided = yes
 
     def _missing(self, member: Member, now: float) -> None:
         if self._reserved is member:

@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.errors import (
+    BusyError,
     ProtocolError,
     PSUnavailableError,
     StaleSessionError,
@@ -48,12 +49,14 @@ class Outcomes:
         self, engine: Engine, members: Members, unfetched: deque[Kept]
     ) -> None:
         self._engine, self._members, self._unfetched = engine, members, unfetched
-        self._troubles: dict[str, Trouble] = {}
+        self._troubles: dict[tuple[int, str], Trouble] = {}
+        self._avoided: dict[int, str] = {}
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
 
     def take(self, seat: Seat, message: Completions, now: float) -> None:
         """Ends the closures of the message, or has them tried again."""
+        self._forgive(now)
         offset = ended = 0
         member, results = seat.member, message.results
         in_flight, queue = member.in_flight, self._engine.queue
@@ -118,27 +121,47 @@ class Outcomes:
         elif error is None:
             error = ProtocolError(f"{member.name} does not say how a closure failed")
         elif queue.phase is not Phase.DRAINING:
-            delay = self._again(error, now)
+            delay = self._again(member.index, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay))
             return
         queue.end(closure, error)
         settle([Ended(closure, error)])
 
-    def _again(self, error: Exception, now: float) -> float | None:
+    def _again(self, worker: int, error: Exception, now: float) -> float | None:
         """In how many seconds the closure is worth another try; None: never.
 
         Our own links tell when a parameter server is really gone; what workers say of
-        it second-hand may be a hiccup between them.
+        it second-hand may be a hiccup between them, and is no use to try only if all
+        workers that are there say it. One that is busy is not gone: it gets more time.
         """
         match error:
             case PSUnavailableError(task=task):
                 pass
             case StaleSessionError():
                 task = "the session"
+            case BusyError():
+                return self._trouble(worker, "a busy task").reported(now)
             case _:
                 return None
-        return self._troubles.setdefault(task, Trouble()).reported(now)
+        pause = self._trouble(worker, task).reported(now)
+        if self._trouble(worker, task).lasts(now):
+            self._avoided[worker] = task
+            self._members.avoid(worker, True)
+        live = {worker, *(member.index for member in self._members.usable)}
+        if all(self._trouble(index, task).lasts(now) for index in live):
+            return None
+        return pause
+
+    def _forgive(self, now: float) -> None:
+        """Workers whose trouble is long ago get closures again."""
+        for worker, task in list(self._avoided.items()):
+            if not self._trouble(worker, task).lasts(now):
+                del self._avoided[worker]
+                self._members.avoid(worker, False)
+
+    def _trouble(self, worker: int, task: str) -> Trouble:
+        return self._troubles.setdefault((worker, task), Trouble())
 
     def _watch(self, value: RemoteValue, kept: Kept) -> None:
         """When nobody holds the value any more, its worker may drop the result."""
