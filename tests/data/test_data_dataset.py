@@ -238,6 +238,8 @@ def test_shuffle_again_or_not():
     assert first.tolist() != second.tolist()
     same = Dataset.range(50).shuffle(50, seed=3, reshuffle_each_iteration=False)
     assert numbers(same) == numbers(same)
+    same = Dataset.range(50).shuffle(50, reshuffle_each_iteration=False)
+    assert numbers(same) == numbers(same) == numbers(pickle.loads(pickle.dumps(same)))
     assert numbers(Dataset.range(50).shuffle(50)) != list(range(50))
 
 

@@ -7,6 +7,7 @@ processes) returns a grain dataset or any generator from the dataset function in
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
@@ -118,12 +119,14 @@ class Dataset:
 
         The order is uniform if the buffer holds all elements. ``seed`` makes the
         sequence of passes repeatable; each pass of it has another order, unless
-        ``reshuffle_each_iteration`` is false.
+        ``reshuffle_each_iteration`` is false: then all passes have the same one.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.
         """
         _at_least("buffer_size", buffer_size, 1)
+        if seed is None and not reshuffle_each_iteration:
+            seed = secrets.randbits(63)  # one order, and it is for every pass
         return Dataset(
             passes.Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
         )

@@ -228,7 +228,8 @@ class Passes:
 @final
 @dataclass(frozen=True, slots=True)
 class Shuffled(_Reordered):
-    """Draws at random from a buffer of the next ``buffer_size`` items."""
+    """Draws at random from a buffer of the next ``buffer_size`` items. Passes are in
+    another order each unless ``reshuffle`` is false, which needs a seed."""
 
     source: Recipe
     buffer_size: int
