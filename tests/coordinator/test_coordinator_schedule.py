@@ -173,6 +173,42 @@ def test_the_same_call_is_traced_and_shipped_once(world):
     assert len({n for w in world.workers for n in w.arguments}) == 1
 
 
+class Layer:
+    """Compared by identity, as most objects are."""
+
+    def __init__(self, units):
+        self.units = units
+
+
+def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def scale(layer, x):
+        return x * layer.units
+
+    layers = Layer(2), Layer(3)
+    values = [coordinator.schedule(scale, args=(layer, 1.5)) for layer in layers * 10]
+    assert [float(v.fetch()) for v in values] == [3.0, 4.5] * 10
+    assert len({n for w in world.workers for n in w.arguments}) == 2
+    layers[0].units = 5
+    coordinator.schedule(scale, args=(layers[0], 1.5)).fetch()
+    assert len({n for w in world.workers for n in w.arguments}) == 3
+
+
+def test_an_eager_step_has_its_arguments_for_itself(world):
+    coordinator = world.coordinator()
+
+    @zs.function(eager=True)
+    def take(layer):
+        layer.units += 1
+        return layer.units
+
+    layer = Layer(2)
+    values = [coordinator.schedule(take, args=(layer,)) for _ in range(4)]
+    assert [int(v.fetch()) for v in values] == [3] * 4
+
+
 def test_equal_numbers_of_other_types_are_other_arguments(world):
     coordinator = world.coordinator()
 

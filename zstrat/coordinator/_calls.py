@@ -4,7 +4,9 @@ A call is traced and pickled once; scheduling it again costs a look-up. Two call
 the same if function and arguments are, where arguments are compared by *value* if they
 are plain, by their number if they are handles (variables, per-worker iterators), and
 never if they can change (numpy arrays, foreign objects): those are pickled at each
-schedule, so that a closure sees its arguments as they were then.
+schedule, so that a closure sees its arguments as they were then. Foreign objects that
+give the bytes of before are the ones of before: a worker that unpickled them anew would
+trace the step anew, as they may compare by identity.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
+
+SAME_BYTES: Final = 16
+"""Pickled argument lists of one function that are compared with new ones; they stay on
+the workers as long."""
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -90,12 +96,21 @@ class Call:
 class _Known:
     """A function that was scheduled before. Does not keep it alive."""
 
-    __slots__ = ("calls", "code", "reference")
+    __slots__ = ("calls", "code", "pickled", "reference")
 
     def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
         self.code = Code(function.code)
         self.calls: OrderedDict[Hashable, Call] = OrderedDict()
+        self.pickled: OrderedDict[bytes, Arguments] = OrderedDict()
+
+    def same(self, arguments: Arguments) -> Arguments:
+        """The arguments that gave the same bytes before, else these."""
+        known = self.pickled.pop(arguments.code, arguments)
+        self.pickled[arguments.code] = known
+        if len(self.pickled) > SAME_BYTES:
+            self.pickled.popitem(last=False)
+        return known
 
 
 class Calls:
@@ -160,8 +175,12 @@ class Calls:
         known = self._know(function)
         arguments = None
         if positional or named:
-            arguments = Arguments(positional, named)
-            arguments.retire_to(self._retired)
+            made = arguments = Arguments(positional, named)
+            # An eager step may change its arguments, and is not traced.
+            if not function.eager and not _has_arrays((positional, named)):
+                arguments = known.same(made)
+            if arguments is made:
+                arguments.retire_to(self._retired)
         call = Call(result, known.code, arguments, resources)
         self._remember(known, args, kwargs, call)
         return call
@@ -274,6 +293,11 @@ def _checked(function: object) -> Function:
 def _leaves(tree: Any) -> list[Any]:
     kinds = (Resource, RemoteValue)
     return jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kinds))
+
+
+def _has_arrays(tree: Any) -> bool:
+    kinds = np.ndarray | np.generic | jax.Array
+    return any(isinstance(leaf, kinds) for leaf in _leaves(tree))
 
 
 def _per_worker(tree: Any) -> list[PerWorker]:
