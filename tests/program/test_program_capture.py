@@ -535,6 +535,31 @@ def test_run_eager_goes_through_the_given_home(home):
     assert home.values[v.spec.key] == 3.0
 
 
+def test_an_eager_step_is_given_what_a_captured_one_is():
+    def body(tree, n, flag, word, *, key):
+        assert (flag, word, list(tree)) == (True, "w", ["x"])
+        tree["own"] = 1  # nobody else sees it
+        return tree["x"].at[0].set(n), key
+
+    tree = {"x": np.arange(2, dtype=np.float64)}
+    args, kwargs = (tree, 1, True, "w"), {"key": np.int16(2)}
+    captured = zs.function(body)(*args, **kwargs)
+    step = zs.function(body, eager=True)
+    for _ in range(2):  # a worker calls with the same arguments again and again
+        leaves = zs.run_eager(step, args, kwargs).leaves
+        for x, y, z in zip(captured, leaves, step(*args, **kwargs), strict=True):
+            assert x.dtype == y.dtype == z.dtype
+            assert x.tolist() == y.tolist() == z.tolist()
+
+
+def test_an_eager_result_that_nobody_could_rebuild(home):
+    v = home.variable(np.float32(1))
+    step = zs.function(lambda: {"pair": Pair(v.value(), 2)}, eager=True)
+    assert step()["pair"] == Pair(1, 2)  # here it need not cross a wire
+    with pytest.raises(TypeError, match=r"'.*' returns PyTreeDef.*Pair.*plain tuples"):
+        zs.run_eager(step, (), {}, home)
+
+
 def test_bfloat16_and_integers_and_booleans(home):
     v = home.variable(np.array([1, 2], jnp.bfloat16))
     n, flag = home.variable(np.int32(3)), home.variable(np.array(True))

@@ -395,3 +395,17 @@ def test_only_own_variables_are_deleted(cluster):
     with pytest.raises(ValueError, match="'stranger' was not created in the scope"):
         cluster.strategy.delete_variables([mine, zv.Variable(2.0, name="stranger")])
     assert len(cluster.session.values) == 1
+
+
+def test_a_step_in_this_process_reads_all_its_variables_at_once(cluster):
+    with cluster.strategy.scope():
+        on_ps = [zv.Variable(np.float32(i)) for i in range(5)]
+    here = zv.Variable(np.float32(10))
+
+    @function
+    def step():
+        return sum(v.value() for v in (*on_ps[:2], here, *on_ps[2:]))
+
+    cluster.session.requests.clear()
+    assert float(step()) == 20
+    assert cluster.session.requests == ["read"]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
+from zstrat.variables import read_all
+
 from ._eager import Immediate
 from ._refusals import variables_in_our_words
 from ._results import StepResult, StepUpdate
@@ -132,21 +134,29 @@ def run_eager(
     """Runs the Python body at once: reads and updates go to ``home`` as they occur.
 
     For debugging with print and pdb. An eager step draws and updates as it goes, so it
-    has no plan, no retry without doubled effects, and ``updates`` is empty.
+    has no plan, and ``updates`` is empty.
 
     Args:
         home: Of all variables; None for each variable's own.
 
     Raises:
+        TypeError: The result is no pytree that can be rebuilt without a trace.
         Exception: Whatever the body raises.
     """
     with variables_in_our_words(function.name), Immediate(home).recording() as eager:
-        structure, arrays = split(function.body(*args, **kwargs), eager.read)
+        structure, arrays = split(_called(function, args, kwargs), eager.read)
+    plain = structure.plain
+    if isinstance(plain, list) and plain[:1] == ["*"]:
+        raise TypeError(
+            f"the eager step function {function.name!r} returns {structure.treedef}, "
+            "and whoever fetches the result cannot rebuild its classes, as nothing was "
+            "traced there: return dicts, lists or plain tuples, or leave out eager=True"
+        )
     leaves = [_frozen(array) for array in arrays]
     layout = ResultLayout(
         tuple(leaf.dtype.name for leaf in leaves),
         tuple(leaf.shape for leaf in leaves),
-        structure.plain,
+        plain,
     )
     return StepResult(leaves, layout, [])
 
@@ -159,12 +169,12 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if function.eager:
         words = variables_in_our_words(function.name)
         with words, Immediate(None).recording() as eager:
-            structure, arrays = split(function.body(*args, **kwargs), eager.read)
+            structure, arrays = split(_called(function, args, kwargs), eager.read)
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     prepared = prepare(function, args, kwargs)
     plan = prepared.plan
     try:
-        values = [variable.home.read(variable) for variable in plan.variables]
+        values = read_all(plan.variables)
     except BaseException:
         prepared.unread()
         raise
@@ -175,6 +185,18 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         host = tuple([np.asarray(array) for array in arrays])
         variable.home.update(variable, planned.op, host, optimizer)
     return plan.out_structure.unflatten(results)
+
+
+def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The body's result. It is given jax arrays, as a captured step is, and containers
+    of its own: other calls share these arguments."""
+    args, kwargs = jax.tree.map(_as_jax, (args, dict(kwargs)))
+    return function.body(*args, **kwargs)
+
+
+def _as_jax(leaf: Any) -> Any:
+    plain = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUmM"
+    return jax.numpy.array(leaf) if plain else leaf
 
 
 def _to_host(results: list[jax.Array], operands: list[list[jax.Array]]) -> None:

@@ -145,8 +145,9 @@ def function(
 
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for
-            debugging with print and pdb. Results are the same; it is slow, and the
-            updates of a step that is run again after a lost worker are doubled.
+            debugging with print and pdb. Results are the same; it is slow: each read
+            and update is a round trip. Of a step that is run again after a lost worker,
+            each update is still made once.
 
     Raises:
         TypeError: ``fn`` is no function, or a coroutine or generator function.

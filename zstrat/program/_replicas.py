@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zstrat.variables import Optimizer, Recorder, Variable, recorder
+from zstrat.variables import Optimizer, Recorder, Variable, read_all, recorder
 
 from ._capture import Capture, Discovery, Replay
 from ._collective import AXIS, aggregate
@@ -81,7 +81,10 @@ def replicate(
     split = [jnp.asarray(x) for x in split]
     variables = _discover(fn, shared, split, count)
     outside = recorder.get()
-    values = [_read(outside, variable) for variable in variables]
+    if outside is None:
+        values = [jnp.asarray(value) for value in read_all(variables)]
+    else:
+        values = [outside.read(variable) for variable in variables]
     keys = [variable.spec.key for variable in variables]
     traced: list[_Traced] = []
 
@@ -221,12 +224,6 @@ def _mapped(
         # to say when they are summed.
         check_vma=False,
     )
-
-
-def _read(outside: Recorder | None, variable: Variable) -> jax.Array:
-    if outside is None:
-        return jnp.asarray(variable.home.read(variable))
-    return outside.read(variable)
 
 
 def _update(

@@ -214,6 +214,9 @@ class ServerVariables:
     def read(self, variable: Variable) -> np.ndarray:
         return self._session.read([variable.spec])[0]
 
+    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return self._session.read([variable.spec for variable in variables])
+
     async def read_async(self, variable: Variable) -> np.ndarray:
         return (await self._session.read_async([variable.spec]))[0]
 

@@ -9,6 +9,7 @@ from ._creator import initialize as initialize
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import LocalHome as LocalHome
+from ._home import read_all as read_all
 from ._module import Module as Module
 from ._optimizer import Optimizer as Optimizer
 from ._recorder import Recorder as Recorder

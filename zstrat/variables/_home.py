@@ -8,7 +8,7 @@ handle that was unpickled on another task has none (`Detached`).
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +18,8 @@ from zstrat.wire import UpdateOp
 from ._apply import apply
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from ._optimizer import Optimizer
     from ._variable import Variable
 
@@ -50,6 +52,35 @@ class Home(Protocol):
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None: ...
+
+
+@runtime_checkable
+class ReadsMany(Protocol):
+    """A home that gives many values for the price of one."""
+
+    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        """The values, in order; see `Home.read`."""
+        ...
+
+
+def read_all(variables: Iterable[Variable]) -> list[np.ndarray]:
+    """The values of variables, in order; see `Home.read`.
+
+    Cost: one request to each home that can answer for many.
+    """
+    wanted = list(variables)
+    by_home: dict[int, list[int]] = {}
+    for place, variable in enumerate(wanted):
+        by_home.setdefault(id(variable.home), []).append(place)
+    found: dict[int, np.ndarray] = {}
+    for places in by_home.values():
+        here = [wanted[place] for place in places]
+        home = here[0].home
+        if isinstance(home, ReadsMany):
+            found.update(zip(places, home.read_many(here), strict=True))
+        else:
+            found.update((place, home.read(wanted[place])) for place in places)
+    return [found[place] for place in range(len(wanted))]
 
 
 class LocalHome:
