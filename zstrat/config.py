@@ -63,8 +63,6 @@ class Limits:
     """Requests of one peer that may be open at a time."""
     inline: int = 64 * 1024
     """Results up to this size travel with the completion of their closure."""
-    arrays_zero_copy: int = 64 * 1024
-    """Smaller buffers are copied on sending: tracking one costs more than its copy."""
 
 
 @dataclass(frozen=True, slots=True)
