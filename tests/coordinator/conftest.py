@@ -445,6 +445,9 @@ class FakeStrategy(CoordinatedStrategy):
     def require_known(self, plan):
         pass
 
+    def __reduce__(self):
+        return FakeStrategy, (None,)
+
 
 @pytest.fixture
 def world():

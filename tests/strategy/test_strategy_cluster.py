@@ -57,6 +57,18 @@ def test_two_replicas_of_a_worker_train_one_model(strategy):
     np.testing.assert_allclose(total, sum(parts.values), rtol=1e-6)
 
 
+def test_a_worker_traces_a_step_in_the_scope_of_its_strategy(strategy):
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    @zs.function
+    def step(x):
+        here = zs.get_strategy()
+        parts = here.run(lambda x: x + 1, args=(x,))
+        return here.num_replicas_in_sync, here.reduce("sum", parts, axis=None)
+
+    assert coordinator.schedule(step, args=(1.0,)).fetch() == (2, 4.0)
+
+
 def test_a_ps_refuses_what_mixes_variables_when_the_optimizer_is_made(strategy):
     with strategy.scope():
         with pytest.raises(ValueError, match="'clip' mixes variables"):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import pickle
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,19 @@ import zstrat.variables as zv
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import Settings
 from zstrat.errors import InvalidArgumentError
-from zstrat.program import WorkerContext, function, get_worker_context, worker_context
-from zstrat.strategy import ParameterServerStrategy, PerReplica
+from zstrat.program import (
+    WorkerContext,
+    function,
+    get_worker_context,
+    run_eager,
+    worker_context,
+)
+from zstrat.strategy import (
+    ParameterServerStrategy,
+    PerReplica,
+    get_strategy,
+    in_cross_replica_context,
+)
 
 FULL = {"chief": ["c:1"], "worker": ["w:1", "w:2"], "ps": ["p:1"]}
 
@@ -319,6 +331,46 @@ def test_a_shipped_step_finds_its_variables_strategy_and_optimizer(cluster):
     np.testing.assert_allclose(w.numpy(), [1.2, -0.4], rtol=1e-6)
     cluster.run(shipped, np.float32([2.0, 2.0]))
     assert count.numpy() == 2
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_shipped_step_is_in_the_scope_of_its_strategy(make_cluster, eager):
+    cluster = make_cluster(devices=2)
+    strategy = cluster.strategy
+
+    def inner(x):
+        assert get_strategy().extended.parameter_devices
+        return x.sum()
+
+    @function(eager=eager)
+    def step(x):
+        here = get_strategy()
+        assert in_cross_replica_context()
+        assert not here.is_default
+        # As a captured strategy, so in its own scope.
+        assert strategy is here
+        parts = here.run(inner, (x,))
+        return here.num_replicas_in_sync, here.reduce("sum", parts, axis=None)
+
+    there = cluster.ship(step.within(strategy))
+    x = np.float32([1, 2])
+    if eager:
+        leaves = run_eager(there, (x,), {}).leaves
+        assert leaves == [6.0]
+    else:
+        assert cluster.run(there, x) == (2, 6.0)
+    assert get_strategy().is_default
+    assert (there.name, there.eager) == (step.name, eager)
+
+
+def test_a_step_in_scope_that_cannot_be_shipped_says_the_same(cluster):
+    lock = threading.Lock()
+    step = function(lambda: lock)
+    with pytest.raises(TypeError, match="captured name 'lock'") as plain:
+        step.code  # noqa: B018
+    with pytest.raises(TypeError) as scoped:
+        step.within(cluster.strategy).code  # noqa: B018
+    assert str(scoped.value) == str(plain.value)
 
 
 def test_a_pickled_strategy_has_the_same_face_on_a_worker(make_cluster):

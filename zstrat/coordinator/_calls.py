@@ -27,9 +27,8 @@ from ._values import Claim, PerWorker, RemoteValue, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from zstrat.program import Plan
+    from ._strategy import CoordinatedStrategy
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
@@ -98,9 +97,14 @@ class _Known:
 
     __slots__ = ("calls", "code", "pickled", "reference")
 
-    def __init__(self, function: Function, forget: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        function: Function,
+        strategy: CoordinatedStrategy,
+        forget: Callable[[Any], None],
+    ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
-        self.code = Code(function.code)
+        self.code = Code(function.within(strategy).code)
         self.calls: OrderedDict[Hashable, Call] = OrderedDict()
         self.pickled: OrderedDict[bytes, Arguments] = OrderedDict()
 
@@ -117,20 +121,13 @@ class Calls:
     """Makes calls and finds them again.
 
     Args:
-        scope: Entered around each trace, so that what a trace creates lands where the
-            strategy puts it.
-        require_known: Refuses plans with variables of another session.
+        strategy: Its scope is entered around each trace, here and on the workers, so
+            that what a trace creates lands where the strategy puts it.
         retired: Gets the numbers of arguments that nobody needs any more.
     """
 
-    def __init__(
-        self,
-        scope: Callable[[], AbstractContextManager[object]],
-        require_known: Callable[[Plan], None],
-        retired: deque[int],
-    ) -> None:
-        self._scope, self._retired = scope, retired
-        self._require_known = require_known
+    def __init__(self, strategy: CoordinatedStrategy, retired: deque[int]) -> None:
+        self._strategy, self._retired = strategy, retired
         self._known: dict[int, _Known] = {}
 
     def find(
@@ -216,10 +213,10 @@ class Calls:
             (args, kwargs),
             is_leaf=lambda leaf: isinstance(leaf, Resource),
         )
-        with self._scope():
+        with self._strategy.scope():
             plan = function.plan(args, kwargs)
         plan.require_shared()
-        self._require_known(plan)
+        self._strategy.require_known(plan)
         return plan.out_structure.treedef
 
     def _know(self, function: Function) -> _Known:
@@ -227,7 +224,7 @@ class Calls:
         known = self._known.get(number)
         if known is None or known.reference() is not function:
             table = self._known
-            known = _Known(function, partial(_pop, table, number))
+            known = _Known(function, self._strategy, partial(_pop, table, number))
             table[number] = known
         return known
 

@@ -81,9 +81,7 @@ class Control:
                 WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
             ),
         )
-        self.calls = Calls(
-            strategy.scope, strategy.require_known, self.dispatcher.retired
-        )
+        self.calls = Calls(strategy, self.dispatcher.retired)
         self._on_loop(self.session.cluster.attach, self.dispatcher)
         self._finalizer = weakref.finalize(
             self, portal.call_soon, self.dispatcher.stop, "the coordinator is gone"

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class CoordinatedStrategy(abc.ABC):
-    """A strategy whose steps a `ClusterCoordinator` schedules on workers."""
+    """A strategy whose steps a `ClusterCoordinator` schedules on workers.
+
+    It is shipped with each of them: pickled, it arrives as what stands for it there.
+    """
 
     @property
     @abc.abstractmethod
@@ -23,7 +26,7 @@ class CoordinatedStrategy(abc.ABC):
 
     @abc.abstractmethod
     def scope(self) -> AbstractContextManager[object]:
-        """Entered around the trace of each scheduled function."""
+        """Entered around each trace of a scheduled function, here and on workers."""
 
     @abc.abstractmethod
     def require_known(self, plan: Plan) -> None:

@@ -10,6 +10,8 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any, Final
 
+from ._scoped import ScopedBody
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -63,6 +65,8 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             yield "the function of the partial", obj.func
             yield from _parts(obj.args)
             yield from _parts(obj.keywords)
+        case ScopedBody():
+            yield from _parts(obj.step)
         case dict():
             for key, value in obj.items():
                 yield f"item {key!r:.60}", value

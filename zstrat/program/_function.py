@@ -12,12 +12,14 @@ from . import _code, _refusals
 from ._bound import bound_functions
 from ._execute import run_here
 from ._programs import Programs
+from ._scoped import ScopedBody
 from ._signature import cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ._plan import Plan
+    from ._scoped import Scoping
 
 
 class Function:
@@ -85,6 +87,15 @@ class Function:
         program, draws = self.programs.find(cut(args, kwargs), args, kwargs)
         draws.unread()
         return program.plan
+
+    def within(self, strategy: Scoping) -> Function:
+        """The same step, whose body enters the scope of ``strategy``: what a
+        coordinator ships."""
+        body = ScopedBody(self.body, strategy)
+        scoped = _blank()
+        scoped.__setstate__({"body": body, "eager": self.eager, "name": self.name})
+        functools.update_wrapper(scoped, self.body, updated=())  # words name it so
+        return scoped
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if recorder.get() is not None:
