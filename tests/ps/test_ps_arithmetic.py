@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from zstrat.errors import InvalidArgumentError
-from zstrat.ps._arithmetic import SCATTERS, _runs, check, compute
+from zstrat.ps._arithmetic import SCATTERS, check, compute
+from zstrat.rows import runs
 from zstrat.wire import UpdateOp
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -123,9 +124,9 @@ def test_of_duplicate_indices_the_last_update_wins():
 
 def test_indices_too_large_for_the_fast_sort_are_sorted_too():
     indices = np.array([2**62 - 1, 5, 2**62 - 1, 7])
-    runs = _runs(indices)
-    assert runs.unique.tolist() == [5, 7, 2**62 - 1]
-    assert runs.counts.tolist() == [1, 1, 2]
+    found = runs(indices)
+    assert found.unique.tolist() == [5, 7, 2**62 - 1]
+    assert found.counts.tolist() == [1, 1, 2]
     assert runs.order.tolist() == [1, 3, 0, 2]
 
 

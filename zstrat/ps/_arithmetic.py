@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
+from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
 Operands = Sequence[np.ndarray]
@@ -37,10 +38,6 @@ SCATTERS: Final = frozenset(
         UpdateOp.SCATTER_UPDATE,
     }
 )
-_ROUNDS: Final = 16
-"""Duplicates of one index that are added round by round over all indices; what is
-beyond (a few hot rows) is summed per index."""
-
 OPTIMIZERS: Final = frozenset({UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS})
 
 _UFUNCS: Final[dict[UpdateOp, np.ufunc]] = {
@@ -134,68 +131,26 @@ def _scatter(
         return
     if not rows.size:
         return
-    runs = _runs(indices)
+    found = runs(indices)
     ufunc = _UFUNCS[op]
     if op is UpdateOp.SCATTER_DIV and is_integer(out.dtype):
-        _divide_integers(out, runs, rows)
-    elif len(runs.starts) == len(indices):
+        _divide_integers(out, found, rows)
+    elif found.are_distinct:
         out[indices] = ufunc(out[indices], rows)
     elif ufunc is np.add or ufunc is np.subtract:
-        out[runs.unique] = ufunc(out[runs.unique], _sums(runs, rows))
+        out[found.unique] = ufunc(out[found.unique], sums(found, rows))
     else:
         ufunc.at(out, indices, rows)
 
 
-class _Runs(NamedTuple):
-    """Where equal indices are: those of ``unique[i]`` stand at
-    ``order[starts[i] : starts[i] + counts[i]]``, in their first order."""
-
-    unique: np.ndarray
-    order: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-
-
-def _runs(indices: np.ndarray) -> _Runs:
-    bits = len(indices).bit_length()
-    if int(indices.max()) < 2 ** (63 - bits):
-        # Index and position in one number: sorting that is four times as fast as
-        # a stable argsort.
-        keyed = (indices << bits) | np.arange(len(indices))
-        keyed.sort()
-        ordered, order = keyed >> bits, keyed & (2**bits - 1)
-    else:
-        order = np.argsort(indices, kind="stable")
-        ordered = indices[order]
-    first = np.empty(len(ordered), bool)
-    first[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
-    starts = np.flatnonzero(first)
-    return _Runs(ordered[starts], order, starts, np.diff(starts, append=len(ordered)))
-
-
-def _sums(runs: _Runs, rows: np.ndarray) -> np.ndarray:
-    """The sum of the rows of each index; below 32 bits in float32, rounded once."""
-    small = is_floating(rows.dtype) and rows.dtype.itemsize < 4
-    dtype = np.dtype(np.float32) if small else rows.dtype
-    sums: np.ndarray = rows[runs.order[runs.starts]].astype(dtype)
-    for turn in range(1, min(int(runs.counts.max()), _ROUNDS)):
-        some = np.flatnonzero(runs.counts > turn)
-        sums[some] += rows[runs.order[runs.starts[some] + turn]]
-    for hot in np.flatnonzero(runs.counts > _ROUNDS):
-        start, end = runs.starts[hot] + _ROUNDS, runs.starts[hot] + runs.counts[hot]
-        sums[hot] += rows[runs.order[start:end]].sum(axis=0, dtype=sums.dtype)
-    return sums.astype(rows.dtype, copy=False)
-
-
-def _divide_integers(out: np.ndarray, runs: _Runs, rows: np.ndarray) -> None:
+def _divide_integers(out: np.ndarray, found: Runs, rows: np.ndarray) -> None:
     """Division that truncates towards zero, as XLA and TensorFlow divide integers.
 
     Round k divides by the k-th row of every index.
     """
-    for turn in range(int(runs.counts.max())):
-        some = np.flatnonzero(runs.counts > turn)
-        at, divisor = runs.unique[some], rows[runs.order[runs.starts[some] + turn]]
+    for turn in range(int(found.counts.max())):
+        some = np.flatnonzero(found.counts > turn)
+        at, divisor = found.unique[some], rows[found.order[found.starts[some] + turn]]
         dividend = out[at]
         quotient = dividend // divisor
         inexact = quotient * divisor != dividend

@@ -16,10 +16,14 @@ from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
 from ._slices import IndexedSlices as IndexedSlices
 from ._spec import LOCAL as LOCAL
+from ._spec import Part as Part
 from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
 from ._staging import is_staging as is_staging
+from ._table import Piece as Piece
+from ._table import Table as Table
+from ._table import TableLayout as TableLayout
 from ._tree import create_variables as create_variables
 from ._tree import values as values
 from ._variable import Variable as Variable

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._optimizer import Optimizer
+    from ._table import Table
     from ._variable import Variable
 
 
@@ -34,6 +35,20 @@ class Recorder(Protocol):
         optimizer: Optimizer | None,
     ) -> None:
         """Notes an update; shapes and dtypes were checked before."""
+        ...
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """The rows of a table, ``ids.shape + row``; ``ids`` are integers."""
+        ...
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
         ...
 
     def drew(self, leaf: object) -> bool:

@@ -39,8 +39,23 @@ class VariableAggregation(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which rows of a sharded variable a component is.
+
+    Rows ``[offset, offset + shape[0])`` of ``rows``; the component ``index`` of
+    ``count`` that make up the variable ``whole``.
+    """
+
+    whole: str
+    index: int
+    count: int
+    offset: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class VariableSpec:
-    """Shape, dtype and place of one variable.
+    """Shape, dtype and place of one variable. ``part``: of a larger one, None if whole.
 
     ``key`` is unique in the session: not negative for a variable on a parameter server,
     negative for one of this process. ``ps`` is the task index, `LOCAL` for none.
@@ -54,6 +69,7 @@ class VariableSpec:
     trainable: bool = True
     aggregation: VariableAggregation = VariableAggregation.NONE
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
+    part: Part | None = None
 
     @property
     def device(self) -> str:

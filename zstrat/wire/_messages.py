@@ -17,7 +17,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the protocol; HELLO refuses any other."""
 
 Arrays = tuple[np.ndarray, ...]
@@ -253,6 +253,32 @@ class CreateVariables:
     arrays: Arrays
 
 
+class InitialEntry(NamedTuple):
+    """A variable whose value is made where it will live: ``shape`` of ``whole``, from
+    ``offset`` on (one number per axis each)."""
+
+    key: int
+    name: str
+    trainable: bool
+    sharded: bool
+    dtype: str
+    shape: list[int]
+    whole: list[int]
+    offset: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class InitializeVariables:
+    """Creates all or none, as `CreateVariables`, from one shipped initializer:
+    ``(shape, dtype, partition_shape=, partition_offset=) -> array``. Taken from a
+    coordinator alone."""
+
+    kind: ClassVar = 39
+    session: int
+    variables: list[InitialEntry]
+    code: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class DeleteVariables:
     kind: ClassVar = 33
@@ -289,9 +315,25 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class PullRows:
+    """`Pull`, and rows of variables besides; answered by `Pulled`.
+
+    ``rows`` are the keys of the variables of which rows are read; the array at its
+    place holds their indices, ``[n]`` integers of the variable's first axis.
+    """
+
+    kind: ClassVar = 61
+    session: int
+    reads: list[Read]
+    rows: list[int]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
 class Pulled:
     """One version per read, in order. ``arrays`` holds the values of those reads whose
-    version differs from the one that the reader knew, in order."""
+    version differs from the one that the reader knew, in order, and behind them the
+    rows ``[n, ...]`` for each of `PullRows.rows`."""
 
     kind: ClassVar = 36
     versions: list[int]
@@ -333,6 +375,134 @@ class Pushed:
     kind: ClassVar = 38
     applied: bool
     versions: list[int]
+
+
+# ---- snapshots: values and slots as they were at one moment -------------------------
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a snapshot: the value of a variable (``optimizer`` 0, ``leaf``
+    ""), or a leaf of an optimizer's state beside it, named by its path.
+
+    ``rows``: its first axis is the variable's own.
+    """
+
+    key: int
+    optimizer: int
+    leaf: str
+    dtype: str
+    shape: list[int]
+    rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PinSnapshot:
+    """Keeps values and slots of variables as they are now, until `ReleaseSnapshot`;
+    updates go on beside. ``optimizers``: whose slots. Answered by `SnapshotPinned`."""
+
+    kind: ClassVar = 40
+    session: int
+    snapshot: int
+    keys: list[int]
+    optimizers: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPinned:
+    kind: ClassVar = 41
+    tensors: list[TensorEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSnapshot:
+    """Writes tensors of a snapshot (by their place in `SnapshotPinned`) to the new file
+    ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
+
+    kind: ClassVar = 42
+    session: int
+    snapshot: int
+    path: str
+    tensors: list[int]
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWritten:
+    """Digests in the order of the names; ``size`` of the file in bytes."""
+
+    kind: ClassVar = 43
+    digests: list[str]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """Asks for ``size`` bytes of a tensor of a snapshot; answered by `SnapshotPart`."""
+
+    kind: ClassVar = 44
+    session: int
+    snapshot: int
+    tensor: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPart:
+    """One array of bytes."""
+
+    kind: ClassVar = 45
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSnapshot:
+    kind: ClassVar = 46
+    session: int
+    snapshot: int
+
+
+class LoadEntry(NamedTuple):
+    """Rows ``[start, stop)`` of tensor ``name`` in the file ``path`` go to rows from
+    ``at`` on of a variable's value or slot (as in `TensorEntry`). A tensor without the
+    variable's rows goes whole (``start``, ``stop`` and ``at`` are 0)."""
+
+    key: int
+    optimizer: int
+    leaf: str
+    path: str
+    name: str
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTensors:
+    """Reads values and slots from files that this ps can see. Answered by `Done`."""
+
+    kind: ClassVar = 47
+    session: int
+    entries: list[LoadEntry]
+
+
+class StoreEntry(NamedTuple):
+    """The array at its place goes to rows from ``at`` on, as in `LoadEntry`."""
+
+    key: int
+    optimizer: int
+    leaf: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTensors:
+    """Values and slots that were read elsewhere. Answered by `Done`."""
+
+    kind: ClassVar = 60
+    session: int
+    entries: list[StoreEntry]
+    arrays: Arrays
 
 
 # ---- worker ----------------------------------------------------------------------
@@ -500,12 +670,23 @@ Message = (
     | SessionOpened
     | CloseSession
     | CreateVariables
+    | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
     | Pull
+    | PullRows
     | Pulled
     | Push
     | Pushed
+    | PinSnapshot
+    | SnapshotPinned
+    | WriteSnapshot
+    | SnapshotWritten
+    | ReadSnapshot
+    | SnapshotPart
+    | ReleaseSnapshot
+    | LoadTensors
+    | StoreTensors
     | PutCode
     | PutArguments
     | DropArguments

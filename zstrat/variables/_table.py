@@ -1,0 +1,107 @@
+"""Rows that live in one or several variables, and which of them has a row.
+
+Two layouts, as in TF: *div* gives each component a range of neighbouring rows, the
+first ones one more than the rest (what a partitioner makes); *mod* deals the rows out
+in turn (only for lists that are given to an `embedding_lookup` of the v1 API). Decides
+without I/O: ids in, pieces out.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._variable import Variable
+
+
+class TableLayout(enum.StrEnum):
+    """How rows are laid over the components."""
+
+    DIV = "div"
+    MOD = "mod"
+
+
+class Piece(NamedTuple):
+    """What one component has of a batch of ids: the ids at ``positions`` are its rows
+    ``local``."""
+
+    component: int
+    positions: slice | np.ndarray
+    local: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows over variables of one dtype that differ in their first axis alone.
+
+    ``shape`` is that of all rows together.
+    """
+
+    name: str
+    components: tuple[Variable, ...]
+    layout: TableLayout = TableLayout.DIV
+    offsets: np.ndarray = field(init=False, repr=False, compare=False)
+    """First row of each component, and behind the last one the number of all rows."""
+
+    def __post_init__(self) -> None:
+        rows = [component.shape[0] for component in self.components]
+        object.__setattr__(self, "offsets", np.cumsum([0, *rows]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (int(self.offsets[-1]), *self.components[0].shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.components[0].dtype
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        """Names the table in its session."""
+        return tuple(component.spec.key for component in self.components)
+
+    def __str__(self) -> str:
+        return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
+
+    def require_inside(self, ids: np.ndarray) -> None:
+        """Refuses ids of rows that are not there. Cost: one pass.
+
+        Raises:
+            IndexError: Names the table and the first such id.
+        """
+        if not ids.size:
+            return
+        rows = self.shape[0]
+        if int(ids.min()) < 0 or int(ids.max()) >= rows:
+            wrong = ids[(ids < 0) | (ids >= rows)].flat[0]
+            raise IndexError(
+                f"{self} has no row {int(wrong)}: ids are in [0, {rows}). Negative ids "
+                "do not count from the end; mask padding, or look it up as row 0"
+            )
+
+    def pieces(self, ids: np.ndarray) -> Sequence[Piece]:
+        """What each component has of ids ``[n]``, which grow and are inside; components
+        that have none are left out."""
+        if len(self.components) == 1:
+            return [Piece(0, slice(0, len(ids)), ids)] if len(ids) else []
+        if self.layout is TableLayout.DIV:
+            return self._ranges(ids)
+        count = len(self.components)
+        owners = ids % count
+        found = [np.flatnonzero(owners == n) for n in range(count)]
+        return [Piece(n, at, ids[at] // count) for n, at in enumerate(found) if len(at)]
+
+    def _ranges(self, ids: np.ndarray) -> list[Piece]:
+        cuts = np.searchsorted(ids, self.offsets)
+        return [
+            Piece(n, slice(start, stop), ids[start:stop] - self.offsets[n])
+            for n, (start, stop) in enumerate(itertools.pairwise(cuts))
+            if start < stop
+        ]
