@@ -115,7 +115,8 @@ _MODULES: Final[dict[str, str]] = {
     "cluster_resolver": "zstrat.cluster",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
-    "initializers": "zstrat.variables.initializers",
+    "initializers": "zstrat.initializers",
+    "partitioners": "zstrat.variables.partitioners",
 }
 """Public name -> the module that it is."""
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._creator import Request, check, creator, initialize
+from ._creator import Request, check, creator
 from ._home import Detached, Home
+from ._initial import initialize
 from ._local import LocalHome
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
@@ -39,7 +40,8 @@ class Variable(AbstractVariable):
     """A shared, mutable array.
 
     Inside ``strategy.scope()`` it is created on the parameter servers; elsewhere it
-    lives in this process.
+    lives in this process. Where a strategy's partitioner wants it in several parts, a
+    `ShardedVariable` comes back, as in TF.
 
     Args:
         initial_value: An array, a Python value, or a callable. A callable is called
@@ -79,7 +81,8 @@ class Variable(AbstractVariable):
             aggregation,
             synchronization,
         )
-        return create([request])[0]
+        made: Any = create([request])[0]
+        return made  # type: ignore[no-any-return]  # or a ShardedVariable
 
     @property
     def spec(self) -> VariableSpec:
@@ -182,8 +185,8 @@ def detached(spec: VariableSpec) -> Variable:
     return handle(spec, _DETACHED)
 
 
-def create(requests: Sequence[Request]) -> list[Variable]:
-    """New variables, where the current scope puts them.
+def create(requests: Sequence[Request]) -> Sequence[AbstractVariable]:
+    """New variables, where the current scope puts them; it may cut them in parts.
 
     Raises:
         ValueError: A step is being traced, or the creator refuses a request.
