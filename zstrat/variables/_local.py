@@ -15,6 +15,7 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._apply import apply
+from ._local_rows import optimized_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,18 +81,17 @@ class LocalHome:
     def _optimized(
         self, op: UpdateOp, operands: Operands, optimizer: Optimizer
     ) -> np.ndarray:
-        transformation = optimizer.transformation
-        gradient = operands[0]
-        if op is UpdateOp.OPTIMIZE_ROWS:
-            zeros = np.zeros_like(self._value)
-            gradient = apply(UpdateOp.SCATTER_ADD, zeros, operands)
+        transformation, step = optimizer.transformation, _jitted(optimizer)
         if optimizer.id not in self._slots:
             self._slots[optimizer.id] = transformation.init(self._value)
-        step, slots = _jitted(optimizer)(
-            gradient, self._slots[optimizer.id], self._value
-        )
+        slots = self._slots[optimizer.id]
+        if op is UpdateOp.OPTIMIZE_ROWS:
+            state = self._value, slots
+            value, slots = optimized_rows(optimizer, step, state, *operands)
+        else:
+            value, slots = step(operands[0], slots, self._value)
         self._slots[optimizer.id] = slots
-        return np.asarray(step)
+        return np.asarray(value)
 
 
 def _jitted(optimizer: Optimizer) -> Any:

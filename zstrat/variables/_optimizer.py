@@ -54,6 +54,8 @@ class Optimizer:
         self._transformation: Any = _checked(transformation)
         self.compiled: Any = None
         """Used by homes in this process: the compiled update."""
+        self.is_by_rows: bool | None = None
+        """Used by them too: whether it treats rows one by one; None until tried."""
         self.iterations: Variable | None = None
         current = creator.get()
         self.is_local = current is None
@@ -180,6 +182,7 @@ def _handle(
     made = object.__new__(Optimizer)
     made.id, made.name, made.is_local = optimizer, name, is_local
     made.iterations, made.compiled, made._transformation = iterations, None, None
+    made.is_by_rows = None
     return made
 
 

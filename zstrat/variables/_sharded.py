@@ -11,17 +11,22 @@ Law of the file: the components never change, and each of them knows which rows 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
+from . import _convert
 from ._abstract import AbstractVariable
-from ._home import read_all, read_all_async
+from ._creator import Request
+from ._home import read_all, read_all_async, read_parts
+from ._indexing import select
+from ._recorder import Recorder, recorder
 from ._rows import row_updates
 from ._spec import Part, VariableSpec
+from ._staging import refuse_read
 from ._table import Table
-from ._variable import Variable
+from ._variable import Variable, create
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,7 +35,7 @@ if TYPE_CHECKING:
 
     from ._home import HomeUpdate
     from ._optimizer import Optimizer
-    from ._recorder import Recorder
+    from ._slices import IndexedSlices
 
 
 class ShardedVariable(AbstractVariable):
@@ -77,6 +82,10 @@ class ShardedVariable(AbstractVariable):
     def _read_now(self) -> np.ndarray:
         return _joined(read_all(self.components))
 
+    def _read_parts_now(self) -> list[np.ndarray]:
+        refuse_read(self._spec)
+        return read_all(self.components)
+
     async def _read_now_async(self) -> np.ndarray:
         return _joined(await read_all_async(self.components))
 
@@ -116,6 +125,104 @@ class ShardedVariable(AbstractVariable):
         offsets = self._table.offsets.tolist()
         for index, component in enumerate(self.components):
             yield component, value[offsets[index] : offsets[index + 1]]
+
+    # ---- in parts ------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Variable]:
+        """The components, as in TF; ``iter(v.value())`` goes through the rows."""
+        return iter(self.components)
+
+    def __len__(self) -> int:
+        """How many components there are: what iterating gives."""
+        return len(self.components)
+
+    def __getitem__(self, index: Any) -> Any:
+        """What numpy's indexing gives for integers, slices, ``...``, None and masks.
+
+        Outside of steps only the rows that are wanted are fetched; inside, whole
+        components, but only those that have such rows. For some rows of a large table
+        `sparse_read` is the cheaper word there.
+
+        Raises:
+            TypeError: The index, or a bound of a slice, is an array.
+            IndexError: It is out of bounds, or for more axes than there are.
+            ValueError: The step of a slice is zero.
+        """
+        selection = select(index, self.shape)
+        pieces = [
+            (self.components[n], rows) for n, rows in selection.pieces(self._table)
+        ]
+        recording = recorder.get()
+        if recording is None:
+            refuse_read(self._spec)
+            return self._fetched(pieces)[selection.index]
+        _convert.require_traceable(self._spec)
+        parts = [recording.read(component)[rows] for component, rows in pieces]
+        parts = parts or [jnp.zeros((0, *self.shape[1:]), self.dtype)]
+        return jnp.concatenate(parts)[selection.index]
+
+    def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
+        """These rows, put together. Cost: one request to each home."""
+        wanted = [_count(rows, component) for component, rows in pieces]
+        touched = sum(component.shape[0] for component, _ in pieces)
+        if not pieces:
+            parts = [np.empty((0, *self.shape[1:]), self.dtype)]
+        elif sum(wanted) * 2 > touched:
+            values = read_all(component for component, _ in pieces)
+            parts = [
+                value[rows] for value, (_, rows) in zip(values, pieces, strict=True)
+            ]
+        else:
+            parts = read_parts([(c, _indices(rows, c)) for c, rows in pieces])
+        return _joined(parts)
+
+    # ---- what becomes of it --------------------------------------------------------
+
+    def batch_scatter_update(self, sparse_delta: IndexedSlices) -> Self:
+        """The same as `scatter_update`, which takes any number of rows."""
+        return self.scatter_update(sparse_delta)
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Rows ``indices`` [n] of the value, in their order: ``[n, ...]``. Nothing but
+        these rows is fetched, each of them once.
+
+        Raises:
+            ValueError: Indices are no integers, or no vector.
+            IndexError: An index is out of bounds; inside a step where it is known.
+        """
+        self._require_vector(indices)
+        return super().sparse_read(indices)
+
+    async def sparse_read_async(self, indices: Any) -> np.ndarray:
+        """`sparse_read`, without blocking the running loop."""
+        self._require_vector(indices)
+        return await super().sparse_read_async(indices)
+
+    def _require_vector(self, indices: Any) -> None:
+        if np.ndim(indices) != 1:
+            raise ValueError(
+                f"sparse_read of {self._spec}: indices must be rank 1, got rank "
+                f"{np.ndim(indices)}; zs.embedding_lookup takes any"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
+        """A new variable in the same parts with the present values, where the current
+        scope puts them."""
+        requests = [
+            Request(
+                value,
+                None,
+                self.dtype,
+                part.name,
+                part.trainable,
+                part.aggregation,
+                part.synchronization,
+                is_whole=True,
+            )
+            for part, value in zip(self.components, self._read_parts_now(), strict=True)
+        ]
+        made: Any = create(requests)
+        return ShardedVariable(made, self.name)
 
     def __reduce__(self) -> Any:
         return joined, (self.components, self.name)
@@ -174,6 +281,18 @@ def _check(variables: Any) -> None:
                 f"{variable.spec.part.whole!r} already: a variable is in one "
                 "ShardedVariable"
             )
+
+
+def _count(rows: Any, component: Variable) -> int:
+    if isinstance(rows, slice):
+        return len(range(*rows.indices(component.shape[0])))
+    return len(rows)
+
+
+def _indices(rows: Any, component: Variable) -> np.ndarray:
+    if isinstance(rows, slice):
+        return np.arange(*rows.indices(component.shape[0]))
+    return np.asarray(rows)
 
 
 def _is_variable(value: object) -> bool:

@@ -153,14 +153,21 @@ class Variable(AbstractVariable):
         return [(self, op, rows, optimizer)]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A new variable with the present value, where the current scope puts it."""
-        return Variable(
+        """A new variable with the present value, where the current scope puts it; of a
+        part, one that is whole."""
+        spec = self._spec
+        request = Request(
             self.numpy(),
-            self.trainable,
-            self.name,
-            aggregation=self.aggregation,
-            synchronization=self.synchronization,
+            None,
+            self.dtype,
+            spec.name,
+            spec.trainable,
+            spec.aggregation,
+            spec.synchronization,
+            is_whole=spec.part is not None,
         )
+        made: Any = create([request])[0]
+        return made  # type: ignore[no-any-return]  # or a ShardedVariable
 
     def __reduce__(self) -> Any:
         return detached, (self._spec,)
