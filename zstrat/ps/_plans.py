@@ -47,6 +47,8 @@ class PlannedUpdate:
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
+        elif self.op in SCATTERS:
+            source = out = cell.begin_rows(self.operands[0])
         else:
             source, out = cell.begin()
         compute(self.op, source, self.operands, out)

@@ -18,14 +18,13 @@ import optax
 
 from zstrat.errors import BusyError, InvalidArgumentError
 
-from ._slots import LAYOUTS, Slots, Step, is_wide
+from ._cell import Cell
+from ._slots import LAYOUTS, Leaf, Slots, Step, is_wide
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import numpy as np
-
-    from ._cell import Cell
 
 Shapes = tuple[jax.ShapeDtypeStruct, ...]
 Context = contextlib.AbstractContextManager[object]
@@ -63,6 +62,7 @@ class _Layout:
     value: jax.ShapeDtypeStruct
     structure: Any
     leaves: Shapes
+    about: tuple[Leaf, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,15 @@ class Program:
         """Hands the work to XLA, which may do it later; returns the new value."""
         cell, slots = step.cell, step.slots[optimizer]
         with _precision(self.wide):
-            value, leaves = self.call(cell.give(), slots.leaves, step.gradient)
+            given = tuple([leaf.give() for leaf in slots.cells])
+            value, leaves = self.call(cell.give(), given, step.gradient)
         cell.take_back(value)
-        slots.leaves, slots.layout = leaves, self.after
+        if slots.layout == self.after:
+            for leaf, new in zip(slots.cells, leaves, strict=True):
+                leaf.take_back(new)
+        else:
+            slots.cells = tuple(map(Cell.on_device, leaves))
+            slots.layout = self.after
         return value
 
 
@@ -145,7 +151,9 @@ class Programs:
         call, layout = entry
         with _precision(is_wide(cell.dtype)):
             leaves = call(cell.give())
-        return Slots(leaves, layout, sum(leaf.nbytes for leaf in leaves))
+        return Slots(
+            tuple(map(Cell.on_device, leaves)), self._layouts[layout].about, layout
+        )
 
     def _program(self, step: Step) -> Program:
         key = (step.slots[self._optimizer].layout, step.gradient.dtype)
@@ -167,7 +175,8 @@ class Programs:
             structure = jax.tree.structure(jax.eval_shape(init, value))
             leaves = tuple(map(_spec, jax.eval_shape(initial, value)))
             call = jax.jit(initial).lower(value).compile()
-        return call, self._number(_Layout(value, structure, leaves))
+            about = _about(init, value)
+        return call, self._number(_Layout(value, structure, leaves, about))
 
     def _compile(self, step: Step) -> Program:
         layout = self._layouts[step.slots[self._optimizer].layout]
@@ -194,7 +203,8 @@ class Programs:
             donated = (0, 1) if after == layout.leaves else (0,)
             jitted = jax.jit(update, donate_argnums=donated)
             call = jitted.lower(layout.value, layout.leaves, gradient).compile()
-        number = self._number(_Layout(layout.value, layout.structure, after))
+        about = layout.about
+        number = self._number(_Layout(layout.value, layout.structure, after, about))
         return Program(call, number, wide)
 
     def _number(self, layout: _Layout) -> int:
@@ -221,6 +231,22 @@ class Programs:
                 f"optimizer {self._name!r} cannot be applied to {cell.dtype.name}"
                 f"{list(cell.shape)}: {type(error).__name__}: {error}"
             ) from error
+
+
+def _about(init: Any, value: jax.ShapeDtypeStruct) -> tuple[Leaf, ...]:
+    """The leaves of ``init(value)``: those that grow by a row with the variable have
+    its rows."""
+    found, _ = jax.tree_util.tree_flatten_with_path(jax.eval_shape(init, value))
+    names = [jax.tree_util.keystr(path) for path, _ in found]
+    here: list[tuple[int, ...]] = [tuple(leaf.shape) for _, leaf in found]
+    if not value.shape:
+        return tuple(Leaf(name, False) for name in names)
+    more = jax.ShapeDtypeStruct((value.shape[0] + 1, *value.shape[1:]), value.dtype)  # type: ignore[no-untyped-call]
+    there = [tuple(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(init, more))]
+    return tuple(
+        Leaf(name, a != b and b == (more.shape[0], *a[1:]))
+        for name, a, b in zip(names, here, there, strict=True)
+    )
 
 
 def _precision(wide: bool) -> Context:
