@@ -30,7 +30,7 @@ PREFIX: Final = struct.Struct("<Q")
 MAX_HEADER: Final = 100_000_000
 """What the safetensors library reads at most; a million tensors fit."""
 ALIGNMENT: Final = 64
-"""The first tensor begins at a multiple of it, as a program that maps the file likes."""
+"""The first tensor begins at a multiple, as a program that maps the file likes."""
 
 _NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -159,7 +159,7 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
 
 
 def decode_header(text: bytes, size: int, file: str) -> Header:
-    """Inverse of `encode_header`, for a file of ``size`` bytes with the header ``text``.
+    """Inverse of `encode_header`, for a file of ``size`` bytes whose header is ``text``.
 
     Raises:
         DataLossError: The header is damaged, or the file is shorter or longer than it

@@ -113,7 +113,7 @@ class TensorReader:
         offset = start * info.row_bytes
         if start < 0 or offset + out.nbytes > info.nbytes:
             raise ValueError(f"{self.path}: {name!r} ({info}) ends before that")
-        view = memoryview(out.reshape(-1).view(np.uint8))
+        view = out.reshape(-1).view(np.uint8).data
         self._fill(view, self._header.places[name].offset + offset, name)
 
     def parts(self, name: str) -> Iterator[memoryview]:
