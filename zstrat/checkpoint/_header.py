@@ -159,7 +159,7 @@ def header_length(prefix: bytes, size: int, file: str) -> int:
 
 
 def decode_header(text: bytes, size: int, file: str) -> Header:
-    """Inverse of `encode_header`, for a file of ``size`` bytes whose header is ``text``.
+    """Inverse of `encode_header`, for a file of ``size`` bytes with that header.
 
     Raises:
         DataLossError: The header is damaged, or the file is shorter or longer than it
