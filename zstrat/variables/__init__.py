@@ -17,6 +17,8 @@ from ._initial import initial as initial
 from ._initial import initialize as initialize
 from ._local import LocalHome as LocalHome
 from ._module import Module as Module
+from ._module import unwatch as unwatch
+from ._module import watch as watch
 from ._optimizer import Optimizer as Optimizer
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
@@ -27,6 +29,9 @@ from ._rows import row_updates as row_updates
 from ._sharded import ShardedVariable as ShardedVariable
 from ._sharded import joined as joined
 from ._slices import IndexedSlices as IndexedSlices
+from ._slots import SlotInfo as SlotInfo
+from ._slots import initial_slots as initial_slots
+from ._slots import slot_infos as slot_infos
 from ._spec import LOCAL as LOCAL
 from ._spec import Part as Part
 from ._spec import VariableAggregation as VariableAggregation
