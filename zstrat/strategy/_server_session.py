@@ -1,0 +1,79 @@
+"""What a strategy asks of the connection to its cluster, and nothing more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.variables import VariableSpec
+    from zstrat.wire import InitialEntry, UpdateOp
+
+
+class ServerSession(Protocol):
+    """Every method blocks; the twins ``..._async`` may be awaited in any event loop."""
+
+    @property
+    def session(self) -> int:
+        """A random number that tells this session from every other one."""
+        ...
+
+    def create_variables(
+        self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> None: ...
+
+    def delete_variables(self, specs: Sequence[VariableSpec]) -> None: ...
+
+    def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None: ...
+
+    def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]: ...
+
+    async def read_async(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]: ...
+
+    def update(
+        self,
+        spec: VariableSpec,
+        op: UpdateOp,
+        optimizer: int,
+        arrays: Sequence[np.ndarray],
+    ) -> None: ...
+
+    async def update_async(
+        self,
+        spec: VariableSpec,
+        op: UpdateOp,
+        optimizer: int,
+        arrays: Sequence[np.ndarray],
+    ) -> None: ...
+
+    def initialize_variables(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
+    ) -> None:
+        """Creates variables whose values their ps make, with one shipped initializer
+        for all of them."""
+        ...
+
+    def read_rows(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Rows ``[n, ...]`` of variables by indices ``[n]``. One request per ps."""
+        ...
+
+    async def read_rows_async(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]: ...
+
+    def update_many(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
+    ) -> None:
+        """Updates as in `update`, by one request per ps."""
+        ...
+
+    async def update_many_async(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
+    ) -> None: ...
