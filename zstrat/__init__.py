@@ -99,6 +99,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "IndexedSlices",
             "Module",
             "Optimizer",
+            "ShardedVariable",
             "Variable",
             "VariableAggregation",
             "VariableSynchronization",

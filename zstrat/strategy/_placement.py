@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.program import Plan
-    from zstrat.variables import Optimizer
-    from zstrat.wire import UpdateOp
+    from zstrat.variables import HomeRows, HomeUpdate, Optimizer
+    from zstrat.wire import InitialEntry, UpdateOp
 
 _colocated: Final[ContextVar[Variable | None]] = ContextVar(
     "zstrat_colocated", default=None
@@ -70,6 +70,35 @@ class ServerSession(Protocol):
         op: UpdateOp,
         optimizer: int,
         arrays: Sequence[np.ndarray],
+    ) -> None: ...
+
+    def initialize_variables(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
+    ) -> None:
+        """Creates variables whose values their ps make, with one shipped initializer
+        for all of them."""
+        ...
+
+    def read_rows(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Rows ``[n, ...]`` of variables by indices ``[n]``. One request per ps."""
+        ...
+
+    async def read_rows_async(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]: ...
+
+    def update_many(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
+    ) -> None:
+        """Updates as in `update`, by one request per ps."""
+        ...
+
+    async def update_many_async(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
     ) -> None: ...
 
 
@@ -220,6 +249,22 @@ class ServerVariables:
     async def read_async(self, variable: Variable) -> np.ndarray:
         return (await self._session.read_async([variable.spec]))[0]
 
+    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return await self._session.read_async([variable.spec for variable in variables])
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return self._session.read_rows([(v.spec, indices) for v, indices in parts])
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        wanted = [(variable.spec, indices) for variable, indices in parts]
+        return await self._session.read_rows_async(wanted)
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        self._session.update_many([_sent(*update) for update in updates])
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        await self._session.update_many_async([_sent(*update) for update in updates])
+
     def update(
         self,
         variable: Variable,
@@ -264,6 +309,15 @@ class ServerVariables:
                 f"in {parts} parts, and this version keeps every variable whole on one "
                 "ps: leave the partitioner out, or let it return 1 for this shape"
             )
+
+
+def _sent(
+    variable: Variable,
+    op: UpdateOp,
+    operands: tuple[np.ndarray, ...],
+    optimizer: Optimizer | None,
+) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
+    return variable.spec, op, 0 if optimizer is None else optimizer.id, operands
 
 
 def first_number(session: int) -> int:

@@ -1,6 +1,7 @@
 """Handles of variables: what they are, where they live, how a step meets them."""
 
 from . import initializers as initializers
+from ._abstract import AbstractVariable as AbstractVariable
 from ._apply import apply as apply
 from ._creator import Creator as Creator
 from ._creator import Request as Request
@@ -8,12 +9,20 @@ from ._creator import creator as creator
 from ._creator import initialize as initialize
 from ._home import Detached as Detached
 from ._home import Home as Home
-from ._home import LocalHome as LocalHome
+from ._home import HomeRows as HomeRows
+from ._home import HomeUpdate as HomeUpdate
 from ._home import read_all as read_all
+from ._home import update_all as update_all
+from ._local import LocalHome as LocalHome
 from ._module import Module as Module
 from ._optimizer import Optimizer as Optimizer
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
+from ._rows import Gathering as Gathering
+from ._rows import read_rows as read_rows
+from ._rows import read_rows_async as read_rows_async
+from ._rows import row_updates as row_updates
+from ._sharded import ShardedVariable as ShardedVariable
 from ._slices import IndexedSlices as IndexedSlices
 from ._spec import LOCAL as LOCAL
 from ._spec import Part as Part

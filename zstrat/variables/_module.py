@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._sharded import ShardedVariable
 from ._variable import Variable
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ class Module:
     """Base of models that keep variables in attributes.
 
     Variables in lists, tuples, dicts and other modules count too, each once, in the
-    order of the attributes' names.
+    order of the attributes' names. Of a sharded variable the components count.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -48,6 +49,8 @@ def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
         return
     children: list[Any] = []
     match node:
+        case ShardedVariable():
+            children = node.variables
         case Module():
             yield node
             children = [value for _, value in sorted(vars(node).items())]

@@ -1,0 +1,113 @@
+"""Variables of this process: the value, and the slots of the optimizers that moved it.
+
+Law of the file: a value that was handed out is never written to; every update makes a
+new array.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zstrat.wire import UpdateOp
+
+from ._apply import apply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._home import HomeRows, HomeUpdate, Operands
+    from ._optimizer import Optimizer
+    from ._variable import Variable
+
+
+class LocalHome:
+    """One variable in this process, with the slots of the optimizers that moved it."""
+
+    def __init__(self, value: np.ndarray) -> None:
+        self._value = _frozen(np.array(value, order="C"))
+        self._slots: dict[int, Any] = {}
+        # Reads and updates come from any thread; an update is read, compute, replace.
+        self._lock = threading.Lock()
+
+    def read(self, variable: Variable) -> np.ndarray:
+        del variable  # one home, one variable
+        return self._value
+
+    async def read_async(self, variable: Variable) -> np.ndarray:
+        return self.read(variable)
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: Optimizer | None,
+    ) -> None:
+        with self._lock:
+            if optimizer is None:
+                value = apply(op, self._value, operands)
+            else:
+                value = self._optimized(op, operands, optimizer)
+            self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
+
+    async def update_async(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: Optimizer | None,
+    ) -> None:
+        self.update(variable, op, operands, optimizer)
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        value = self._value
+        return [_frozen(value[indices]) for _, indices in parts]
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return self.read_rows(parts)
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        for update in updates:
+            self.update(*update)
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        self.update_many(updates)
+
+    def _optimized(
+        self, op: UpdateOp, operands: Operands, optimizer: Optimizer
+    ) -> np.ndarray:
+        transformation = optimizer.transformation
+        gradient = operands[0]
+        if op is UpdateOp.OPTIMIZE_ROWS:
+            zeros = np.zeros_like(self._value)
+            gradient = apply(UpdateOp.SCATTER_ADD, zeros, operands)
+        if optimizer.id not in self._slots:
+            self._slots[optimizer.id] = transformation.init(self._value)
+        step, slots = _jitted(optimizer)(
+            gradient, self._slots[optimizer.id], self._value
+        )
+        self._slots[optimizer.id] = slots
+        return np.asarray(step)
+
+
+def _jitted(optimizer: Optimizer) -> Any:
+    """``(gradient, slots, value) -> (new value, new slots)``, compiled once."""
+    if optimizer.compiled is None:
+        transformation = optimizer.transformation
+
+        def step(gradient: Any, slots: Any, value: Any) -> tuple[Any, Any]:
+            delta, slots = transformation.update(gradient, slots, value)
+            return (value + delta).astype(value.dtype), slots
+
+        optimizer.compiled = jax.jit(step)
+    return optimizer.compiled
+
+
+def _frozen(value: np.ndarray) -> np.ndarray:
+    if value.flags.writeable:
+        value.flags.writeable = False
+    return value
