@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ._rows import distinct
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -51,6 +53,24 @@ class Step(NamedTuple):
     cell: Cell
     slots: dict[int, Slots]
     gradient: np.ndarray
+
+
+class RowStep(NamedTuple):
+    """Gradients ``[n, ...]`` for the rows ``indices`` ([n] of intp) of one variable:
+    sorted and distinct, unless ``mixed``."""
+
+    cell: Cell
+    slots: dict[int, Slots]
+    indices: np.ndarray
+    gradient: np.ndarray
+    mixed: bool = False
+
+    def distinct(self) -> RowStep:
+        """The same sorted, the gradients of one row summed."""
+        if not self.mixed:
+            return self
+        indices, gradient = distinct(self.indices, self.gradient)
+        return self._replace(indices=indices, gradient=gradient, mixed=False)
 
 
 def is_wide(dtype: np.dtype) -> bool:
