@@ -183,6 +183,10 @@ class Pin:
         if self._log is not None and len(out):
             self._patch(self._log, start, stop, out)
 
+    def require(self) -> None:
+        """Raises what `copy` does, if any of the value is not kept any more."""
+        self._kept(0, 0)
+
     def view(self, start: int, stop: int) -> np.ndarray | None:
         """These bytes without a copy; None if they may change, or did.
 

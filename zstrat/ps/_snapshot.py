@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
 from zstrat.wire import TensorEntry
 
-from ._pins import Pin
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from ._pins import Pin
     from ._plans import Held
 
 MOST: Final = 16
@@ -152,7 +151,7 @@ def cut(tensors: Sequence[Pinned]) -> Iterator[list[Part]]:
             yield piece
             piece, room = [], PIECE
         size = max(1, PIECE // max(1, pin.width)) * pin.width
-        size = PIECE if size > PIECE else size
+        size = min(size, PIECE)
         while pin.nbytes - start > room:
             yield [Part(tensor, start, start + size)]
             start += size
