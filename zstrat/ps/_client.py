@@ -36,6 +36,7 @@ from zstrat.wire import (
 
 from ._known import Known
 from ._reading import Reading, Ref, RowsRef
+from ._snapshot_client import SnapshotCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,7 +75,7 @@ class Line(Protocol):
     ) -> asyncio.Future[Message]: ...
 
 
-class PsClient:
+class PsClient(SnapshotCalls):
     """Pulls from and pushes to all parameter servers of one session.
 
     Args:
@@ -91,6 +92,11 @@ class PsClient:
         self._session = session
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self._links)
+
+    @property
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self._links)
 
     # ---- values ------------------------------------------------------------------
 
@@ -283,6 +289,34 @@ class PsClient:
         return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
 
     # ---- asking several at once ------------------------------------------------------
+
+    async def each(
+        self,
+        messages: Sequence[tuple[int, Message]],
+        want: type[M],
+        *,
+        deadline: float | None = None,
+    ) -> list[M]:
+        """Sends messages, ``(ps, message)``, all at once; their answers, in order.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            ProtocolError: An answer is none of ``want``.
+            Exception: The first that a server answers with.
+
+        Cancellation: what was sent is carried out.
+        """
+        answers: dict[int, M] = {}
+        parts = [
+            _Part(ps, message, want, partial(answers.__setitem__, place))
+            for place, (ps, message) in enumerate(messages)
+        ]
+        return await self._ask(
+            parts, lambda: [answers[at] for at in range(len(parts))], deadline
+        )
 
     def _ask(
         self,

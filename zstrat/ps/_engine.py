@@ -29,10 +29,10 @@ from ._arithmetic import check_rows, is_floating
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ._cell import Cell
-    from ._slots import RowStep, Step
+    from ._slots import RowStep, Slots, Step
     from ._xla import Programs
 
 
@@ -58,6 +58,18 @@ class Registered:
         """
         for step in steps:
             self.programs.prepare(step)
+
+    def make_slots(self, cell: Cell) -> Slots:
+        """New slots for a variable.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to this shape.
+        """
+        return self.programs.make_slots(cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes."""
+        self.programs.retype(slots, dtypes)
 
     def is_prepared(self, steps: Sequence[Step]) -> bool:
         """Whether `prepare` for such steps would have nothing to do."""
@@ -126,6 +138,16 @@ class OptimizerEngine:
         programs = Programs(optimizer, name, transformation)
         return Registered(optimizer, name, digest, rows, programs)
 
+    def get(self, optimizer: int) -> Registered:
+        """
+        Raises:
+            NotFoundError: The optimizer does not exist.
+        """
+        known = self._registered.get(optimizer)
+        if known is None:
+            raise NotFoundError(f"no optimizer with id {optimizer} is there")
+        return known
+
     def register(self, new: Registered) -> None:
         """Makes a loaded optimizer known under its id. The same again is no error.
 
@@ -157,8 +179,9 @@ class OptimizerEngine:
         entry: VariableEntry,
         cell: Cell,
         operands: Sequence[np.ndarray],
-    ) -> Registered:
-        """The optimizer, if it takes such a gradient for a variable.
+    ) -> tuple[Registered, bool]:
+        """The optimizer, if it takes such a gradient for a variable, and whether the
+        rows that it names are in any order but sorted and distinct.
 
         A gradient of another floating dtype than the variable's is handed to optax as
         it is (but for 64 bits, see `fitting`): slots and update get the dtypes that
@@ -188,8 +211,9 @@ class OptimizerEngine:
                 "piece and send a dense gradient, or use an optimizer that works "
                 "element by element (sgd, adam, adagrad, rmsprop, lion, ...)"
             )
+        mixed = False
         if rows:
-            check_rows(operands[0], operands[1].shape, cell.shape, who)
+            mixed = not check_rows(operands[0], operands[1].shape, cell.shape, who)
         elif operands[0].shape != cell.shape:
             raise InvalidArgumentError(
                 f"{who}: expected a gradient of shape {cell.shape}, got "
@@ -201,7 +225,7 @@ class OptimizerEngine:
                 f"{who}: expected a floating-point gradient for {cell.dtype.name}, got "
                 f"{gradient.dtype.name}"
             )
-        return known
+        return known, mixed
 
 
 def _digest(code: bytes) -> bytes:
