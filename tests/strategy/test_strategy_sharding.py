@@ -173,9 +173,11 @@ def test_one_seed_is_one_array_however_it_is_cut(make_cluster, parts):
     make = initializers.uniform(seed=3)
     fake = make_cluster(ps=2, variable_partitioner=in_parts(parts))
     with fake.strategy.scope():
-        w = zv.Variable(make, shape=(50, 3000), dtype="float32")
-    assert fake.session.requests == ["initialize"]
-    np.testing.assert_array_equal(w.numpy(), make((50, 3000), "float32"))
+        large = zv.Variable(make, shape=(100, 3000), dtype="float32")
+        small = zv.Variable(make, shape=(10, 3000), dtype="float32")
+    assert fake.session.requests == ["initialize", "create"]
+    np.testing.assert_array_equal(large.numpy(), make((100, 3000), "float32"))
+    np.testing.assert_array_equal(small.numpy(), make((10, 3000), "float32"))
 
 
 def test_a_function_that_makes_parts_makes_them_there(make_cluster):

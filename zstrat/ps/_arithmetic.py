@@ -98,9 +98,12 @@ def _check_scatter(
 
 def check_rows(
     indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
-) -> None:
+) -> bool:
     """Whether ``indices`` name rows of a variable of this ``shape``, and an array of
     the shape ``rows`` can hold them. ``who`` begins what is said if not.
+
+    Returns:
+        Whether the indices are sorted and distinct.
 
     Raises:
         InvalidArgumentError: They do not; an index that is outside is named.
@@ -120,18 +123,19 @@ def check_rows(
             f"{rows}"
         )
     if not len(indices):
-        return
-    if indices.dtype.itemsize == 8:
-        # One pass: as unsigned numbers, negative ones are too large.
-        inside = bool(indices.view(np.uint64).max() < shape[0])
+        return True
+    increasing = are_increasing(indices)
+    if increasing:
+        inside = indices[0] >= 0 and indices[-1] < shape[0]
     else:
-        inside = int(indices.min()) >= 0 and int(indices.max()) < shape[0]
+        inside = indices.min() >= 0 and indices.max() < shape[0]
     if not inside:
         wrong = np.flatnonzero((indices < 0) | (indices >= shape[0]))
         raise InvalidArgumentError(
             f"{who} expects indices in [0, {shape[0]}), got {indices[wrong[0]]} at "
             f"place {wrong[0]}"
         )
+    return increasing
 
 
 def compute(

@@ -157,8 +157,9 @@ class OptimizerEngine:
         entry: VariableEntry,
         cell: Cell,
         operands: Sequence[np.ndarray],
-    ) -> Registered:
-        """The optimizer, if it takes such a gradient for a variable.
+    ) -> tuple[Registered, bool]:
+        """The optimizer, if it takes such a gradient for a variable, and whether the
+        rows that it names are in any order but sorted and distinct.
 
         A gradient of another floating dtype than the variable's is handed to optax as
         it is (but for 64 bits, see `fitting`): slots and update get the dtypes that
@@ -188,8 +189,9 @@ class OptimizerEngine:
                 "piece and send a dense gradient, or use an optimizer that works "
                 "element by element (sgd, adam, adagrad, rmsprop, lion, ...)"
             )
+        mixed = False
         if rows:
-            check_rows(operands[0], operands[1].shape, cell.shape, who)
+            mixed = not check_rows(operands[0], operands[1].shape, cell.shape, who)
         elif operands[0].shape != cell.shape:
             raise InvalidArgumentError(
                 f"{who}: expected a gradient of shape {cell.shape}, got "
@@ -201,7 +203,7 @@ class OptimizerEngine:
                 f"{who}: expected a floating-point gradient for {cell.dtype.name}, got "
                 f"{gradient.dtype.name}"
             )
-        return known
+        return known, mixed
 
 
 def _digest(code: bytes) -> bytes:

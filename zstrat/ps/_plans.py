@@ -18,7 +18,7 @@ from ._arithmetic import SCATTERS, compute
 from ._cell import Cell
 from ._engine import OptimizerEngine, Registered, fitting
 from ._initial import made
-from ._rows import are_increasing, gather
+from ._rows import gather
 from ._slots import RowStep, Slots, Step
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class PlannedUpdate:
     op: UpdateOp
     optimizer: Registered | None
     operands: Sequence[np.ndarray]
+    mixed: bool = False
+    """Gradients of rows that are not sorted and distinct."""
 
     def compute(self) -> None:
         """A plain update; those of an optimizer go through `Registered.apply`."""
@@ -152,8 +154,8 @@ def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
             run.steps.append(Step(held.cell, held.slots, gradient))
         else:
             indices = update.operands[0].astype(np.intp, copy=False)
-            mixed = not are_increasing(indices)
-            run.rows.append(RowStep(held.cell, held.slots, indices, gradient, mixed))
+            step = RowStep(held.cell, held.slots, indices, gradient, update.mixed)
+            run.rows.append(step)
     return found
 
 

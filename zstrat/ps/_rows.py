@@ -11,7 +11,7 @@ call (`pack`).
 
 from __future__ import annotations
 
-import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -33,11 +33,17 @@ FEWEST: Final = 16
 def as_rows(array: np.ndarray) -> np.ndarray:
     """The rows ``[n]`` of a C-order ``array`` of ``[n, ...]``, each one an opaque
     element: a view (unless they are empty and there is nothing to see)."""
-    width = array.dtype.itemsize * math.prod(array.shape[1:])
-    if not width:
-        return np.zeros(len(array), "V1")
-    flat = array.reshape(len(array), width // array.dtype.itemsize)
-    return flat.view(np.dtype((np.void, width)))[:, 0]
+    count = len(array)
+    if not array.nbytes:
+        return np.zeros(count, "V1")
+    if array.ndim != 2:
+        array = array.reshape(count, -1)
+    return array.view(_opaque(array.nbytes // count))[:, 0]
+
+
+@lru_cache(maxsize=1024)
+def _opaque(width: int) -> np.dtype:
+    return np.dtype((np.void, width))
 
 
 def gather(table: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ._rows import distinct
@@ -41,6 +41,18 @@ class Slots:
     cells: tuple[Cell, ...]
     leaves: tuple[Leaf, ...]
     layout: int
+    with_rows: tuple[Cell, ...] = field(init=False)
+    shared: tuple[Cell, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.become(self.cells, self.layout)
+
+    def become(self, cells: tuple[Cell, ...], layout: int) -> None:
+        """Takes other cells, after an update that changes dtypes."""
+        pairs = list(zip(cells, self.leaves, strict=True))
+        self.cells, self.layout = cells, layout
+        self.with_rows = tuple(cell for cell, leaf in pairs if leaf.rows)
+        self.shared = tuple(cell for cell, leaf in pairs if not leaf.rows)
 
     @property
     def nbytes(self) -> int:

@@ -332,10 +332,10 @@ class Store:
             at += count
             work += work_of(op, held, operands)
             if op in OPTIMIZERS:
-                known = self._engine.check(
+                known, mixed = self._engine.check(
                     optimizer, op, held.entry, held.cell, operands
                 )
-                planned.append(PlannedUpdate(held, op, known, operands))
+                planned.append(PlannedUpdate(held, op, known, operands, mixed))
             else:
                 self._check_plain(optimizer, op, held, operands)
                 planned.append(PlannedUpdate(held, op, None, operands))

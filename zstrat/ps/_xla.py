@@ -44,8 +44,7 @@ class Program:
             for leaf, new in zip(slots.cells, leaves, strict=True):
                 leaf.take_back(new)
         else:
-            slots.cells = tuple(map(Cell.on_device, leaves))
-            slots.layout = self.after
+            slots.become(tuple(map(Cell.on_device, leaves)), self.after)
         return value
 
 

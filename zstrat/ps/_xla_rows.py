@@ -95,9 +95,8 @@ class RowPrograms:
             if number != slots.layout:
                 self._convert(slots, number)
             self._kinds.kind(number, dtype, step.cell)
-        for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
-            if leaf.rows:
-                cell.reserve(anew=False)
+        for cell in slots.with_rows:
+            cell.reserve(anew=False)
 
     def _initial(self, cell: Cell) -> Slots:
         """New slots, made a block of rows at a time: there is no second table of them
@@ -139,7 +138,7 @@ class RowPrograms:
                 np.copyto(new, cell.look(), casting="unsafe")
                 cell = Cell.around(new)
             cells.append(cell)
-        slots.cells, slots.layout = tuple(cells), number
+        slots.become(tuple(cells), number)
 
     def _groups(self, steps: Sequence[RowStep]) -> list[tuple[Kind, list[RowStep]]]:
         """Steps that go into the same calls."""
@@ -150,14 +149,14 @@ class RowPrograms:
             assert kind is not None, "apply() without prepare()"
             same: object = number
             if kind.is_apart:
-                same = b"".join([x.look().tobytes() for x in _shared(slots)])
+                same = b"".join([x.look().tobytes() for x in slots.shared])
             _, group = groups.setdefault((id(kind), same), (kind, []))
             group.append(step)
         return list(groups.values())
 
     def _update(self, kind: Kind, steps: list[RowStep]) -> None:
         opened = [self._open(step) for step in steps]
-        shared = [cell.look() for cell in _shared(steps[0].slots[self._optimizer])]
+        shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
         new: list[np.ndarray] | None = None
         for pieces in pack([len(step.indices) for step in steps], kind.most):
             try:
@@ -178,15 +177,15 @@ class RowPrograms:
 
     def _open(self, step: RowStep) -> _Open:
         slots = step.slots[self._optimizer]
-        cells = [step.cell, *_with_rows(slots)]
+        cells = [step.cell, *slots.with_rows]
         return _Open(step, [as_rows(c.begin_rows(step.indices)) for c in cells])
 
     def _settle(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
         slots = step.slots[self._optimizer]
         step.cell.settle()
-        for cell in _with_rows(slots):
+        for cell in slots.with_rows:
             cell.settle()
-        for cell, new in zip(_shared(slots), shared, strict=True):
+        for cell, new in zip(slots.shared, shared, strict=True):
             cell.overwrite()[...] = new
             cell.settle()
 
@@ -231,13 +230,3 @@ def _scatter(
 
 def _rows(steps: Sequence[RowStep]) -> int:
     return sum([len(step.indices) for step in steps])
-
-
-def _with_rows(slots: Slots) -> list[Cell]:
-    return [c for c, leaf in zip(slots.cells, slots.leaves, strict=True) if leaf.rows]
-
-
-def _shared(slots: Slots) -> list[Cell]:
-    return [
-        c for c, leaf in zip(slots.cells, slots.leaves, strict=True) if not leaf.rows
-    ]

@@ -107,10 +107,11 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         placement: "round_robin": new variables and parts go to the ps in turn, in order
             of creation. "bytes": each goes to the ps that holds the fewest bytes of
             variables.
-        prefetch: Optimizer steps whose values a worker fetches while the one before
-            computes: 0, or 1, which hides the round trip and makes these values one
-            step of that worker older. Default: 1 with several workers, whose steps
-            interleave anyway, else 0: one worker computes what plain optax does.
+        prefetch: Optimizer steps whose batches, ids, rows and values a worker fetches
+            while one computes: 0, or more, which hides the round trip and makes what
+            was fetched as many steps of that worker older. Default: 1 with several
+            workers, whose steps interleave anyway, else 0: one worker computes what
+            plain optax does.
         settings: Timeouts, keys and limits; from the environment if left out.
         connect: Opens the session; another one in tests.
 
@@ -136,9 +137,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         rule = _rule(placement)
         if settings is None:
             settings = settings_from(environment())
-        if prefetch not in (None, 0, 1):
-            raise ValueError(f"prefetch={prefetch!r}: expected None, 0 or 1")
         if prefetch is not None:
+            if not isinstance(prefetch, int) or prefetch < 0:
+                raise ValueError(
+                    f"prefetch={prefetch!r}: expected None or a number of steps, 0 or "
+                    "more"
+                )
             settings = replace(settings, prefetch=int(prefetch))
         self._resolver = cluster_resolver
         self._partitioner = variable_partitioner

@@ -108,11 +108,16 @@ def traced_rows(
 
     Raises:
         ValueError: Ranks, shapes or dtypes do not fit.
+        IndexError: Indices are known, and one is outside the first axis.
     """
     require_traceable(spec)
-    index = jnp.asarray(_value(indices))
+    given = _value(indices)
+    index = jnp.asarray(given)
     rows = _traced(spec, values, what)
     _check_rows(spec, index, rows, what)
+    if not isinstance(given, jax.core.Tracer):
+        # Before jax narrows them to 32 bits.
+        check_indices(spec, np.asarray(given), what)
     return index, rows
 
 

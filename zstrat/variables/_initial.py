@@ -8,6 +8,7 @@ from its signature, not tried.
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._creator import Request
+
+_SMALL: Final = 2**20
+"""Bytes up to which what `zstrat.initializers` make is made here: it is the same
+anywhere, and a parameter server need not load code for it."""
 
 _PARTITION: Final = ("partition_shape", "partition_offset")
 
@@ -48,7 +53,8 @@ def initial(request: Request) -> DeferredValue | np.ndarray:
         return initialize(request)
     dtype = _dtype(request)
     initializer = _sliced(value, takes_shape)
-    if initializer is None:
+    small = math.prod(request.shape) * dtype.itemsize <= _SMALL
+    if initializer is None or (small and initializer is value):
         return initialize(request)
     return DeferredValue(request.shape, dtype, initializer)
 

@@ -5,11 +5,12 @@ concerned: a dense update is cut, rows go where they live, and what is read in p
 fetched in part. Like a `Variable` it is an opaque leaf of pytrees.
 
 Law of the file: the components never change, and each of them knows which rows it is
-(`VariableSpec.part`).
+(`VariableSpec.part`) and, without holding it, of what.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -47,7 +48,7 @@ class ShardedVariable(AbstractVariable):
     Raises:
         TypeError: ``variables`` is no list or tuple of variables, or an empty one.
         ValueError: They differ in dtype, or in shape beyond the first axis; or one of
-            them is a part of another variable already.
+            them is there twice, or a part of another variable already.
     """
 
     __slots__ = ("__weakref__", "_table")
@@ -255,6 +256,8 @@ def _fill(sharded: ShardedVariable, table: Table) -> None:
         first.synchronization,
     )
     sharded._table = table
+    for component in table.components:
+        component._container = weakref.ref(sharded)
 
 
 def _check(variables: Any) -> None:
@@ -273,6 +276,11 @@ def _check(variables: Any) -> None:
         raise ValueError(
             f"all variables of a ShardedVariable must have the same shapes except for "
             f"the first axis, got {[v.shape for v in variables]}"
+        )
+    if len({v.spec.key for v in variables}) < len(variables):
+        raise ValueError(
+            f"a variable is there twice among those of a ShardedVariable: "
+            f"{[v.name for v in variables]}"
         )
     for variable in variables:
         if variable.spec.part is not None:
@@ -300,8 +308,7 @@ def _is_variable(value: object) -> bool:
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
-    if len(parts) == 1:
-        return parts[0]
-    whole = np.concatenate(parts)
+    """The rows of all parts; read-only, as what homes give is."""
+    whole = parts[0].view() if len(parts) == 1 else np.concatenate(parts)
     whole.flags.writeable = False
     return whole

@@ -24,6 +24,7 @@ from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchroniza
 from ._table import Table
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Sequence
 
     import numpy as np
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ._home import HomeUpdate
     from ._optimizer import Optimizer
     from ._recorder import Recorder
+    from ._sharded import ShardedVariable
 
 _local_keys = itertools.count(-1, -1)
 _DETACHED: Final = Detached()
@@ -57,8 +59,9 @@ class Variable(AbstractVariable):
         TypeError: The value is no array of numbers or booleans.
     """
 
-    __slots__ = ("__weakref__", "_home")
+    __slots__ = ("__weakref__", "_container", "_home")
     _home: Home
+    _container: weakref.ref[ShardedVariable] | None
 
     def __new__(
         cls,
@@ -98,6 +101,12 @@ class Variable(AbstractVariable):
     def device(self) -> str:
         """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``."""
         return self._spec.device
+
+    @property
+    def sharded_container(self) -> ShardedVariable | None:
+        """The variable that this one is a component of, as long as somebody holds it;
+        None for one that is whole."""
+        return None if self._container is None else self._container()
 
     @property
     def components(self) -> tuple[Variable, ...]:
@@ -183,7 +192,7 @@ class Variable(AbstractVariable):
 def handle(spec: VariableSpec, home: Home) -> Variable:
     """A handle of a variable that exists already."""
     variable = object.__new__(Variable)
-    variable._spec, variable._home = spec, home
+    variable._spec, variable._home, variable._container = spec, home, None
     return variable
 
 
