@@ -23,6 +23,7 @@ from zstrat.program import (
     function,
     prepare,
 )
+from zstrat.variables import IndexedSlices
 from zstrat.wire import CancelSteps, CreateOptimizer, PullRows, Push, UpdateOp
 
 SGD = 1
@@ -361,3 +362,26 @@ async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
     ):
         with pytest.raises(RuntimeError, match="use the blocking forms"):
             await call(homes[0])
+
+
+async def test_a_traced_step_of_two_levels(make_world):
+    world = await make_world(ps_count=2)
+    first = world.variable(np.array([3, 0, 2, 1], np.int32))
+    second = world.variable(table(4), ps=1)
+
+    @function
+    def step(iterator):
+        rows = second.sparse_read(first.sparse_read(next(iterator)))
+        second.scatter_sub(IndexedSlices(rows, first.value()[:2], rows.shape))
+        return rows
+
+    batches = [np.array(ids, np.int32) for ids in ([0, 1], [2, 2], [3, 9])]
+    digest, arguments = await scheduled(world, step, batches)
+    *ran, outside = await world.run(digest, [1, 2, 3], arguments)
+    # Rows 3 and 0 are taken from themselves; then row 2 from the zeros that are left.
+    assert [r.tolist() for r in ran] == [[[6, 7], [0, 1]], [[4, 5], [4, 5]]]
+    assert world.value(second).tolist() == [[-4, -5], [2, 3], [4, 5], [-4, -5]]
+    assert isinstance(outside, IndexError)
+    assert "has no row 9" in str(outside)
+    kinds = [type(message) for message in world.log]
+    assert kinds == [PullRows, PullRows, Push] * 2
