@@ -73,7 +73,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     lane: str = "auto"
     prefetch: int | None = None
-    """Optimizer steps whose values a worker fetches while the one before computes.
+    """Optimizer steps whose values and rows a worker fetches while one computes.
     None: 1 if there are several workers, whose steps interleave anyway, else 0."""
     keys: Path | None = None
     insecure: bool = False
@@ -128,9 +128,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
 
 def _prefetch(env: Mapping[str, str]) -> int | None:
     text = env.get("ZSTRAT_PREFETCH", "auto")
-    if text not in ("auto", "0", "1"):
-        raise ValueError(f"ZSTRAT_PREFETCH={text!r}: expected auto, 0 or 1")
-    return None if text == "auto" else int(text)
+    if text == "auto":
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 6):
+        raise ValueError(
+            f"ZSTRAT_PREFETCH={text!r}: expected auto, or a number of steps from 0 on"
+        )
+    return int(text)
 
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:

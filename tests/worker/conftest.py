@@ -138,11 +138,11 @@ class It(Resource):
 class World:
     """The coordinator's view; ``objects`` skips pickling, so tests can share events."""
 
-    def __init__(self, ps_count=1, pickled=False):
+    def __init__(self, ps_count=1, pickled=False, load_code=None, **options):
         self.pickled = pickled
         self.log = []
         self.services = [
-            PsService(load_code=None, settings=SETTINGS, task=f"/job:ps/task:{i}")
+            PsService(load_code=load_code, settings=SETTINGS, task=f"/job:ps/task:{i}")
             for i in range(ps_count)
         ]
         self.links = []
@@ -155,6 +155,7 @@ class World:
             on_exit=lambda: self.exits.append(True),
             on_crash=self.crashes.append,
             load=load_pickled if pickled else self.load,
+            **options,
         )
         self.session = 1000
         self.remote = self.chief()
@@ -189,12 +190,12 @@ class World:
 
     # what a coordinator does
 
-    async def open(self, worker_count=3, index=1, session=None):
+    async def open(self, worker_count=3, index=1, session=None, prefetch=0):
         self.session = self.session if session is None else session
         for service in self.services:
             service.handle(self.remote, OpenSession(self.session, 0, 1, []))
         addresses = [str(i) for i in range(len(self.services))]
-        message = OpenSession(self.session, index, worker_count, addresses)
+        message = OpenSession(self.session, index, worker_count, addresses, prefetch)
         return await self.ask(message)
 
     async def ask(self, message, remote=None):
@@ -330,3 +331,18 @@ async def closed():
     world = World()
     yield world
     await world.end()
+
+
+@pytest.fixture
+async def make_world():
+    """Worlds of any kind, with their session open."""
+    worlds = []
+
+    async def make(prefetch=0, **options):
+        worlds.append(World(**options))
+        await worlds[-1].open(prefetch=prefetch)
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        await world.end()

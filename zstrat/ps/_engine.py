@@ -29,10 +29,10 @@ from ._arithmetic import check_rows, is_floating
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ._cell import Cell
-    from ._slots import RowStep, Step
+    from ._slots import RowStep, Slots, Step
     from ._xla import Programs
 
 
@@ -58,6 +58,18 @@ class Registered:
         """
         for step in steps:
             self.programs.prepare(step)
+
+    def make_slots(self, cell: Cell) -> Slots:
+        """New slots for a variable.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to this shape.
+        """
+        return self.programs.make_slots(cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes."""
+        self.programs.retype(slots, dtypes)
 
     def is_prepared(self, steps: Sequence[Step]) -> bool:
         """Whether `prepare` for such steps would have nothing to do."""
@@ -125,6 +137,16 @@ class OptimizerEngine:
         digest = _digest(code)
         programs = Programs(optimizer, name, transformation)
         return Registered(optimizer, name, digest, rows, programs)
+
+    def get(self, optimizer: int) -> Registered:
+        """
+        Raises:
+            NotFoundError: The optimizer does not exist.
+        """
+        known = self._registered.get(optimizer)
+        if known is None:
+            raise NotFoundError(f"no optimizer with id {optimizer} is there")
+        return known
 
     def register(self, new: Registered) -> None:
         """Makes a loaded optimizer known under its id. The same again is no error.

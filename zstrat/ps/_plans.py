@@ -63,7 +63,8 @@ class PlannedUpdate:
         if self.op is UpdateOp.OPTIMIZE:
             self.held.cell.require()
         else:
-            self.held.cell.reserve(anew=self.op is UpdateOp.ASSIGN)
+            rows = self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS
+            self.held.cell.reserve(anew=self.op is UpdateOp.ASSIGN, rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,17 +34,23 @@ from zstrat.wire import (
     InitializeVariables,
     Inspect,
     Job,
+    LoadTensors,
     Message,
     OpenSession,
     Ownership,
+    PinSnapshot,
     PlainTree,
     Pull,
     Pulled,
     PullRows,
     Push,
     Pushed,
+    ReadSnapshot,
+    ReleaseSnapshot,
     SessionOpened,
     Statistics,
+    StoreTensors,
+    WriteSnapshot,
 )
 
 from ._engine import OptimizerEngine
@@ -57,12 +63,19 @@ from ._plans import (
     PushPlan,
     RowsPlan,
 )
+from ._snapshot_service import SnapshotRequest, SnapshotService
 from ._store import Store
 from ._thread import ComputeThread
 from ._turns import Ticket, Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Hashable,
+        Sequence,
+    )
 
     from zstrat.config import Settings
 
@@ -80,6 +93,12 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),
+    PinSnapshot: frozenset({Job.CHIEF}),
+    WriteSnapshot: frozenset({Job.CHIEF}),
+    ReadSnapshot: frozenset({Job.CHIEF}),
+    ReleaseSnapshot: frozenset({Job.CHIEF}),
+    LoadTensors: frozenset({Job.CHIEF}),
+    StoreTensors: frozenset({Job.CHIEF}),
     Inspect: frozenset(Job),
 }
 
@@ -108,9 +127,10 @@ class Caller(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request that is not answered yet."""
+    """A request that is not answered yet; without a message: somebody who takes turns
+    by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
 
-    message: Stored
+    message: Stored | None
     answer: asyncio.Future[Message]
 
 
@@ -144,6 +164,9 @@ class PsService:
         self._ownership = Ownership(task)
         self._turns: Turns[_Waiting] = Turns()
         self._thread = ComputeThread(f"compute {task}")
+        self._snapshots = SnapshotService(
+            task, self._store, self._turn, self._ownership.check, self._thread
+        )
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -166,6 +189,10 @@ class PsService:
                     return self._close(session, leave)
                 case Inspect():
                     return Statistics(self.statistics())
+                case _ if isinstance(message, SnapshotRequest):
+                    self._ownership.check(message.session)
+                    self._require_open()
+                    return self._snapshots.handle(message)
                 case _:
                     assert isinstance(message, Stored)  # by the table of roles
                     return self._take_turn(message)
@@ -174,8 +201,10 @@ class PsService:
             raise
 
     def lost(self, remote: Caller, reason: str) -> None:
-        """A connection ended. What its session has here stays until another opens."""
-        self._ownership.lost(remote)
+        """A connection ended. What its session has here stays until another opens, but
+        for its snapshots: nobody might ever release them."""
+        if self._ownership.lost(remote):
+            self._snapshots.clear()
 
     async def drain(self) -> bool:
         """Refuses new requests, finishes those that were accepted, ends the thread.
@@ -190,8 +219,9 @@ class PsService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._idle.wait()
+        saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
-        return ended and self._idle.is_set()
+        return saved and ended and self._idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
         """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
@@ -210,25 +240,33 @@ class PsService:
             "failed": self._failed,
         }
         values.update(self._store.statistics())
+        values.update(self._snapshots.statistics())
         return values
 
     # ---- sessions ----------------------------------------------------------------
 
     def _open(self, session: int, remote: Caller) -> SessionOpened:
-        if self._draining:
-            raise UnavailableError(f"{self._task} is shutting down")
+        self._require_open()
         new = self._ownership.open(session, remote, remote.hello)
         if new:
-            self._store.clear()
+            self._clear()
         return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):
-            self._store.clear()
+            self._clear()
         if leave and self._on_exit is not None:
             on_exit, self._on_exit = self._on_exit, None
             on_exit()
         return Done()
+
+    def _clear(self) -> None:
+        self._snapshots.clear()
+        self._store.clear()
+
+    def _require_open(self) -> None:
+        if self._draining:
+            raise UnavailableError(f"{self._task} is shutting down")
 
     # ---- turns -------------------------------------------------------------------
 
@@ -246,16 +284,43 @@ class PsService:
         return ticket.request.answer
 
     def _enter(self, message: Stored) -> Ticket[_Waiting]:
-        if self._draining:
-            raise UnavailableError(f"{self._task} is shutting down")
+        self._require_open()
+        return self._queue(message, _names(message))
+
+    def _queue(
+        self, message: Stored | None, names: Sequence[Hashable]
+    ) -> Ticket[_Waiting]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        ticket = self._turns.enter(_Waiting(message, answer), _names(message))
+        ticket = self._turns.enter(_Waiting(message, answer), names)
         self._idle.clear()
         return ticket
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, names: Sequence[Hashable]) -> AsyncIterator[None]:
+        """Has names for itself, behind those who came before."""
+        ticket = self._queue(None, names)
+        if not self._turns.is_turn(ticket):
+            turn = ticket.request.answer
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it had come already; else see `_resume`
+                    self._leave(ticket)
+                raise
+        try:
+            yield
+        finally:
+            self._leave(ticket)
+
     def _resume(self, ticket: Ticket[_Waiting]) -> None:
         """The turn of a request has come that had to wait."""
-        message = ticket.request.message
+        message, turn = ticket.request.message, ticket.request.answer
+        if message is None:
+            if turn.cancelled():
+                self._leave(ticket)
+            else:
+                turn.set_result(Done())
+            return
         try:
             self._ownership.check(message.session)
             served = self._begin(message)
@@ -323,6 +388,9 @@ class PsService:
                 answer.set_exception(outcome)
         elif not answer.done():
             answer.set_result(outcome)
+        self._leave(ticket)
+
+    def _leave(self, ticket: Ticket[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
         for following in self._turns.leave(ticket):
             # Not at once: a long queue of short requests must not hold up the loop.

@@ -84,7 +84,7 @@ class Store:
         self, engine: OptimizerEngine, *, task: str = "ps", largest: int = 2**36
     ) -> None:
         self._task, self._largest = task, largest
-        self._engine = engine
+        self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
         self._ledger = Ledger()
         self._generation = 0
@@ -120,6 +120,20 @@ class Store:
         counts.reads += len(versions)
         counts.unchanged += len(versions) - len(arrays)
         return versions, tuple(arrays)
+
+    def find(self, keys: Iterable[int]) -> list[Held]:
+        """The variables themselves, for their owner of the moment.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        found: list[Held] = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            found.append(held)
+        return found
 
     def nbytes(self, keys: Iterable[int]) -> int:
         """Bytes of those variables that exist."""

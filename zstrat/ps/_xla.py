@@ -9,18 +9,18 @@ their own (`zstrat.ps._xla_rows`), and the same slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from ._cell import Cell
-from ._layouts import Layout, Layouts, Transformation, precision, spec
+from ._layouts import Layout, Layouts, Transformation, precision, shape, spec
 from ._slots import Slots, Step, is_wide
 from ._xla_rows import RowPrograms
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -100,6 +100,24 @@ class Programs:
                 step.cell.lose(str(error))
                 step.slots.pop(self._optimizer, None)
             raise
+
+    def make_slots(self, cell: Cell) -> Slots:
+        """New slots for a variable, by rows if they have them.
+
+        Raises: As `prepare`.
+        """
+        layout = self._layouts[self._layouts.initial(cell)]
+        return self.rows.initial(cell) if layout.by_rows else self._initial(cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        layout = self._layouts[slots.layout]
+        leaves = tuple(
+            shape(leaf.shape, dtypes.get(place, leaf.dtype))
+            for place, leaf in enumerate(layout.leaves)
+        )
+        number = self._layouts.number(replace(layout, leaves=leaves))
+        self.rows.convert(slots, number)
 
     def _initial(self, cell: Cell) -> Slots:
         number = self._layouts.initial(cell)

@@ -88,17 +88,17 @@ class RowPrograms:
     def _prepare(self, step: RowStep) -> None:
         slots = step.slots.get(self._optimizer)
         if slots is None:
-            slots = step.slots[self._optimizer] = self._initial(step.cell)
+            slots = step.slots[self._optimizer] = self.initial(step.cell)
         dtype = step.gradient.dtype
         if self._kinds.get(slots.layout, dtype) is None:
             number = self._kinds.steady(slots.layout, dtype, step.cell)
             if number != slots.layout:
-                self._convert(slots, number)
+                self.convert(slots, number)
             self._kinds.kind(number, dtype, step.cell)
         for cell in slots.with_rows:
-            cell.reserve(anew=False)
+            cell.reserve(anew=False, rows=True)
 
-    def _initial(self, cell: Cell) -> Slots:
+    def initial(self, cell: Cell) -> Slots:
         """New slots, made a block of rows at a time: there is no second table of them
         on the way."""
         layouts = self._kinds.layouts
@@ -128,7 +128,7 @@ class RowPrograms:
                         out[...] = np.asarray(leaf)
         return Slots(tuple(map(Cell.around, made)), layout.about, number)
 
-    def _convert(self, slots: Slots, number: int) -> None:
+    def convert(self, slots: Slots, number: int) -> None:
         """Gives slots the dtypes that updates will leave in them."""
         layout = self._kinds.layouts[number]
         cells = []

@@ -40,8 +40,9 @@ class IndexedSlices:
         """
         if self.dense_shape is None:
             raise ValueError("these IndexedSlices do not say their dense_shape")
-        zeros = jnp.zeros(self.dense_shape, self.values.dtype)
-        return zeros.at[jnp.asarray(self.indices)].add(self.values)
+        values = jnp.asarray(self.values)
+        zeros = jnp.zeros(self.dense_shape, values.dtype)
+        return zeros.at[jnp.asarray(self.indices)].add(values)
 
 
 def _flatten(slices: IndexedSlices) -> tuple[tuple[Any, Any], tuple[int, ...] | None]:

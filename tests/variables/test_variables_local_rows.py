@@ -1,0 +1,130 @@
+"""Gradient rows for variables of this process: only their rows and slot rows move."""
+
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zstrat.variables as zv
+
+VALUE = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+
+
+# ---- the mathematics, on the rows of one update: (rows, slots, count) -> (move, slots)
+
+
+def momentum(gradient, trace, count):
+    trace = gradient + 0.9 * trace
+    return -0.1 * trace, trace
+
+
+def adagrad(gradient, total, count):
+    total = total + gradient**2
+    return -0.1 * gradient / np.sqrt(total + 1e-7), total
+
+
+def adam(gradient, moments, count):
+    first = 0.9 * moments[..., 0] + 0.1 * gradient
+    second = 0.999 * moments[..., 1] + 0.001 * gradient**2
+    mean, square = first / (1 - 0.9**count), second / (1 - 0.999**count)
+    return -0.1 * mean / (np.sqrt(square) + 1e-8), np.stack([first, second], -1)
+
+
+def scheduled(gradient, nothing, count):
+    return -(0.5**count) * gradient, nothing
+
+
+ROW_BY_ROW = {
+    "momentum": (optax.sgd(0.1, momentum=0.9), momentum, np.zeros((8, 3))),
+    "adagrad": (optax.adagrad(0.1), adagrad, np.full((8, 3), 0.1)),
+    "adam": (optax.adam(0.1), adam, np.zeros((8, 3, 2))),
+    "scheduled": (
+        optax.sgd(optax.exponential_decay(0.5, 1, 0.5)),
+        scheduled,
+        np.zeros((8, 3)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROW_BY_ROW)
+def test_rows_and_their_slots_move_and_counts_are_shared(name):
+    transformation, step, slots = ROW_BY_ROW[name]
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation)
+    value, slots = VALUE.astype(np.float64), slots.copy()
+    rng = np.random.default_rng(1)
+    for turn, indices in enumerate(([1, 5, 1], [5], [0, 1, 2, 3], [7, 7, 7])):
+        index = np.array(indices)
+        rows = rng.normal(size=(len(indices), 3)).astype(np.float32)
+        optimizer.apply_gradients(zv.IndexedSlices(rows, index), x)
+        for row in set(indices):
+            gradient = rows[index == row].sum(0, dtype=np.float64)
+            move, slots[row] = step(gradient, slots[row], turn + 1)
+            value[row] += move
+    np.testing.assert_allclose(x.numpy(), value, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(x.numpy()[6], VALUE[6])
+
+
+MOMENTUM = zv.Optimizer(optax.sgd(0.5, momentum=0.5))  # it rounds little
+
+
+@given(st.lists(st.lists(st.integers(0, 7), max_size=9), min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_dense_and_sparse_steps_share_their_slots(batches):
+    x, optimizer = zv.Variable(np.zeros((8, 1), np.float32)), MOMENTUM
+    value, trace = np.zeros((8, 1), np.float32), np.zeros((8, 1), np.float32)
+    for indices in batches:
+        rows = np.ones((len(indices), 1), np.float32)
+        optimizer.apply_gradients(zv.IndexedSlices(rows, np.array(indices, int)), x)
+        for i in set(indices):
+            trace[i] = indices.count(i) + 0.5 * trace[i]
+            value[i] -= 0.5 * trace[i]
+        optimizer.apply_gradients(np.ones((8, 1), np.float32), x)
+        trace = 1 + 0.5 * trace
+        value = value - 0.5 * trace
+    np.testing.assert_allclose(x.numpy(), value, rtol=1e-6)
+
+
+def test_what_was_read_is_not_changed():
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(optax.adam(0.1))
+    before = x.numpy()
+    optimizer.apply_gradients(zv.IndexedSlices(np.ones((1, 3)), [2]), x)
+    np.testing.assert_array_equal(before, VALUE)
+
+
+@pytest.mark.parametrize(
+    "transformation",
+    [
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.adafactor(0.1),
+    ],
+    ids=["norm", "factored"],
+)
+def test_what_looks_at_several_rows_is_refused(transformation):
+    x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
+    rows = zv.IndexedSlices(np.ones((1, 3)), [2], (8, 3))
+    with pytest.raises(
+        ValueError, match=r"'mixing' looks at more than one row.*to_dense"
+    ):
+        optimizer.apply_gradients(rows, x)
+    np.testing.assert_array_equal(x.numpy(), VALUE)
+    optimizer.apply_gradients(rows.to_dense(), x)
+    assert not np.array_equal(x.numpy(), VALUE)
+
+
+def test_steps_are_compiled_for_powers_of_two():
+    traced = []
+
+    def update(gradient, state, value=None):
+        traced.append(gradient.shape)
+        return -gradient, state
+
+    counting = optax.GradientTransformation(lambda value: (), update)
+    x = zv.Variable(np.zeros((100, 2), np.float32))
+    optimizer = zv.Optimizer(counting)
+    for count in range(1, 34):
+        rows = zv.IndexedSlices(np.ones((count, 2)), np.arange(count))
+        optimizer.apply_gradients(rows, x)
+    sizes = [rows for rows, width in traced if width == 2]
+    assert sizes == [1, 2, 4, 8, 16, 32, 64]
+    np.testing.assert_array_equal(x.numpy()[:33, 0], -np.arange(33, 0, -1))
