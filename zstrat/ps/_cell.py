@@ -280,8 +280,8 @@ class Cell:
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
-        """XLA failed while it wrote in place: nothing is there until it is assigned."""
-        self._device, self._lost = None, why
+        """An optimizer failed while it wrote: nothing is there until it is assigned."""
+        self._device, self._buffer, self._spare, self._lost = None, None, None, why
 
     def _logs_rows(self) -> bool:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)

@@ -1,0 +1,479 @@
+"""Gradients of rows: optax on the whole table, all rows but the named ones kept."""
+
+import functools
+
+import jax
+import ml_dtypes
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps import _row_kinds as row_kinds
+from zstrat.ps._cell import Cell
+from zstrat.ps._probe import probe
+from zstrat.ps._rows import are_increasing, as_rows, bucket, distinct, gather, pack
+from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+ROWS, WIDTH = 40, 5
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, 0.9, nesterov=True),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2),
+    "adagrad": lambda: optax.adagrad(0.1),
+    "rmsprop": lambda: optax.rmsprop(0.1),
+    "schedule": lambda: optax.adam(optax.exponential_decay(0.1, 2, 0.5)),
+    "inject": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    "every second": lambda: optax.MultiSteps(
+        optax.sgd(0.1), 2
+    ).gradient_transformation(),
+    "schedule free": lambda: optax.contrib.schedule_free_sgd(0.1),
+    "no nans": lambda: optax.chain(optax.zero_nans(), optax.sgd(0.1)),
+    "lamb": lambda: optax.lamb(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2),
+}
+WHOLE = ("lamb", "adafactor")
+
+
+_probed = functools.cache(lambda name: probe(name, OPTIMIZERS[name]()))
+
+
+@pytest.fixture(autouse=True)
+def _probe_once(monkeypatch):
+    """Probing takes a second, and has tests of its own."""
+    monkeypatch.setattr("zstrat.ps._probe.probe", lambda name, _: _probed(name))
+
+
+class Lazy:
+    """What a table should be, by optax on all of it: rows that a gradient does not
+    name stay, and so do theirs of the state."""
+
+    def __init__(self, name: str, value: np.ndarray) -> None:
+        self.transformation = OPTIMIZERS[name]()
+        self.value, self.rows = value, len(value)
+        with jax.enable_x64(value.dtype == "f8"):
+            self.state = self.transformation.init(value)
+        self.step = jax.jit(self._step)
+
+    def _step(self, gradient, state, value):
+        updates, state = self.transformation.update(gradient, state, value)
+        return optax.apply_updates(value, updates), state
+
+    def push(self, indices: np.ndarray, gradient: np.ndarray) -> None:
+        summed = np.zeros((self.rows, *gradient.shape[1:]), "f8")
+        np.add.at(summed, indices, gradient.astype("f8"))
+        with jax.enable_x64(self.value.dtype == "f8"):
+            gradient = summed.astype(gradient.dtype)
+            value, state = self.step(gradient, self.state, self.value)
+        named = np.isin(np.arange(self.rows), indices)
+        self.value = self._only(named, value, self.value)
+        self.state = jax.tree.map(
+            lambda new, old: self._only(named, new, old), state, self.state
+        )
+
+    def _only(self, named: np.ndarray, new: object, old: object) -> np.ndarray:
+        new, old = np.asarray(new), np.asarray(old)
+        if new.shape[:1] != (self.rows,):
+            return new
+        chosen = named.reshape(-1, *[1] * (new.ndim - 1))
+        return np.where(chosen, new, old.astype(new.dtype))
+
+
+def store_with(*names: str) -> Store:
+    store = Store(OptimizerEngine(lambda code: OPTIMIZERS[code.decode()]()), task="ps")
+    for number, name in enumerate(names, 1):
+        plan = store.plan_optimizer(number, name, name.encode())
+        plan.compute()
+        store.commit(plan)
+    return store
+
+
+def table(seed: int, rows: int = ROWS, row=(WIDTH,), dtype="f4") -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(rows, *row)).astype(dtype)
+
+
+def create(store: Store, values: dict[int, np.ndarray]) -> None:
+    entries = [VariableEntry(key, f"t{key}", True, True) for key in values]
+    store.create(entries, list(values.values()))
+
+
+def rows_push(*updates, optimizer: int = 1) -> Push:
+    """Of ``(key, indices, gradient)``."""
+    op = int(UpdateOp.OPTIMIZE_ROWS)
+    heads = [Update(key, op, optimizer, 2) for key, *_ in updates]
+    arrays = tuple(array for _, *pair in updates for array in pair)
+    return Push(7, -1, 0, 0, heads, arrays)
+
+
+def dense_push(key: int, gradient: np.ndarray, optimizer: int = 1) -> Push:
+    return Push(
+        7, -1, 0, 0, [Update(key, int(UpdateOp.OPTIMIZE), optimizer, 1)], (gradient,)
+    )
+
+
+def value_of(store: Store, key: int) -> np.ndarray:
+    return np.array(store.read([Read(key, -1)])[1][0])
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n not in WHOLE])
+def test_only_the_named_rows_and_their_slots_change(name):
+    store, rng = store_with(name), np.random.default_rng(1)
+    create(store, {1: table(0)})
+    want = Lazy(name, table(0))
+    for turn in range(5):
+        indices = rng.integers(0, ROWS, [7, 1, 40, 0, 9][turn])
+        gradient = table(turn, len(indices))
+        assert store.push(rows_push((1, indices, gradient))).versions == [turn + 1]
+        want.push(indices, gradient)
+        np.testing.assert_allclose(
+            value_of(store, 1), want.value, rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "schedule free"])
+def test_whole_gradients_and_rows_share_slots(name):
+    store, rng = store_with(name), np.random.default_rng(1)
+    create(store, {1: table(0)})
+    want = Lazy(name, table(0))
+    everything = np.arange(ROWS)
+    for turn in range(6):
+        if turn in (1, 2, 4):
+            gradient = table(turn)
+            store.push(dense_push(1, gradient))
+            want.push(everything, gradient)
+        else:
+            indices, gradient = rng.integers(0, ROWS, 9), table(turn, 9)
+            store.push(rows_push((1, indices, gradient)))
+            want.push(indices, gradient)
+        np.testing.assert_allclose(
+            value_of(store, 1), want.value, rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("row", [(), (0,), (3, 2)])
+def test_rows_of_any_shape(row):
+    store = store_with("adam")
+    create(store, {1: table(0, row=row)})
+    want = Lazy("adam", table(0, row=row))
+    for turn in range(2):
+        indices = np.array([3, 0, 3, 39])
+        gradient = table(turn, 4, row)
+        store.push(rows_push((1, indices, gradient)))
+        want.push(indices, gradient)
+    np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("value", "gradient"),
+    [
+        ("f8", "f8"),
+        ("f4", "f8"),
+        ("f2", "f2"),
+        (BF16, BF16),
+        (BF16, "f4"),
+        ("f4", BF16),
+    ],
+)
+def test_rows_of_other_dtypes(value, gradient):
+    store, want = store_with("adam"), Lazy("adam", table(0, dtype=value))
+    create(store, {1: table(0, dtype=value)})
+    for turn in range(3):
+        indices = np.array([5, 2, 5, 30])
+        rows = table(turn, 4, dtype=gradient)
+        store.push(rows_push((1, indices, rows)))
+        kept = rows.astype("f4") if (value, gradient) == ("f4", "f8") else rows
+        want.push(indices, kept)
+    got = value_of(store, 1)
+    assert got.dtype == want.value.dtype == value
+    # Of 16 bits, XLA rounds fewer times than optax does op by op.
+    tolerance = {2: 2e-2, 4: 1e-5, 8: 1e-12}[got.itemsize]
+    tolerance = max(tolerance, 1e-4 if rows.itemsize == 2 else 0)
+    np.testing.assert_allclose(
+        got.astype("f8"), want.value.astype("f8"), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "no nans"])
+def test_tables_of_one_push_are_updated_as_if_each_were_alone(name, monkeypatch):
+    # Calls of 8 rows, so that tables share calls and calls share tables.
+    monkeypatch.setattr(row_kinds, "CALL_BYTES", 8 * WIDTH * 4)
+    store, rng = store_with(name), np.random.default_rng(3)
+    values = {key: table(key, ROWS + key) for key in range(5)}
+    values[7] = table(7, 12, (3,))
+    create(store, values)
+    want = {key: Lazy(name, value) for key, value in values.items()}
+    for turn in range(4):
+        updates = []
+        for key, lazy in want.items():
+            if (turn + key) % 4 == 0:
+                continue  # counts drift apart
+            indices = np.sort(rng.choice(lazy.rows, 3 * key % 12, replace=False))
+            gradient = table(turn + key, len(indices), lazy.value.shape[1:])
+            updates.append((key, indices, gradient))
+            lazy.push(indices, gradient)
+        store.push(rows_push(*updates))
+    for key, lazy in want.items():
+        np.testing.assert_allclose(
+            value_of(store, key), lazy.value, rtol=1e-4, atol=1e-6, err_msg=name
+        )
+
+
+def test_one_table_twice_in_a_push_takes_two_steps():
+    store, want = store_with("adam"), Lazy("adam", table(0))
+    create(store, {1: table(0), 2: table(0)})
+    first, second = np.array([1, 5]), np.array([5, 7])
+    g = table(9, 2)
+    store.push(rows_push((1, first, g), (1, second, g), (2, first, g)))
+    want.push(first, g)
+    np.testing.assert_allclose(value_of(store, 2), want.value, rtol=1e-5)
+    want.push(second, g)
+    np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-5)
+
+
+def test_programs_are_few_and_shared_by_tables():
+    store, rng = store_with("adam"), np.random.default_rng(0)
+    create(store, {1: table(0, 3000), 2: table(1, 777)})
+    for size in [*range(1, 200, 37), 700]:
+        for key in (1, 2):
+            rows = rng.choice(777, size, replace=False)
+            store.push(rows_push((key, rows, table(2, size))))
+    # 16 to 1024 rows in steps of two per doubling, and two for slots.
+    assert store._engine.programs <= 12 + 2
+    before = store._engine.programs
+    rows = rng.choice(777, 333, replace=False)
+    store.push(rows_push((1, rows, table(2, 333)), (2, rows, table(2, 333))))
+    assert store._engine.programs == before
+
+
+def test_a_reader_never_sees_a_row_change():
+    store = store_with("adam")
+    create(store, {1: table(0)})
+    indices, gradient = np.arange(0, ROWS, 3), np.ones((14, WIDTH), "f4")
+
+    def address() -> int:
+        return store.read([Read(1, -1)])[1][0].__array_interface__["data"][0]
+
+    places = set()
+    for _ in range(3):
+        places.add(address())
+        store.push(rows_push((1, indices, gradient)))
+    assert len(places) == 1  # in place while nobody looks
+    (lease,) = store.read([Read(1, -1)])[1]
+    slots = [cell.lease() for cell in store._held[1].slots[1].cells]
+    before = [x.tobytes() for x in (lease, *slots)]
+    store.push(rows_push((1, indices, gradient)))
+    assert [x.tobytes() for x in (lease, *slots)] == before
+    now = value_of(store, 1)
+    changed = (now != lease).any(axis=1)
+    assert changed[indices].all()
+    assert changed.sum() == len(indices)
+
+
+def test_slots_of_a_table_larger_than_a_block_are_made_in_blocks(monkeypatch):
+    monkeypatch.setattr(row_kinds, "CALL_BYTES", 16 * WIDTH * 4)
+    # Its slots begin as the value: every row shows whether it was made.
+    store, want = store_with("schedule free"), Lazy("schedule free", table(0))
+    create(store, {1: table(0)})
+    store.push(rows_push((1, np.empty(0, int), np.empty((0, WIDTH), "f4"))))
+    want.push(np.empty(0, int), np.empty((0, WIDTH), "f4"))
+    leaves = jax.tree.leaves(want.state)
+    slots = store._held[1].slots[1]
+    assert any(leaf.rows for leaf in slots.leaves)
+    for cell, leaf, about in zip(slots.cells, leaves, slots.leaves, strict=True):
+        assert about.rows == (leaf.shape == (ROWS, WIDTH))
+        np.testing.assert_allclose(cell.lease(), leaf, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_not_row_by_row_is_refused_for_rows(name):
+    store = store_with(name)
+    store.create([VariableEntry(1, "v", True, False)], [table(0)])
+    store.push(dense_push(1, table(1)))
+    with pytest.raises(InvalidArgumentError, match=r"'v'.*more than one row at a time"):
+        store.push(rows_push((1, np.array([1]), table(1, 1))))
+
+
+HOSTILE = [
+    (np.array([ROWS]), r"indices in \[0, 40\), got 40 at place 0"),
+    (np.array([3, -1]), r"got -1 at place 1"),
+    (np.array([0, 2**64 - 1], "u8"), r"got 18446744073709551615 at place 1"),
+    (np.array([-(2**63), 2**62]), r"got -9223372036854775808 at place 0"),
+    (np.array([1.0]), r"integer indices of shape \(n,\), got float64"),
+    (np.array([True]), r"got bool"),
+    (np.array([[1]]), r"of shape \(1, 1\)"),
+]
+
+
+@pytest.mark.parametrize(("indices", "words"), HOSTILE)
+def test_hostile_indices_change_nothing_and_are_named(indices, words):
+    store = store_with("sgd")
+    create(store, {1: table(0)})
+    gradient = np.ones((*indices.shape, WIDTH), "f4")
+    with pytest.raises(InvalidArgumentError, match=rf"'t1'.*{words}"):
+        store.push(
+            rows_push(
+                (1, np.array([0]), np.ones((1, WIDTH), "f4")), (1, indices, gradient)
+            )
+        )
+    with pytest.raises(InvalidArgumentError, match=rf"'t1': a lookup.*{words}"):
+        store.plan_rows([], [1], (indices,))
+    np.testing.assert_array_equal(value_of(store, 1), table(0))
+
+
+def test_gradients_of_rows_must_fit():
+    store = store_with("sgd")
+    create(store, {1: table(0)})
+    store.create([VariableEntry(2, "scalar", True, False)], [np.ones((), "f4")])
+    one = np.array([1])
+    with pytest.raises(
+        InvalidArgumentError, match=r"rows of shape \(1, 5\), got shape"
+    ):
+        store.push(rows_push((1, one, np.ones((1, 4), "f4"))))
+    with pytest.raises(
+        InvalidArgumentError, match=r"floating.* for float32, got int64"
+    ):
+        store.push(rows_push((1, one, np.ones((1, WIDTH), int))))
+    with pytest.raises(InvalidArgumentError, match="a variable that has rows"):
+        store.push(rows_push((2, one, np.ones(1, "f4"))))
+    with pytest.raises(NotFoundError, match="no optimizer with id 9"):
+        store.push(rows_push((1, one, np.ones((1, WIDTH), "f4")), optimizer=9))
+    push = Push(7, -1, 0, 0, [Update(1, int(UpdateOp.OPTIMIZE_ROWS), 1, 1)], (one,))
+    with pytest.raises(InvalidArgumentError, match="indices and gradient rows, got 1"):
+        store.push(push)
+
+
+def test_a_failing_call_changes_nothing_or_loses_the_value_in_words(monkeypatch):
+    monkeypatch.setattr(row_kinds, "CALL_BYTES", 16 * WIDTH * 4)
+    store = store_with("adagrad")
+    create(store, {1: table(0)})
+    rows, gradient = np.arange(ROWS), table(1)
+    store.push(rows_push((1, rows, gradient)))
+    before = value_of(store, 1)
+    calls, run = [], row_kinds.RowProgram.run
+
+    def failing(program, shared):
+        calls.append(program)
+        if len(calls) in (1, 3):
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return run(program, shared)
+
+    monkeypatch.setattr(row_kinds.RowProgram, "run", failing)
+    with pytest.raises(RuntimeError, match="EXHAUSTED"):
+        store.push(rows_push((1, rows, gradient)))
+    np.testing.assert_array_equal(value_of(store, 1), before)
+    with pytest.raises(RuntimeError, match="EXHAUSTED"):
+        store.push(rows_push((1, rows, gradient)))  # its second call
+    with pytest.raises(UnavailableError, match=r"EXHAUSTED.*assign it anew"):
+        store.read([Read(1, -1)])
+    push = Push(7, -1, 0, 0, [Update(1, int(UpdateOp.ASSIGN), 0, 1)], (table(0),))
+    store.push(push)
+    store.push(rows_push((1, rows, gradient)))
+    want = Lazy("adagrad", table(0))
+    want.push(rows, gradient)
+    np.testing.assert_allclose(value_of(store, 1), want.value, rtol=1e-5)
+
+
+# ---- reading ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f8", "i4", "?", "f2", BF16])
+@pytest.mark.parametrize("row", [(), (0,), (3,), (2, 2)])
+def test_rows_are_read_in_the_order_of_the_indices(dtype, row):
+    value = table(0, 9, row, "f4").astype(dtype)
+    indices = np.array([8, 0, 8, 3], "i4")
+    np.testing.assert_array_equal(gather(value, indices.astype(int)), value[indices])
+    store = store_with()
+    create(store, {1: value, 2: value})
+    none = np.empty(0, "u2")
+    plan = store.plan_rows([Read(2, -1)], [1, 1, 2], (indices, none, indices))
+    plan.compute()
+    answer = store.commit(plan)
+    assert answer.versions == [0]
+    dense, some, nothing, others = answer.arrays
+    np.testing.assert_array_equal(dense, value)
+    np.testing.assert_array_equal(some, value[indices])
+    np.testing.assert_array_equal(others, value[indices])
+    assert nothing.shape == (0, *row)
+    assert nothing.dtype == some.dtype == value.dtype
+    assert store.statistics()["rows"] == 8
+
+
+def test_a_lookup_must_name_variables_and_is_bounded():
+    store = Store(
+        OptimizerEngine(lambda code: None), task="/job:ps/task:0", largest=900
+    )
+    create(store, {1: table(0)})
+    one = np.array([1])
+    with pytest.raises(NotFoundError, match="no variable with key 5"):
+        store.plan_rows([], [5], (one,))
+    with pytest.raises(
+        InvalidArgumentError, match="2 variables are wanted by 1 arrays"
+    ):
+        store.plan_rows([], [1, 1], (one,))
+    with pytest.raises(InvalidArgumentError, match="asks for 1080 bytes of rows"):
+        store.plan_rows([], [1], (np.zeros(30, int),))
+
+
+# ---- the parts -------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 12), max_size=40))
+def test_distinct_sums_what_belongs_together(indices):
+    rows = np.random.default_rng(len(indices)).integers(-9, 9, (len(indices), 2))
+    at, total = distinct(np.array(indices, int), rows)
+    assert are_increasing(at)
+    assert at.tolist() == sorted(set(indices))
+    want = np.zeros((13, 2), int)
+    np.add.at(want, indices, rows)
+    np.testing.assert_array_equal(total, want[at])
+
+
+@given(st.integers(0, 10_000), st.integers(1, 10_000))
+def test_buckets_hold_their_rows_and_are_few(rows, most):
+    size = bucket(min(rows, most), most)
+    assert min(rows, most) <= size <= most
+    assert size <= max(16, 1.5 * rows)
+    assert len({bucket(n, 4096) for n in range(4097)}) == 17
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 30), max_size=8), st.integers(1, 20))
+def test_packing_covers_every_row_once_and_fills_calls(counts, most):
+    calls = pack(counts, most)
+    met = [
+        (piece.update, row)
+        for call in calls
+        for piece in call
+        for row in range(piece.start, piece.stop)
+    ]
+    assert met == [(u, row) for u, count in enumerate(counts) for row in range(count)]
+    sizes = [sum(p.stop - p.start for p in call) for call in calls]
+    assert len(sizes) == max(1, -(-sum(counts) // most))
+    assert all(size == most for size in sizes[:-1])
+    assert sizes[-1] <= most
+
+
+def test_opaque_rows_are_a_view():
+    array = np.zeros((4, 3), BF16)
+    as_rows(array)[[1, 3]] = as_rows(np.ones((2, 3), BF16))
+    assert array.astype(int).sum(axis=1).tolist() == [0, 3, 0, 3]
+
+
+def test_rows_of_a_leased_or_device_cell_are_written_elsewhere():
+    cell = Cell(np.zeros((4, 2)))
+    lease = cell.lease()
+    cell.begin_rows(np.array([1]))[1] = 5
+    cell.settle()
+    assert not lease.any()
+    assert cell.lease().sum() == 10
+    device = Cell.on_device(jax.numpy.zeros((4, 2)))
+    device.begin_rows(np.array([2]))[2] = 7
+    device.settle()
+    assert device.lease().tolist() == [[0, 0], [0, 0], [7, 7], [0, 0]]
