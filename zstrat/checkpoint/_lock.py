@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import sys
+import weakref
 from datetime import UTC, datetime
 from typing import Final
 
@@ -47,23 +48,17 @@ class FolderLock:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._file = -1
         with blamed(path, "locking"):
-            self._file = _locked(path)
-        text = json.dumps(_myself()).encode()
+            descriptor = _locked(path)
+        # Not __del__: at the end of the interpreter that may find no modules any more.
+        self._end = weakref.finalize(self, _unlocked, path, descriptor, os.getpid())
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
-            os.ftruncate(self._file, 0)
-            write_all(self._file, text)
+            os.ftruncate(descriptor, 0)
+            write_all(descriptor, json.dumps(_myself()).encode())
 
     def release(self) -> None:
-        """May be called again."""
-        if self._file < 0:
-            return
-        descriptor, self._file = self._file, -1
-        # Before it is unlocked: whoever waits for the old file sees that it is gone.
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-        os.close(descriptor)
+        """May be called again; dropping the lock does it too."""
+        self._end()
 
     def __enter__(self) -> FolderLock:
         return self
@@ -71,8 +66,14 @@ class FolderLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def __del__(self) -> None:
-        self.release()
+
+def _unlocked(path: str, descriptor: int, owner: int) -> None:
+    # Before it is unlocked: whoever waits for the old file sees that it is gone. Not by
+    # a forked child, whose parent holds the lock.
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    os.close(descriptor)
 
 
 def _locked(path: str) -> int:

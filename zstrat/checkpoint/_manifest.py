@@ -6,8 +6,8 @@ files that it does not name are nobody's. It carries a digest of itself, so that
 manifest which was damaged is not taken for another one.
 
 Law of the file: what `Manifest.decode` returns adds up. Every piece is in a file that
-it names, files are names in its own folder, and the pieces of a tensor are all its
-rows, once.
+it names, files are names in its own folder, and the pieces of a tensor are rows of it,
+each once.
 """
 
 from __future__ import annotations
@@ -52,13 +52,21 @@ class StoredTensor:
 
     ``by_rows``: its pieces are its rows, one after the other. Else each piece is a
     whole tensor of this shape, which stands for these rows of a variable (a count that
-    an optimizer keeps beside each component).
+    an optimizer keeps beside each component). Rows of slots that no gradient has
+    reached may be in no piece.
     """
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
     by_rows: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are there."""
+        starts = [0, *(piece.stop for piece in self.pieces)]
+        joined = all(p.start == s for p, s in zip(self.pieces, starts, strict=False))
+        return joined and (not self.shape or starts[-1] == self.shape[0])
 
     def info(self, piece: StoredPiece) -> TensorInfo:
         """What the file of the piece holds."""
@@ -224,12 +232,12 @@ def _tensor(name: str, plain: Any, files: Mapping[str, int], file: str) -> Store
             raise DataLossError(file, name, f"damaged entry: {plain!r:.80}")
     pieces = tuple(_piece(name, each, files, file) for each in listed)
     tensor = StoredTensor(dtype, tuple(shape), pieces, by_rows)
-    starts = [0, *(piece.stop for piece in pieces)]
-    tiled = all(p.start == at for p, at in zip(pieces, starts, strict=False))
+    ends = [0, *(piece.stop for piece in pieces)]
+    grows = all(p.start >= end for p, end in zip(pieces, ends, strict=False))
     if by_rows:
-        tiled &= pieces[-1].stop == (shape[0] if shape else 0)
-        tiled &= bool(shape) or len(pieces) == 1
-    if not tiled:
+        grows &= pieces[-1].stop <= (shape[0] if shape else 0)
+        grows &= bool(shape) or len(pieces) == 1
+    if not grows:
         rows = list(itertools.chain(*((p.start, p.stop) for p in pieces)))
         raise DataLossError(file, name, f"pieces {rows!r:.80} are not {tensor}")
     return tensor

@@ -141,6 +141,11 @@ class ServerVariables:
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
 
+    @property
+    def session(self) -> ServerSession:
+        """The connection to the parameter servers."""
+        return self._session
+
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""
         return variable.home is self

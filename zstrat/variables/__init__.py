@@ -15,6 +15,8 @@ from ._home import read_all as read_all
 from ._home import update_all as update_all
 from ._local import LocalHome as LocalHome
 from ._module import Module as Module
+from ._module import unwatch as unwatch
+from ._module import watch as watch
 from ._optimizer import Optimizer as Optimizer
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
@@ -24,6 +26,9 @@ from ._rows import read_rows_async as read_rows_async
 from ._rows import row_updates as row_updates
 from ._sharded import ShardedVariable as ShardedVariable
 from ._slices import IndexedSlices as IndexedSlices
+from ._slots import SlotInfo as SlotInfo
+from ._slots import initial_slots as initial_slots
+from ._slots import slot_infos as slot_infos
 from ._spec import LOCAL as LOCAL
 from ._spec import Part as Part
 from ._spec import VariableAggregation as VariableAggregation

@@ -15,9 +15,10 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._apply import apply
+from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
@@ -76,6 +77,35 @@ class LocalHome:
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
+
+    def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
+        """Value and slots of one moment: by optimizer, by path in its state."""
+        with self._lock:
+            value, slots = self._value, dict(self._slots)
+        return value, {number: named_slots(tree) for number, tree in slots.items()}
+
+    def put(
+        self,
+        value: np.ndarray | None,
+        slots: Mapping[Optimizer, Mapping[str, np.ndarray] | None],
+    ) -> None:
+        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
+        optimizer begins anew.
+
+        Raises:
+            ValueError: The slots are not those of the optimizer.
+        """
+        made = {
+            each.id: None if named is None else slots_from(each, self._value, named)
+            for each, named in slots.items()
+        }
+        with self._lock:
+            if value is not None:
+                self._value = _frozen(np.asarray(value))
+            for number, tree in made.items():
+                self._slots.pop(number, None)
+                if tree is not None:
+                    self._slots[number] = tree
 
     def _optimized(
         self, op: UpdateOp, operands: Operands, optimizer: Optimizer

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
 from ._sharded import ShardedVariable
 from ._variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    OnAttribute = Callable[["Module", str, Any], None]
+
+_watchers: Final[dict[int, list[OnAttribute]]] = {}
+"""By ``id`` of a living module; a user's class may compare or hash as it likes."""
 
 
 class Module:
@@ -20,6 +26,11 @@ class Module:
 
     def __init__(self, name: str | None = None) -> None:
         self._name = type(self).__name__.lower() if name is None else name
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for told in tuple(_watchers.get(id(self), ())):
+            told(self, name, value)
 
     @property
     def name(self) -> str:
@@ -38,6 +49,20 @@ class Module:
         """All modules below this one."""
         found = (leaf for leaf in _walk(self, set()) if isinstance(leaf, Module))
         return tuple(module for module in found if module is not self)
+
+
+def watch(module: Module, told: OnAttribute) -> None:
+    """Has ``told(module, name, value)`` called after each attribute that is set."""
+    if id(module) not in _watchers:
+        _watchers[id(module)] = []
+        weakref.finalize(module, _watchers.pop, id(module), None).atexit = False
+    _watchers[id(module)].append(told)
+
+
+def unwatch(module: Module, told: OnAttribute) -> None:
+    """Inverse of `watch`."""
+    if told in (listed := _watchers.get(id(module), [])):
+        listed.remove(told)
 
 
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
