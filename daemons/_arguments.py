@@ -22,22 +22,27 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
 
-def parser(job: str, what: str) -> argparse.ArgumentParser:
-    """The arguments that every daemon takes."""
+def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
+    """The arguments that every daemon takes; fewer of one that binds no address."""
+    told = (
+        "TF_CONFIG, or by --cluster and --index, or by --bind and --index alone."
+        if binds
+        else "TF_CONFIG, or by --index; the first one otherwise."
+    )
     made = argparse.ArgumentParser(
-        prog=f"zstrat-{job}",
-        description=f"{what} Told which task it is by TF_CONFIG, or by --cluster and "
-        "--index, or by --bind and --index alone.",
+        prog=f"zstrat-{job}", description=f"{what} Told which task it is by {told}"
     )
     add = made.add_argument
+    add("--index", type=int, metavar="N", help="task index within the job")
+    add("--log-json", action="store_true", help="log one JSON object a line")
+    add("--version", action="version", version=f"zstrat {__version__}")
+    if not binds:
+        return made
     add("--cluster", metavar="FILE.toml", help="cluster file; TF_CONFIG is not read")
     add("--job", default=job, help=f"default: {job}")
-    add("--index", type=int, metavar="N", help="task index within the job")
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
     add("--insecure", action="store_true", help="serve other machines without keys")
-    add("--log-json", action="store_true", help="log one JSON object a line")
-    add("--version", action="version", version=f"zstrat {__version__}")
     # For LocalCluster: who must not be outlived, and where the address is told.
     add("--parent", type=int, default=0, help=argparse.SUPPRESS)
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)

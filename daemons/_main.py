@@ -19,8 +19,9 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
@@ -33,6 +34,8 @@ from ._log import start_logging
 from ._notify import Notifier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zstrat.config import Settings
 
 DRAINED: Final = 0
@@ -75,6 +78,44 @@ def run(order: Order) -> int:
         notifier.close()
 
 
+class Program(Protocol):
+    """What a daemon without an address does, on a thread of its own."""
+
+    def start(self) -> None:
+        """Works until it is done, or until `stop`."""
+        ...
+
+    def stop(self) -> None:
+        """Has `start` end soon; from any thread."""
+        ...
+
+    def summary(self) -> str:
+        """How far it is, in a few words."""
+        ...
+
+
+def run_program(task: str, make: Callable[[], Program], as_json: bool) -> int:
+    """Runs a program until it is done or told to end; returns the exit code.
+
+    ``make`` is called when the log is there. What it raises as ValueError is a mistake
+    of whoever started the daemon.
+    """
+    start_logging(task, new_incarnation(), as_json=as_json)
+    notifier = Notifier(environment())
+    try:
+        program = make()
+        return run_loop(_accompany(program, notifier))
+    except ValueError as error:
+        log.error("cannot start: %s", error)
+        return MISTAKEN
+    except Exception:
+        # Goes to the log and, as the exit code, to whoever restarts us.
+        log.exception("crashed")
+        return CRASHED
+    finally:
+        notifier.close()
+
+
 def leave(code: int) -> NoReturn:
     """Ends the process, even if user code still holds a thread."""
     # A daemon thread that is inside XLA when the interpreter ends may abort the
@@ -87,6 +128,34 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+async def _accompany(program: Program, notifier: Notifier) -> int:
+    loop = asyncio.get_running_loop()
+
+    def end(reason: str) -> None:
+        log.info("ending: %s", reason)
+        notifier.send("STOPPING=1", f"STATUS=ending: {reason}")
+        program.stop()
+
+    with ThreadPoolExecutor(1, "program") as thread:
+        working = loop.run_in_executor(thread, program.start)
+        _listen_to_signals(loop, end)
+        log.info("ready, pid %d", os.getpid())
+        notifier.send("READY=1", "STATUS=working")
+        pulse = Pulse(loop, program, notifier)
+        try:
+            await working
+        except Exception:
+            # Goes to the log and the exit code. Not to `run_program`, for which a
+            # ValueError is something else.
+            log.exception("crashed")
+            return CRASHED
+        finally:
+            pulse.stop()
+            _ignore_signals(loop)
+    log.info("ended: %s", program.summary())
+    return DRAINED
+
+
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
@@ -95,7 +164,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
-    _listen_to_signals(loop, task)
+    _listen_to_signals(loop, task.end)
     if order.parent:
         watch(loop, lambda: task.end("the program that started me is gone"))
     _report(order.report, task)
@@ -122,7 +191,10 @@ class Pulse:
     """Seconds between two STATUS lines when the manager keeps no watchdog."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, task: Task, notifier: Notifier
+        self,
+        loop: asyncio.AbstractEventLoop,
+        task: Task | Program,
+        notifier: Notifier,
     ) -> None:
         self._loop, self._task, self._notifier = loop, task, notifier
         self._timer: asyncio.TimerHandle | None = None
@@ -145,14 +217,16 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
 
 
-def _listen_to_signals(loop: asyncio.AbstractEventLoop, task: Task) -> None:
+def _listen_to_signals(
+    loop: asyncio.AbstractEventLoop, end: Callable[[str], None]
+) -> None:
     signals = (signal.SIGTERM, signal.SIGINT)
 
     def first(number: signal.Signals) -> None:
         for each in signals:
             loop.remove_signal_handler(each)
             signal.signal(each, signal.SIG_DFL)
-        task.end(f"{number.name} (once more ends at once)")
+        end(f"{number.name} (once more ends at once)")
 
     for each in signals:
         loop.add_signal_handler(each, first, each)

@@ -11,7 +11,12 @@ import pytest
 
 from zstrat.launch import write_units
 
-NAMES = ["zstrat-ps@.service", "zstrat-worker@.service", "zstrat.target"]
+NAMES = [
+    "zstrat-evaluator@.service",
+    "zstrat-ps@.service",
+    "zstrat-worker@.service",
+    "zstrat.target",
+]
 
 
 @pytest.fixture
@@ -19,7 +24,7 @@ def bindir(tmp_path):
     """Programs that exist, for systemd looks whether they do."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("zstrat-ps", "zstrat-worker"):
+    for name in ("zstrat-evaluator", "zstrat-ps", "zstrat-worker"):
         (folder / name).write_text("#!/bin/sh\n")
         (folder / name).chmod(0o755)
     return folder

@@ -32,7 +32,7 @@ def write_units(bindir: Path, to: Path, config: Path) -> list[Path]:
             raise ValueError(
                 f"{path}: expected an absolute path without blanks or %$\"'\\"
             )
-    for program in ("zstrat-ps", "zstrat-worker"):
+    for program in ("zstrat-evaluator", "zstrat-ps", "zstrat-worker"):
         if not (bindir / program).is_file():
             raise ValueError(
                 f"{bindir / program} does not exist: where is zstrat installed?"

@@ -55,12 +55,17 @@ class Disk:
         Raises:
             AlreadyExistsError, NotFoundError, ResourceExhaustedError: With this server.
             PermissionDeniedError: The user of this server may not touch the file.
+            DataLossError: As it is.
             UnavailableError: Anything else that the system says.
         """
         try:
             yield
         except (AlreadyExistsError, NotFoundError, ResourceExhaustedError) as error:
             raise type(error)(f"{self._task}: {error}") from None
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotFoundError(
+                f"{self._task}: {what} {path}: {error.strerror}"
+            ) from None
         except PermissionError as error:
             raise PermissionDeniedError(
                 f"{self._task}: {what} {path}: {error.strerror}: the user that the "

@@ -50,7 +50,7 @@ async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
     async with Disk() as disk:
         folder = await disk(CheckpointFolder, path)
         try:
-            components = _components(graph)
+            components = components_of(graph)
             optimizers = [node.value for node in graph.optimizers]
             async with Snapshot(components, optimizers) as pinned:
                 manifest = await _write(graph, pinned, folder, disk, metadata)
@@ -59,7 +59,7 @@ async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
             await disk(folder.close)
 
 
-def _components(graph: Graph) -> list[Variable]:
+def components_of(graph: Graph) -> list[Variable]:
     """All of them, each once, whatever variables share it."""
     found = {c.spec.key: c for node in graph.variables for c in node.value.components}
     return list(found.values())

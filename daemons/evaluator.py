@@ -1,0 +1,123 @@
+"""``zstrat-evaluator``: evaluates the checkpoints of a training as they appear.
+
+The user's program is a function that makes two things: a ``zs.Checkpoint`` of what is
+evaluated, and a function without arguments that returns metrics by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zstrat.config import environment
+
+from ._arguments import parser
+from ._main import MISTAKEN, leave, run_program
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._main import Program
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    arguments = parser("evaluator", "The evaluator of zstrat.", binds=False)
+    add = arguments.add_argument
+    add("program", metavar="MODULE:FUNCTION", help="returns (checkpoint, evaluate)")
+    add("checkpoints", metavar="DIR", type=Path, help="the training's checkpoints")
+    add("--metrics", metavar="FILE.jsonl", type=Path, help="append one line each")
+    add("--tensorboard", metavar="DIR", type=Path, help="write TensorBoard events")
+    add("--max-evaluations", metavar="N", type=int, help="end with checkpoint N")
+    add("--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)")
+    parsed = arguments.parse_args(argv)
+    env = environment()
+    try:
+        index = place(env) if parsed.index is None else int(parsed.index)
+    except ValueError as error:
+        print(f"zstrat-evaluator: {error}", file=sys.stderr)
+        leave(MISTAKEN)
+    if parsed.platform is not None:
+        # jax reads this once, when it is imported: by the program, later.
+        os.environ["JAX_PLATFORMS"] = parsed.platform
+    as_json = parsed.log_json or env.get("ZSTRAT_LOG", "") == "json"
+    leave(run_program(f"evaluator:{index}", partial(evaluator, parsed), as_json))
+
+
+def place(env: Mapping[str, str]) -> int:
+    """Which evaluator this is, by TF_CONFIG; 0 if it does not say.
+
+    Raises:
+        ValueError: It says that this is another task.
+    """
+    try:
+        match json.loads(env.get("TF_CONFIG") or "{}"):
+            case {"task": {"type": "evaluator", "index": int(index)}}:
+                return index
+            case {"task": {"type": "evaluator"}}:
+                return 0
+            case {"task": {"type": other}}:
+                raise ValueError(f"TF_CONFIG: task.type is {other!r}, not 'evaluator'")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TF_CONFIG is no JSON: {error}") from error
+    return 0
+
+
+def evaluator(parsed: argparse.Namespace) -> Program:
+    """What the arguments ask for.
+
+    Raises:
+        ValueError: The program cannot be had, or is something else; says what.
+    """
+    # The user's modules and jax: after the arguments are known to be right.
+    from zstrat.saving import JsonLines, SidecarEvaluator, TensorBoardEvents
+
+    checkpoint, evaluate = made(parsed.program)
+    writers: list[Any] = []
+    if parsed.metrics is not None:
+        writers.append(JsonLines(parsed.metrics))
+    if parsed.tensorboard is not None:
+        writers.append(TensorBoardEvents(parsed.tensorboard))
+    return SidecarEvaluator(
+        checkpoint,
+        evaluate,
+        parsed.checkpoints,
+        max_evaluations=parsed.max_evaluations,
+        writers=writers,
+    )
+
+
+def made(program: str) -> tuple[Any, Callable[[], Mapping[str, Any]]]:
+    """What ``MODULE:FUNCTION`` returns; the working folder counts, as for a script.
+
+    Raises:
+        ValueError: There is no such function, or it returns something else.
+    """
+    from zstrat.saving import Checkpoint
+
+    name, _, function = program.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = vars(importlib.import_module(name))[function]
+    except (ModuleNotFoundError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{program}: expected MODULE:FUNCTION that can be imported ({error!r})"
+        ) from error
+    match make():
+        case (Checkpoint() as checkpoint, evaluate) if callable(evaluate):
+            return checkpoint, evaluate
+        case other:
+            raise ValueError(
+                f"{program}() returned {type(other).__name__}: expected (zs.Checkpoint"
+                ", a function without arguments that returns metrics)"
+            )
+
+
+if __name__ == "__main__":
+    main()

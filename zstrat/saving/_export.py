@@ -1,0 +1,191 @@
+"""Values of variables for other programs: one plain safetensors file, or Orbax.
+
+Whatever its partitioning, a variable is one array there, under the path by which the
+program reaches it. Slots of optimizers stay out: nobody else could read them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zstrat.checkpoint import (
+    MANIFEST,
+    Manifest,
+    TensorInfo,
+    TensorReader,
+    TensorWriter,
+    sync_folder,
+)
+
+from ._blocking import Disk, run_blocking
+from ._graph import SAVE_COUNTER, graph_of
+from ._progress import Progress
+from ._save import components_of
+from ._shelves import Snapshot, stream
+from ._tensors import logical_tensors, stored_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from zstrat.checkpoint import StoredTensor
+
+    from ._graph import Graph
+
+
+def export_safetensors(source: Any, path: str | os.PathLike[str]) -> str:
+    """Writes all values to one safetensors file; returns its path.
+
+    Args:
+        source: Variables, or any `zs.Checkpoint`, ``zs.Module`` or pytree of them, as
+            they are now; or the path of a checkpoint.
+        path: A file that is there already is replaced when the new one is complete.
+
+    Nothing is held in memory whole: a table may be larger than this machine.
+
+    Raises:
+        TypeError: The source has something in it that cannot be saved.
+        NotFoundError, DataLossError: It is no checkpoint, or a damaged one.
+        PSUnavailableError: A parameter server is gone.
+        ResourceExhaustedError: The disk is full; what was there is as it was.
+        OSError: As the system says.
+    """
+    return run_blocking(export_safetensors_async(source, path))
+
+
+async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) -> str:
+    """`export_safetensors`, without blocking the running loop.
+
+    Cancellation: nothing was written.
+    """
+    final = os.fspath(path)
+    if isinstance(source, str | os.PathLike):
+        folder = os.fspath(source)
+        async with Disk() as disk:
+            await disk(_copy, folder, final)
+        return final
+    await _stream(_values_graph(source), final)
+    return final
+
+
+def export_orbax(source: Any, path: str | os.PathLike[str]) -> str:
+    """Writes all values as an Orbax checkpoint (``pip install zstrat[orbax]``): nested
+    dicts of arrays, by the path of each variable. All of them are held in memory.
+
+    Args: As `export_safetensors`; ``path`` must not exist.
+
+    Raises:
+        ModuleNotFoundError: Orbax is not installed.
+        Else as `export_safetensors`, and whatever Orbax says.
+    """
+    try:
+        from orbax.checkpoint import PyTreeCheckpointer
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"export_orbax needs Orbax ({error}): pip install 'zstrat[orbax]'"
+        ) from error
+    tree: dict[str, Any] = {}
+    for name, value in _arrays(source):
+        *above, last = name.split("/")
+        below = tree
+        for part in above:
+            below = below.setdefault(_plain(part), {})
+        below[_plain(last)] = value
+    final = os.path.abspath(path)
+    with PyTreeCheckpointer() as writer:
+        writer.save(final, tree)
+    return final
+
+
+def _values_graph(source: Any) -> Graph:
+    return graph_of(source, skip=frozenset({SAVE_COUNTER}))
+
+
+async def _stream(graph: Graph, path: str) -> None:
+    async with Disk() as disk, Snapshot(components_of(graph), []) as pinned:
+        logicals = logical_tensors(graph, pinned)
+        infos = [
+            TensorInfo(each.name or each.variable.value.name, each.dtype, each.shape)
+            for each in logicals
+        ]
+        pieces = [piece.pinned for each in logicals for piece in each.pieces]
+        with Progress(f"exporting {path}", sum(i.nbytes for i in infos)) as progress:
+
+            async def fill(writer: TensorWriter) -> None:
+                await stream(writer, pieces, disk, progress.add)
+
+            await _replace(path, infos, fill, disk)
+
+
+async def _replace(
+    path: str,
+    infos: list[TensorInfo],
+    fill: Callable[[TensorWriter], Awaitable[None]],
+    disk: Disk,
+) -> None:
+    writer = await disk(TensorWriter, _temporary(path), infos)
+    try:
+        await fill(writer)
+        await disk(_finish, writer, path)
+    finally:
+        await disk(writer.abort)
+
+
+def _finish(writer: TensorWriter, path: str) -> None:
+    writer.finish()
+    os.replace(writer.path, path)
+    sync_folder(os.path.dirname(path))
+
+
+def _temporary(path: str) -> str:
+    return f"{path}.{secrets.token_hex(4)}.tmp"
+
+
+def _stored_values(folder: str) -> list[tuple[str, StoredTensor]]:
+    """Names and tensors of the variables in a checkpoint."""
+    manifest = Manifest.of(folder)
+    nodes = stored_graph(manifest, os.path.join(folder, MANIFEST))
+    names = [node.tensor for node in nodes if node.kind == "variable"]
+    return [(n, manifest.tensors[n]) for n in names if n != SAVE_COUNTER]
+
+
+def _copy(folder: str, path: str) -> None:
+    """From a checkpoint to a plain file."""
+    stored = _stored_values(folder)
+    infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
+    with (
+        TensorWriter(_temporary(path), infos) as writer,
+        Progress(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
+    ):
+        for _, tensor in stored:
+            for piece in tensor.pieces:
+                with TensorReader(os.path.join(folder, piece.file)) as reader:
+                    for part in reader.parts(piece.name):
+                        writer.write(part)
+                        progress.add(len(part))
+        _finish(writer, path)
+
+
+def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
+    if not isinstance(source, str | os.PathLike):
+        for node in _values_graph(source).variables:
+            yield node.path or node.value.name, node.value.numpy()
+        return
+    folder = Path(source)
+    for name, tensor in _stored_values(os.fspath(folder)):
+        value = np.empty(tensor.shape, tensor.info(tensor.pieces[0]).numpy_dtype)
+        for piece in tensor.pieces:
+            out = value[piece.start : piece.stop] if tensor.shape else value
+            with TensorReader(os.fspath(folder / piece.file)) as reader:
+                reader.read_into(piece.name, 0, out)
+        yield name, value
+
+
+def _plain(part: str) -> str:
+    """A name before it became a part of a path; inverse of `escaped`."""
+    return re.sub(r"\.([.S])", lambda found: "/" if found[1] == "S" else ".", part)
