@@ -189,7 +189,7 @@ class _Bag:
         dtype = rows.dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"rows of {dtype} cannot be combined: they are no floats")
-        wide = jnp.promote_types(dtype, jnp.float32)
+        wide: Any = dtype if dtype.itemsize > 4 else jnp.float32
         weights = self.valid.astype(wide)
         if self.weights is not None:
             # Not multiplied: what is padded may be nan.

@@ -67,7 +67,8 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
     """Indices of the table as rows of one component; those of others are behind its
     last row, where jax drops them."""
     height = table.components[component].shape[0]
-    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    if indices.dtype.itemsize < 4:  # they may not reach beyond the last row
+        indices = indices.astype(jnp.int32)
     if table.layout is TableLayout.MOD:
         count = len(table.components)
         return jnp.where(indices % count == component, indices // count, height)

@@ -1,0 +1,250 @@
+"""What ``zs.embedding_lookup`` and its kin give, beside numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.variables import Variable
+
+RNG = np.random.default_rng(2)
+TABLE = RNG.normal(size=(11, 3)).astype(np.float32)
+IDS = np.array([[10, 0, 10], [4, 5, 9]])
+
+
+def everywhere(body, *args):
+    """In a step, in an eager one, and outside of steps: all the same."""
+    results = [
+        zs.function(body)(*args),
+        zs.function(body, eager=True)(*args),
+        body(*args),
+    ]
+    for other in results[1:]:
+        np.testing.assert_allclose(results[0], other, rtol=1e-6)
+    return results[0]
+
+
+def kinds(home):
+    dealt = [TABLE[n::3] for n in range(3)]
+    pieces = np.array_split(TABLE, 3)
+    return {
+        "whole": (home.variable(TABLE), {}),
+        "in parts": (home.sharded(TABLE, 3), {}),
+        "a list": ([home.variable(x) for x in pieces], {}),
+        "a list of one": ([home.sharded(TABLE, 2)], {}),
+        "mod": ([home.variable(x) for x in dealt], {"partition_strategy": "mod"}),
+        "arrays": ([jnp.asarray(x) for x in pieces], {}),
+        "mod of arrays": (dealt, {"partition_strategy": "mod"}),
+        "local": (Variable(TABLE), {}),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "whole",
+        "in parts",
+        "a list",
+        "a list of one",
+        "mod",
+        "arrays",
+        "mod of arrays",
+        "local",
+    ],
+)
+def test_rows_come_in_the_order_of_their_ids(home, kind):
+    params, options = kinds(home)[kind]
+    rows = everywhere(lambda ids: zs.embedding_lookup(params, ids, **options), IDS)
+    np.testing.assert_array_equal(rows, TABLE[IDS])
+
+
+def test_what_is_not_asked_for_does_not_travel(home):
+    dealt = [home.variable(TABLE[n::3], f"d{n}") for n in range(3)]
+    zs.function(lambda i: zs.embedding_lookup(dealt, i, partition_strategy="mod"))(IDS)
+    assert home.requests == [[("d0", [0, 3]), ("d1", [1, 3]), ("d2", [1])]]
+    assert home.reads == 0
+
+
+def test_max_norm(home):
+    table = home.sharded(np.concatenate([TABLE, np.zeros((1, 3), np.float32)]), 2)
+    ids = np.array([[3, 11], [7, 0]])
+    rows = everywhere(lambda ids: zs.embedding_lookup(table, ids, max_norm=1.0), ids)
+    taken = np.concatenate([TABLE, np.zeros((1, 3))])[ids]
+    norms = np.linalg.norm(taken, axis=-1, keepdims=True)
+    expected = np.where(norms > 1, taken / np.maximum(norms, 1e-9), taken)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5)
+    # Rows of zeros have a gradient, too.
+    step = zs.function(
+        lambda ids: (
+            zs.grad(
+                lambda: zs.embedding_lookup(table, ids, 1.0).sum(), variables=table
+            )().values
+        )
+    )
+    assert np.isfinite(step(ids)).all()
+
+
+def test_rows_of_rank_zero_and_two(home):
+    flat, deep = TABLE[:, 0], TABLE.reshape(11, 3, 1)
+    for value in (flat, deep):
+        table = home.sharded(value, 2)
+        rows = zs.function(lambda i, t=table: zs.embedding_lookup(t, i, 0.5))(IDS)
+        taken = value[IDS]
+        axes = tuple(range(2, taken.ndim))
+        norms = np.sqrt((taken**2).sum(axes, keepdims=True))
+        np.testing.assert_allclose(rows, taken * np.minimum(1, 0.5 / norms), rtol=1e-5)
+
+
+def test_refusals(home):
+    table, parts = home.variable(TABLE), home.sharded(TABLE, 2)
+    count = home.variable(np.int32(3))
+
+    def refused(error, match, *args, **options):
+        with pytest.raises(error, match=match):
+            zs.embedding_lookup(*args, **options)
+
+    refused(ValueError, "needs params", None, IDS)
+    refused(ValueError, "needs params", [], IDS)
+    refused(TypeError, "got dict", {"a": table}, IDS)
+    refused(
+        ValueError, "'div' or 'mod', got 'rows'", table, IDS, partition_strategy="rows"
+    )
+    refused(ValueError, "is for lists", parts, IDS, partition_strategy="mod")
+    refused(ValueError, "in parts already", [parts, table], IDS)
+    refused(ValueError, "differ in dtype", [table, home.variable(TABLE[:, :2])], IDS)
+    refused(
+        ValueError,
+        r"deals 16 rows out in turn, \[8, 8\].*have \[11, 5\]",
+        [table, home.variable(TABLE[:5])],
+        IDS,
+        partition_strategy="mod",
+    )
+    refused(ValueError, "no first axis", count, IDS)
+    refused(ValueError, "must be integers, not float64", table, IDS * 1.0)
+    refused(ValueError, "must be integers, not float64", TABLE, IDS * 1.0)
+    refused(ValueError, "must be integers, not bool", table, IDS > 3)
+    refused(IndexError, "no row 11", table, [3, 11])
+    refused(IndexError, "no row -1", TABLE, [-1])
+    refused(ValueError, "max_norm", table, IDS, -1.0)
+    with pytest.raises(RuntimeError, match=r"no value\s+now"):
+        jax.jit(lambda ids: zs.embedding_lookup(table, ids))(IDS)
+    with pytest.raises(ValueError, match="must be integers"):
+        zs.function(lambda x: zs.embedding_lookup(table, x))(np.float32([1.0]))
+    with pytest.raises(IndexError, match="no row 11"):
+        zs.function(lambda: zs.embedding_lookup(table, [3, 11]))()
+
+
+# ---- ragged ids ----------------------------------------------------------------------
+
+
+def combined(rows, weights, combiner):
+    """One row of ids, in float64 numpy."""
+    if not len(rows):
+        return np.zeros(TABLE.shape[1])
+    total = (rows * weights[:, None]).sum(0)
+    by = {"sum": 1.0, "mean": weights.sum(), "sqrtn": np.sqrt((weights**2).sum())}
+    return total / by[combiner]
+
+
+def padded(rows, fill, dtype, width=4):
+    out = np.full((len(rows), width), fill, dtype)
+    mask = np.zeros(out.shape, bool)
+    for n, row in enumerate(rows):
+        out[n, : len(row)] = row
+        mask[n, : len(row)] = True
+    return out, mask
+
+
+def pairs(rows):
+    row_ids = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    return np.concatenate(rows), row_ids
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("combiner", ["sum", "mean", "sqrtn"])
+def test_both_forms_of_ragged_ids(combiner, weighted):
+    lengths = [2, 0, 3, 1]
+    ids = [RNG.integers(0, 11, n) for n in lengths]
+    weights = [RNG.uniform(0.5, 2, n) if weighted else np.ones(n) for n in lengths]
+    expected = [
+        combined(TABLE[i].astype(np.float64), w, combiner)
+        for i, w in zip(ids, weights, strict=True)
+    ]
+    # Padding may be anything.
+    given_ids, mask = padded(ids, -7, np.int64)
+    given_weights = padded(weights, np.nan, np.float32)[0] if weighted else None
+    rows = zs.embedding_lookup_sparse(TABLE, (given_ids, mask), given_weights, combiner)
+    np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+    values, row_ids = pairs(ids)
+    flat = pairs(weights)[0].astype(np.float32) if weighted else None
+    rows = zs.embedding_lookup_sparse(
+        TABLE, zs.RaggedIds.pairs(values, row_ids, len(ids)), flat, combiner
+    )
+    np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_safe_lookups_drop_and_fill():
+    ids = np.array([[3, -1, 5], [-2, -1, 0], [4, 4, 4]])
+    mask = np.array([[True, True, True], [True, True, False], [True, True, True]])
+    weights = np.array([[1, 1, 2], [1, 1, 1], [0, -1, 3]], np.float32)
+    expected = [(TABLE[3] + 2 * TABLE[5]) / 3, np.zeros(3), TABLE[4]]
+    flat, where = ids[mask], np.repeat(np.arange(3), mask.sum(1))
+    forms = [((ids, mask), weights), ((flat, where, 3), weights[mask])]
+    for given_ids, given_weights in forms:
+        rows = zs.safe_embedding_lookup_sparse(TABLE, given_ids, given_weights)
+        np.testing.assert_allclose(rows, expected, rtol=1e-5)
+        rows = zs.safe_embedding_lookup_sparse(
+            TABLE, given_ids, given_weights, default_id=7
+        )
+        np.testing.assert_allclose(rows, [expected[0], TABLE[7], TABLE[4]], rtol=1e-5)
+
+
+def test_padding_fetches_and_moves_nothing(home):
+    table = home.sharded(TABLE, 2, "t")
+
+    @zs.function
+    def step(ids, mask):
+        def loss():
+            rows = zs.embedding_lookup_sparse(table, zs.RaggedIds.padded(ids, mask))
+            return jnp.sum(rows**2)
+
+        return zs.grad(loss, variables=table)()
+
+    ids, mask = np.array([[8, 0, 0], [9, 8, 0]]), np.array([[1, 0, 0], [1, 1, 0]], bool)
+    gradient = step(ids, mask)
+    assert home.requests == [[("t/part_1", [2, 3])]]
+    assert set(np.asarray(gradient.indices).tolist()) == {8, 9}
+    mean = (TABLE[8] + TABLE[9]) / 2
+    expected = np.zeros_like(TABLE)
+    expected[8], expected[9] = 2 * TABLE[8] + mean, mean
+    np.testing.assert_allclose(gradient.to_dense(), expected, rtol=1e-5)
+
+
+def test_sixteen_bits_are_combined_in_thirty_two():
+    table = np.ones((1, 2), jnp.bfloat16)
+    ids, mask = np.zeros((1, 1000), int), np.ones((1, 1000), bool)
+    rows = zs.embedding_lookup_sparse(table, (ids, mask), combiner="sum")
+    assert rows.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rows.astype(np.float32), [[1000, 1000]])
+
+
+def test_refusals_of_ragged_ids():
+    ids, mask = np.array([[1, 2]]), np.ones((1, 2), bool)
+
+    def refused(match, *args, **options):
+        with pytest.raises(ValueError, match=match):
+            zs.embedding_lookup_sparse(TABLE, *args, **options)
+
+    refused("ids are zs.RaggedIds", ids)
+    refused("mask of booleans of the same shape", (ids, mask[:, :1]))
+    refused("mask of booleans of the same shape", (ids, mask.astype(int)))
+    refused("ids must be integers", (ids * 1.0, mask))
+    refused(r"values \[m\] and integer row_ids", (ids, ids, 2))
+    refused("weights are floats, one for each id", (ids, mask), np.ones((1, 3), "f"))
+    refused("weights are floats, one for each id", (ids, mask), np.ones((1, 2), int))
+    refused("combiner is one of", (ids, mask), combiner="max")
+    with pytest.raises(ValueError, match="rows of int32 cannot be combined"):
+        zs.embedding_lookup_sparse(np.arange(3, dtype=np.int32), (ids, mask))

@@ -1,0 +1,300 @@
+"""Gradients of tables equal those of plain jax on the whole table."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat.program as zs
+from zstrat.variables import IndexedSlices
+
+RNG = np.random.default_rng(5)
+TABLE = RNG.normal(size=(10, 4)).astype(np.float32)
+OTHER = RNG.normal(size=(7, 4)).astype(np.float32)
+W = RNG.normal(size=4).astype(np.float32)
+IDS = np.array([[3, 6], [3, 0]])
+MODES = ["in a step", "eager", "outside"]
+
+
+def called(mode, body, *args):
+    if mode != "outside":
+        body = zs.function(body, eager=mode == "eager")
+    return body(*args)
+
+
+def dense(gradient):
+    return gradient.to_dense() if isinstance(gradient, IndexedSlices) else gradient
+
+
+def is_slices(node):
+    return isinstance(node, IndexedSlices)
+
+
+def close(got, expected):
+    got = jax.tree.map(dense, got, is_leaf=is_slices)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        got,
+        expected,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tables_among_the_arguments(home, mode):
+    """In parts, whole, and a dense one, in one pytree."""
+    params = {
+        "t": home.sharded(TABLE, 3),
+        "p": home.variable(OTHER),
+        "w": home.variable(W),
+    }
+
+    def loss(params, ids):
+        rows = zs.embedding_lookup(params["t"], ids)
+        more = zs.embedding_lookup(params["p"], ids % 7)
+        return jnp.sum((rows * more @ params["w"]) ** 2)
+
+    def plain(params, ids):
+        return jnp.sum((params["t"][ids] * params["p"][ids % 7] @ params["w"]) ** 2)
+
+    got = called(mode, lambda ids: zs.value_and_grad(loss)(params, ids), IDS)
+    close(got, jax.value_and_grad(plain)({"t": TABLE, "p": OTHER, "w": W}, IDS))
+    _, grads = got
+    assert is_slices(grads["t"])
+    assert is_slices(grads["p"])
+    assert grads["t"].dense_shape == (10, 4)
+    assert not is_slices(grads["w"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_variables_by_closure_with_ids_of_the_next_level(home, mode):
+    table, other = home.sharded(TABLE, 2), home.variable(OTHER)
+    chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())
+
+    def loss(scale, ids):
+        rows = zs.embedding_lookup(table, ids)
+        following = zs.embedding_lookup(chain, ids) % 7
+        again = table.sparse_read(following)
+        return scale * jnp.sum(rows * again) + jnp.sum(
+            zs.embedding_lookup(other, following) ** 2
+        ), {"rows": rows}
+
+    def plain(scale, table, other, ids):
+        following = (9 - ids) % 7
+        return scale * jnp.sum(table[ids] * table[following]) + jnp.sum(
+            other[following] ** 2
+        )
+
+    def body(ids):
+        both = zs.value_and_grad(loss, 0, variables=[table, other], has_aux=True)
+        return both(np.float32(2), ids)
+
+    (value, aux), (of_scale, of_variables) = called(mode, body, IDS)
+    expected, grads = jax.value_and_grad(plain, (0, 1, 2))(
+        np.float32(2), TABLE, OTHER, IDS
+    )
+    close((value, of_scale, *of_variables), (expected, *grads))
+    np.testing.assert_array_equal(aux["rows"], TABLE[IDS])
+    assert all(map(is_slices, of_variables))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_table_that_is_read_whole_too_has_a_dense_gradient(home, mode):
+    sharded, plain_table = home.sharded(TABLE, 3), home.variable(OTHER)
+
+    def loss(a, b, ids):
+        rows = zs.embedding_lookup(a, ids) * zs.embedding_lookup(b, ids)
+        return jnp.sum(rows**2) + jnp.sum(a.value() ** 3) + jnp.sum(jnp.sin(b))
+
+    def plain(a, b, ids):
+        return jnp.sum((a[ids] * b[ids]) ** 2) + jnp.sum(a**3) + jnp.sum(jnp.sin(b))
+
+    def body(ids):
+        return zs.value_and_grad(loss, (0, 1))(sharded, plain_table, ids)
+
+    got = called(mode, body, IDS)
+    assert not any(map(is_slices, got[1]))
+    close(got, jax.value_and_grad(plain, (0, 1))(TABLE, OTHER, IDS))
+
+
+def test_a_list_of_variables_has_dense_gradients(home):
+    parts = [home.variable(x) for x in np.array_split(TABLE, 3)]
+    dealt = [home.variable(TABLE[n::3]) for n in range(3)]
+
+    def loss(parts, dealt, ids):
+        rows = zs.embedding_lookup(parts, ids)
+        more = zs.embedding_lookup(dealt, ids + 1, partition_strategy="mod")
+        return jnp.sum(rows * more**2)
+
+    @zs.function
+    def step(ids):
+        return zs.grad(loss, (0, 1))(parts, dealt, ids)
+
+    of_parts, of_dealt = step(IDS)
+    expected = jax.grad(lambda a, b: jnp.sum(a[IDS] * b[IDS + 1] ** 2), (0, 1))
+    a, b = expected(TABLE, TABLE)
+    close(jnp.concatenate(of_parts), a)
+    for n in range(3):
+        close(of_dealt[n], b[n::3])
+
+
+def test_what_is_not_differentiated_gets_no_gradient(home):
+    table, w = home.sharded(TABLE, 2), home.variable(W)
+
+    def loss(w, untouched, ids):
+        return jnp.sum(zs.embedding_lookup(table, ids) @ w) + 0 * w[0]
+
+    @zs.function
+    def step(ids):
+        return zs.grad(loss, (0, 1))(w, table, ids), zs.grad(loss)(w, None, ids)
+
+    (of_w, of_table), alone = step(IDS)
+    close((of_w, alone), (TABLE[IDS].sum((0, 1)),) * 2)
+    # By itself or as an argument: a table in parts is one and the same.
+    close(of_table, jax.grad(lambda t: jnp.sum(t[IDS] @ W))(TABLE))
+
+    @zs.function
+    def unused():
+        return zs.grad(lambda t, w: jnp.sum(w**2), (0, 1))(table, w)
+
+    of_table, of_w = unused()
+    assert of_table.values.shape == (0, 4)
+    close(of_w, 2 * W)
+
+
+def test_second_derivatives(home):
+    table = home.sharded(TABLE, 2)
+
+    def slope(x, ids):
+        def inner(x):
+            return jnp.sum(jnp.sin(x * zs.embedding_lookup(table, ids)))
+
+        return zs.grad(inner)(x)
+
+    def plain(x, t):
+        return jax.grad(lambda x: jnp.sum(jnp.sin(x * t[IDS])))(x)
+
+    @zs.function
+    def step(ids):
+        return zs.grad(slope, 0, variables=table)(np.float32(0.5), ids)
+
+    close(step(IDS), jax.grad(plain, (0, 1))(np.float32(0.5), TABLE))
+
+
+def test_refusals(home):
+    table, w = home.sharded(TABLE, 2), home.variable(W)
+    counts = home.sharded(np.arange(4, dtype=np.int32), 2, "counts")
+
+    def refused(loss, match, error=RuntimeError):
+        with pytest.raises(error, match=match):
+            zs.function(lambda ids: zs.grad(loss)(w, ids))(IDS[0])
+
+    lookup = zs.embedding_lookup
+    inside = r"'t'.*inside a function that jax transforms.*pass the rows in"
+    refused(lambda w, ids: jax.jit(lambda x: lookup(table, x))(ids).sum(), inside)
+    refused(lambda w, ids: jax.vmap(lambda x: lookup(table, x))(ids).sum(), inside)
+    refused(
+        lambda w, ids: (
+            lookup(table, ids).sum()
+            + table.scatter_add(IndexedSlices(jnp.ones((2, 4)), ids)).value().sum()
+        ),
+        "SCATTER_ADD.*'t'.*inside a function",
+    )
+    with pytest.raises(TypeError, match=r"args\[0\], table 'counts'.*floating"):
+        zs.grad(lambda t: t.value().sum())(counts)
+    with pytest.raises(RuntimeError, match=r"'t'.*no value\s+now"):
+        jax.jit(lambda ids: zs.grad(lambda w: lookup(table, ids).sum() * w)(1.0))(IDS)
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+def test_training(home, eager):
+    """Two tables, one of them looked up twice, through an optimizer beside them."""
+    rng = np.random.default_rng(1)
+    table, other, w = home.sharded(TABLE, 3), home.variable(OTHER), home.variable(W)
+    optimizer = home.optimizer(optax.adagrad(0.1))
+    batches = [
+        {
+            "a": rng.integers(0, 10, (6, 3)),
+            "b": rng.integers(0, 7, 6),
+            "y": rng.normal(size=6).astype(np.float32),
+        }
+        for _ in range(2 if eager else 8)
+    ]
+
+    def loss(params, batch, take):
+        table, other, w = params
+        rows = take(table, batch["a"]).sum(1) + take(table, batch["b"])
+        return jnp.mean(
+            (jnp.tanh(rows * take(other, batch["b"])) @ w - batch["y"]) ** 2
+        )
+
+    params = (table, other, w)
+
+    @zs.function(eager=eager)
+    def step(iterator):
+        value, grads = zs.value_and_grad(loss)(
+            params, next(iterator), zs.embedding_lookup
+        )
+        optimizer.apply_gradients(grads, params)
+        return value
+
+    iterator = zs.StepIterator(batches)
+    losses = [float(step(iterator)) for _ in batches]
+    rule, plain, expected = optax.adagrad(0.1), (TABLE, OTHER, W), []
+    state = rule.init(plain)
+    for batch in batches:
+        value, grads = jax.value_and_grad(loss)(
+            plain, batch, lambda t, ids: jnp.asarray(t)[ids]
+        )
+        with jax.numpy_dtype_promotion("standard"):  # optax itself needs it
+            updates, state = rule.update(grads, state, plain)
+        plain = optax.apply_updates(plain, updates)
+        expected.append(float(value))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for variable, value in zip(params, plain, strict=True):
+        np.testing.assert_allclose(home.whole(variable), value, rtol=1e-4, atol=1e-5)
+
+
+# ---- replicas ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [0, 2], ids=["one device", "a mesh"])
+@pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
+def test_replicas(home, inside, devices):
+    """Each looks its own rows up; their gradients are summed."""
+    from zstrat.program._replicas import replicate
+
+    table, w = home.sharded(TABLE, 3), home.variable(W)
+    chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())
+    optimizer = home.optimizer(optax.sgd(1.0))
+
+    def loss(table, w, ids):
+        rows = zs.embedding_lookup(table, ids)
+        again = zs.embedding_lookup(table, zs.embedding_lookup(chain, ids))
+        return jnp.sum(rows * again @ w)
+
+    def replica(shared, own):
+        (ids,) = own
+        value, grads = zs.value_and_grad(loss, (0, 1))(table, w, ids)
+        optimizer.apply_gradients(grads, (table, w))
+        return value
+
+    def body(ids):
+        return replicate(
+            replica, [], [ids], count=2, devices=jax.devices()[:devices]
+        ).array
+
+    ids = np.array([[3, 6, 3], [0, 3, 9]])
+    values = zs.function(body)(ids) if inside else body(ids)
+
+    def plain(table, w):
+        each = jnp.sum(table[ids] * table[9 - ids] @ w, axis=1)
+        return each.sum(), each
+
+    (_, each), grads = jax.value_and_grad(plain, (0, 1), has_aux=True)(TABLE, W)
+    np.testing.assert_allclose(values, each, rtol=1e-4)
+    np.testing.assert_allclose(home.whole(table), TABLE - grads[0], rtol=1e-4)
+    np.testing.assert_allclose(home.whole(w), W - grads[1], rtol=1e-4)
