@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -65,9 +65,29 @@ class Disk:
             self._pool, functools.partial(function, *args, **kwargs)
         )
 
+    async def make(
+        self,
+        undo: Callable[[T], object],
+        function: Callable[P, T],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        """The same for what has to be undone. Cancellation: it is, when it was made."""
+        making = self._pool.submit(functools.partial(function, *args, **kwargs))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(making))
+        except asyncio.CancelledError:
+            making.add_done_callback(functools.partial(_undo, undo))
+            raise
+
     async def __aenter__(self) -> Disk:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         # What is under way is a piece of a file: waiting for it takes milliseconds.
         self._pool.shutdown()
+
+
+def _undo(undo: Callable[[T], object], made: Future[T]) -> None:
+    if not made.cancelled() and made.exception() is None:
+        undo(made.result())

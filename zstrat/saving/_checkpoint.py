@@ -105,11 +105,15 @@ class Checkpoint(Tracked):
         async with Disk() as disk:
             await disk(os.makedirs, directory, exist_ok=True)
             lock = await disk(writer_of, directory)
-            await self._write(path, number, {})
-            await disk(
-                update_state, directory, lambda old: old.with_saved(name, time.time())
-            )
-            del lock
+            try:
+                await self._write(path, number, {})
+                await disk(
+                    update_state,
+                    directory,
+                    lambda old: old.with_saved(name, time.time()),
+                )
+            finally:
+                del lock  # whoever catches an error keeps this frame
         return path
 
     def write(self, file_prefix: str | os.PathLike[str]) -> str:

@@ -128,7 +128,7 @@ async def _replace(
     fill: Callable[[TensorWriter], Awaitable[None]],
     disk: Disk,
 ) -> None:
-    writer = await disk(TensorWriter, _temporary(path), infos)
+    writer = await disk.make(TensorWriter.abort, TensorWriter, _temporary(path), infos)
     try:
         await fill(writer)
         await disk(_finish, writer, path)

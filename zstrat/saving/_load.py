@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.checkpoint import TensorReader, verify
+from zstrat.ps import Ref
 from zstrat.variables import LocalHome, initial_slots
 from zstrat.wire import LoadEntry, StoreEntry
 
@@ -140,8 +142,8 @@ def _ask(
 
 async def _load_server(server: _Server, files: _Files, disk: Disk) -> None:
     client, run = server.cluster.client, server.cluster.run_async
-    if server.resets:
-        await run(client.load(server.ps, server.resets), "resetting optimizers")
+    if server.resets and (resets := await _existing(server)):
+        await run(client.load(server.ps, resets), "resetting optimizers")
     if not server.entries:
         return
     probe = server.entries[0].path
@@ -153,6 +155,21 @@ async def _load_server(server: _Server, files: _Files, disk: Disk) -> None:
     batches = _batches(server.entries, files)
     while batch := await disk(next, batches, None):
         await run(client.store(server.ps, *batch), "restoring variables")
+
+
+async def _existing(server: _Server) -> list[LoadEntry]:
+    """Those of the resets whose slots are there at all."""
+    client, run = server.cluster.client, server.cluster.run_async
+    keys = dict.fromkeys(entry.key for entry in server.resets)
+    optimizers = dict.fromkeys(entry.optimizer for entry in server.resets)
+    number = secrets.randbits(62)
+    refs = [Ref(server.ps, key) for key in keys]
+    try:
+        pinned = await run(client.pin(number, refs, list(optimizers)), "looking")
+    finally:
+        await run(client.release(number), "looking")
+    there = {(entry.key, entry.optimizer) for _, _, entry in pinned}
+    return [each for each in server.resets if (each.key, each.optimizer) in there]
 
 
 def _batches(

@@ -72,12 +72,16 @@ class Found:
 
 
 class Matching:
-    """The graph of a checkpoint, and what of it the program has taken."""
+    """The graph of a checkpoint, and what of it the program has taken. ``skip``: nodes
+    that are nobody's."""
 
     def __init__(
-        self, nodes: Sequence[StoredNode], tensors: Mapping[str, StoredTensor]
+        self,
+        nodes: Sequence[StoredNode],
+        tensors: Mapping[str, StoredTensor],
+        skip: frozenset[int] = frozenset(),
     ) -> None:
-        self._nodes, self._tensors = nodes, tensors
+        self._nodes, self._tensors, self._skip = nodes, tensors, skip
         self._taken: dict[int, dict[int, Any]] = {}
         """Stored node -> the objects that match it, by ``id``."""
 
@@ -112,15 +116,14 @@ class Matching:
             and (place := self._nodes[node].children.get(name)) is not None
         ]
 
-    def unused(self, *, ignore_counter: bool) -> list[str]:
+    def unused(self) -> list[str]:
         """Stored variables and optimizers that no object has taken."""
-        counter = self._nodes[0].children.get(SAVE_COUNTER)
         return [
             node.path
             for place, node in enumerate(self._nodes)
             if place not in self._taken
+            and place not in self._skip
             and node.kind != "group"
-            and not (ignore_counter and place == counter)
         ]
 
     # ---- private ---------------------------------------------------------------------
@@ -155,6 +158,8 @@ class Matching:
             if not is_trackable(child):
                 continue
             below = f"{path}/{escaped(name)}".removeprefix("/")
+            if node.children.get(name) in self._skip:
+                continue
             if name in node.children:
                 self._walk(child, node.children[name], below, found, seen)
             elif path or name != SAVE_COUNTER:

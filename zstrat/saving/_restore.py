@@ -57,15 +57,9 @@ class Restore:
         async with Disk() as disk:
             manifest = await disk(Manifest.of, self.path)
             nodes = stored_graph(manifest, os.path.join(self.path, MANIFEST))
-            if self._skips_counter:
-                nodes[0] = nodes[0]._replace(
-                    children={
-                        name: place
-                        for name, place in nodes[0].children.items()
-                        if name != SAVE_COUNTER
-                    }
-                )
-            matching = Matching(nodes, manifest.tensors)
+            counter = nodes[0].children.get(SAVE_COUNTER)
+            skip = {counter} if self._skips_counter and counter is not None else set()
+            matching = Matching(nodes, manifest.tensors, frozenset(skip))
             found = matching.find(self._root, 0)
             self._require(found)
             await check(self.path, manifest, disk)
@@ -102,7 +96,7 @@ class Restore:
         """Paths of stored variables and optimizers that nothing in the program took."""
         if self._matching is None:
             return []
-        return self._matching.unused(ignore_counter=self._skips_counter)
+        return self._matching.unused()
 
     def end(self) -> None:
         """Stops listening; another restore takes over."""

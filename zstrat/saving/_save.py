@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat import __version__
@@ -31,6 +32,12 @@ PART: Final = 4 * 2**30
 """Bytes after which a shelf begins another file, between two tensors: one request to a
 server is over in a time that a person would wait."""
 
+NAMES: Final = 100_000
+"""Characters of the names of a file's tensors: they travel in the header of a message,
+and so do their digests."""
+DIGEST: Final = 64
+"""Characters that a tensor costs beside its name."""
+
 
 async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
@@ -48,7 +55,7 @@ async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
     Cancellation, and all errors: the folder is what it was.
     """
     async with Disk() as disk:
-        folder = await disk(CheckpointFolder, path)
+        folder = await disk.make(CheckpointFolder.close, CheckpointFolder, path)
         try:
             components = components_of(graph)
             optimizers = [node.value for node in graph.optimizers]
@@ -103,20 +110,37 @@ def _parts(
 ) -> list[tuple[Shelf, list[tuple[Pinned, str]]]]:
     """Which tensors go into one file, and under which names."""
     parts: list[tuple[Shelf, list[tuple[Pinned, str]]]] = []
-    last: dict[int, tuple[int, list[tuple[Pinned, str]]]] = {}
+    open_: dict[int, _Part] = {}
     done: set[int] = set()
     for logical in logicals:
         for pinned, name, _, _ in logical.pieces:
             if id(pinned) in done:  # a component that is also held by itself
                 continue
             done.add(id(pinned))
-            size, pieces = last.get(id(pinned.shelf), (PART, []))
-            if size >= PART:
-                size, pieces = 0, []
-                parts.append((pinned.shelf, pieces))
-            pieces.append((pinned, name))
-            last[id(pinned.shelf)] = (size + pinned.info.nbytes, pieces)
+            part = open_.get(id(pinned.shelf))
+            if part is None or part.is_full:
+                part = open_[id(pinned.shelf)] = _Part()
+                parts.append((pinned.shelf, part.pieces))
+            part.add(pinned, name)
     return parts
+
+
+@dataclass(slots=True)
+class _Part:
+    """The tensors of one file, as they are counted."""
+
+    pieces: list[tuple[Pinned, str]] = field(default_factory=list)
+    _bytes: int = 0
+    _characters: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._bytes >= PART or self._characters >= NAMES
+
+    def add(self, pinned: Pinned, name: str) -> None:
+        self.pieces.append((pinned, name))
+        self._bytes += pinned.info.nbytes
+        self._characters += len(name.encode()) + DIGEST
 
 
 async def _write_part(
@@ -146,7 +170,7 @@ async def _stream_part(
     disk: Disk,
     progress: Progress,
 ) -> Written:
-    writer = await disk(TensorWriter, path, infos)
+    writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:
         await stream(writer, [each for each, _ in pieces], disk, progress.add)
         return Written(await disk(writer.finish), writer.size)

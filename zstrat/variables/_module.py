@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from ._sharded import ShardedVariable
@@ -13,8 +12,15 @@ if TYPE_CHECKING:
 
     OnAttribute = Callable[["Module", str, Any], None]
 
-_watchers: Final[dict[int, list[OnAttribute]]] = {}
-"""By ``id`` of a living module; a user's class may compare or hash as it likes."""
+_LISTENERS: Final = "_zstrat_listeners"
+
+
+class _Listeners(list["OnAttribute"]):
+    """Who hears of new attributes. Lies in the module itself, as both may refer to each
+    other; a copy of the module, here or on another task, begins without any."""
+
+    def __reduce__(self) -> Any:
+        return _Listeners, ()
 
 
 class Module:
@@ -29,7 +35,7 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        for told in tuple(_watchers.get(id(self), ())):
+        for told in tuple(vars(self).get(_LISTENERS, ())):
             told(self, name, value)
 
     @property
@@ -53,16 +59,14 @@ class Module:
 
 def watch(module: Module, told: OnAttribute) -> None:
     """Has ``told(module, name, value)`` called after each attribute that is set."""
-    if id(module) not in _watchers:
-        _watchers[id(module)] = []
-        weakref.finalize(module, _watchers.pop, id(module), None).atexit = False
-    _watchers[id(module)].append(told)
+    vars(module).setdefault(_LISTENERS, _Listeners()).append(told)
 
 
 def unwatch(module: Module, told: OnAttribute) -> None:
     """Inverse of `watch`."""
-    if told in (listed := _watchers.get(id(module), [])):
-        listed.remove(told)
+    listeners = vars(module).get(_LISTENERS, [])
+    if told in listeners:
+        listeners.remove(told)
 
 
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:

@@ -1,0 +1,219 @@
+"""A cluster without processes: parameter servers that are objects of this test.
+
+Each variable of a server is a `LocalHome`, so that optimizers really run; what the
+client is asked for goes through the files and messages' own types.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
+from zstrat.errors import PSUnavailableError
+from zstrat.strategy import ServerVariables
+from zstrat.variables import (
+    LocalHome,
+    Optimizer,
+    ShardedVariable,
+    Variable,
+    VariableSpec,
+    creator,
+    handle,
+    slot_infos,
+)
+from zstrat.wire import SnapshotWritten, TensorEntry
+
+
+class PinnedTensor(NamedTuple):
+    ps: int
+    place: int
+    entry: TensorEntry
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+@dataclass
+class Servers:
+    """What every ps holds, and what it was asked for."""
+
+    count: int
+    shared: set[int]
+    homes: dict[int, tuple[VariableSpec, LocalHome]] = field(default_factory=dict)
+    optimizers: dict[int, Optimizer] = field(default_factory=dict)
+    snapshots: dict[int, dict[int, list[tuple[TensorEntry, np.ndarray]]]] = field(
+        default_factory=dict
+    )
+    asked: list[str] = field(default_factory=list)
+    on_write: object = None
+
+    async def pin(self, snapshot, refs, optimizers):
+        assert snapshot not in self.snapshots
+        mine = self.snapshots[snapshot] = {}
+        found = []
+        for ps, key in refs:
+            _, home = self.homes[key]
+            value, slots = home.taken()
+            tensors = [(0, "", value, bool(value.ndim))]
+            for number in optimizers:
+                for info in slot_infos(
+                    self.optimizers[number], value.shape, value.dtype
+                ):
+                    if number in slots:
+                        array = slots[number][info.leaf]
+                        tensors.append((number, info.leaf, array, info.rows))
+            for number, leaf, array, rows in tensors:
+                entry = TensorEntry(
+                    key, number, leaf, array.dtype.name, list(array.shape), rows
+                )
+                listed = mine.setdefault(ps, [])
+                found.append(PinnedTensor(ps, len(listed), entry))
+                listed.append((entry, array))
+        return found
+
+    async def release(self, snapshot):
+        del self.snapshots[snapshot]
+
+    async def write_snapshot(self, ps, snapshot, path, places, names):
+        assert ps in self.shared
+        self.asked.append(f"write {ps}")
+        if self.on_write is not None:
+            self.on_write(ps)
+        tensors = [self.snapshots[snapshot][ps][place][1] for place in places]
+        infos = [
+            TensorInfo(name, array.dtype.name, array.shape)
+            for name, array in zip(names, tensors, strict=True)
+        ]
+        with TensorWriter(path, infos) as writer:
+            for array in tensors:
+                writer.write_array(array)
+            return SnapshotWritten(writer.finish(), writer.size)
+
+    async def read_snapshot(self, ps, snapshot, place, offset, size):
+        self.asked.append(f"read {ps}")
+        array = self.snapshots[snapshot][ps][place][1]
+        return np.frombuffer(array.tobytes(), np.uint8)[offset : offset + size]
+
+    async def sees(self, path):
+        return [ps in self.shared and exists(path) for ps in range(self.count)]
+
+    async def load(self, ps, entries):
+        self.asked.append(f"load {ps}")
+        for entry in entries:
+            if not entry.path:
+                home = self.homes[entry.key][1]
+                home.put(None, {self.optimizers[entry.optimizer]: None})
+                continue
+            assert ps in self.shared
+            with TensorReader(entry.path) as reader:
+                whole = entry.start == entry.stop
+                array = (
+                    reader.read(entry.name)
+                    if whole
+                    else reader.read(entry.name, entry.start, entry.stop)
+                )
+            self._put(ps, entry.key, entry.optimizer, entry.leaf, entry.at, array)
+
+    async def store(self, ps, entries, arrays):
+        self.asked.append(f"store {ps}")
+        for entry, array in zip(entries, arrays, strict=True):
+            self._put(ps, *entry[:3], entry.at, array)
+
+    def _put(self, ps, key, number, leaf, at, array):
+        spec, home = self.homes[key]
+        assert spec.ps == ps
+        value, slots = home.taken()
+        if not number:
+            home.put(self._over(value, at, array), {})
+            return
+        optimizer = self.optimizers[number]
+        named = slots.get(number) or {
+            info.leaf: np.zeros(info.shape, info.dtype)
+            for info in slot_infos(optimizer, value.shape, value.dtype)
+        }
+        home.put(None, {optimizer: {**named, leaf: self._over(named[leaf], at, array)}})
+
+    @staticmethod
+    def _over(old, at, array):
+        if not old.ndim or old.shape == array.shape:
+            return array.reshape(old.shape)
+        new = old.copy()
+        new[at : at + len(array)] = array
+        return new
+
+
+class FakeCluster:
+    """A session with such servers; what `ServerVariables` and saving need of one."""
+
+    def __init__(self, count: int, shared: set[int] | None = None) -> None:
+        self.session = 7
+        shared = set(range(count)) if shared is None else shared
+        self.client = Servers(count, shared)
+        self.variables = ServerVariables(self, count)
+        self._variables: dict[int, Variable] = {}
+        self.lost: int | None = None
+
+    async def run_async(self, work, what):
+        if self.lost is not None:
+            work.close()
+            raise PSUnavailableError(f"/job:ps/task:{self.lost}", "killed")
+        return await work
+
+    def create_variables(self, variables):
+        for spec, array in variables:
+            self.client.homes[spec.key] = (spec, LocalHome(array))
+
+    def create_optimizer(self, optimizer, name, code):
+        del optimizer, name, code
+
+    def read(self, specs):
+        return [self.client.homes[spec.key][1].read(None) for spec in specs]
+
+    async def read_async(self, specs):
+        return self.read(specs)
+
+    def update(self, spec, op, optimizer, arrays):
+        home = self.client.homes[spec.key][1]
+        home.update(
+            handle(spec, home), op, tuple(arrays), self.client.optimizers.get(optimizer)
+        )
+
+    def update_many(self, updates):
+        for update in updates:
+            self.update(*update)
+
+    # ---- for tests -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def scope(self):
+        token = creator.set(self.variables)
+        try:
+            yield
+        finally:
+            creator.reset(token)
+
+    def optimizer(self, transformation, **options) -> Optimizer:
+        with self.scope():
+            made = Optimizer(transformation, **options)
+        self.client.optimizers[made.id] = made
+        return made
+
+    def variable(self, value, parts: int = 1, name: str = "v"):
+        """A variable in parts of about equal size, on one ps after the other."""
+        value = np.asarray(value)
+        with self.scope():
+            if parts == 1:
+                return Variable(value, name=name)
+            return ShardedVariable(
+                [
+                    Variable(part, name=f"{name}/part_{n}")
+                    for n, part in enumerate(np.array_split(value, parts))
+                ],
+                name=name,
+            )

@@ -1,0 +1,408 @@
+"""`zs.Checkpoint` with variables of this process: what is found, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import gc
+import json
+import pickle
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import optax
+import pytest
+
+from zstrat.checkpoint import MANIFEST, Manifest
+from zstrat.errors import BusyError, DataLossError, InvalidArgumentError, NotFoundError
+from zstrat.saving import Checkpoint, latest_checkpoint
+from zstrat.variables import Module, Optimizer, ShardedVariable, Variable
+
+
+def ones(*shape):
+    return np.ones(shape, "f4")
+
+
+def zeros(*shape):
+    return Variable(np.zeros(shape, "f4"))
+
+
+class Pair(NamedTuple):
+    left: Variable
+    right: Variable
+
+
+class Net(Module):
+    def __init__(self, fill: float) -> None:
+        super().__init__()
+        self.w = Variable(np.full((2, 3), fill, "f4"))
+        self.layers = [Variable(np.full(2, fill, "f4")), {"b": Variable(fill)}]
+        self.pair = Pair(Variable(fill), Variable(fill + 1))
+        self.sizes = [1, 2]  # nothing to save, and no error in a module
+        self.act = np.tanh
+        self.again = self.w
+
+    def numbers(self):
+        return [np.asarray(v.numpy()).tolist() for v in self.variables]
+
+
+def test_what_was_saved_is_restored(tmp_path):
+    net = Net(3.0)
+    path = Checkpoint(net=net).save(tmp_path / "ckpt")
+    assert path == str(tmp_path / "ckpt-1")
+    other = Net(0.0)
+    status = Checkpoint(net=other).restore(path)
+    assert other.numbers() == net.numbers()
+    assert status.assert_consumed() is status
+    assert status.expect_partial() is status
+    assert status.assert_existing_objects_matched() is status
+    assert (status.unused, status.path) == ([], path)
+
+
+def test_one_tensor_for_what_is_reached_twice(tmp_path):
+    net = Net(3.0)
+    path = Checkpoint(net=net).save(tmp_path / "ckpt")
+    names = set(Manifest.of(path).tensors)
+    assert names == {
+        "save_counter",
+        "net/again",
+        "net/layers/0",
+        "net/layers/1/b",
+        "net/pair/left",
+        "net/pair/right",
+    }
+    only = zeros(2, 3)
+    Checkpoint(net={"w": only}).restore(path)
+    assert (only.numpy() == 3.0).all()
+
+
+def test_training_goes_on_as_if_nothing_had_been(tmp_path):
+    """Slots, their counts and the optimizer's own count, in the textbook's sense: the
+    same steps after the restore give the same numbers."""
+    grads = [
+        np.random.default_rng(n).normal(size=(3, 2)).astype("f4") for n in range(6)
+    ]
+
+    def program():
+        table = Variable(ones(3, 2))
+        return table, Optimizer(optax.adam(0.1), count_iterations=True)
+
+    table, optimizer = program()
+    for grad in grads:
+        optimizer.apply_gradients([(grad, table)])
+    half, first = program()
+    for grad in grads[:3]:
+        first.apply_gradients([(grad, half)])
+    path = Checkpoint(table=half, optimizer=first).write(tmp_path / "half")
+    rest, second = program()
+    second.apply_gradients([(grads[0], rest)])  # its slots are replaced
+    Checkpoint(table=rest, optimizer=second).restore(path).assert_consumed()
+    assert second.iterations.numpy() == 3
+    for grad in grads[3:]:
+        second.apply_gradients([(grad, rest)])
+    np.testing.assert_array_equal(rest.numpy(), table.numpy())
+
+
+def test_slots_that_were_not_there_begin_anew(tmp_path):
+    value, optimizer = Variable(ones(2)), Optimizer(optax.sgd(1.0, momentum=0.5))
+    checkpoint = Checkpoint(v=value, o=optimizer)
+    path = checkpoint.save(tmp_path / "c")  # before the first gradient
+    optimizer.apply_gradients([(ones(2), value)])
+    checkpoint.restore(path)
+    optimizer.apply_gradients([(ones(2), value)])
+    assert value.numpy().tolist() == [0.0, 0.0]  # and not -0.5, with the old momentum
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "complex128", "bool"])
+def test_dtypes(tmp_path, dtype):
+    from zstrat.wire import DTYPES
+
+    raw = np.array([[0, 1], [1, 0]]).astype(DTYPES[dtype])
+    value, scalar = Variable(raw), Variable(raw[0, 1])
+    path = Checkpoint(v=value, s=scalar).save(tmp_path / "c")
+    other, other_scalar = (
+        Variable(np.zeros_like(raw)),
+        Variable(np.zeros_like(raw[0, 0])),
+    )
+    Checkpoint(v=other, s=other_scalar).restore(path)
+    assert other.numpy().tobytes() == raw.tobytes()
+    assert other_scalar.numpy().tobytes() == raw[0, 1].tobytes()
+
+
+def test_empty_variables(tmp_path):
+    path = Checkpoint(v=Variable(np.zeros((0, 3), "f4"))).save(tmp_path / "c")
+    Checkpoint(v=Variable(np.zeros((0, 3), "f4"))).restore(path).assert_consumed()
+
+
+def test_names_with_dots_and_slashes_stay_apart(tmp_path):
+    names = ["a/b", "a.b", "a..b", "a.Sb", ".slots", "a"]
+    tree = {name: Variable(float(n)) for n, name in enumerate(names)}
+    tree["a"] = {"b": tree["a"]}
+    path = Checkpoint(t=tree).save(tmp_path / "c")
+    again = {name: Variable(-1.0) for name in names}
+    again["a"] = {"b": again["a"]}
+    Checkpoint(t=again).restore(path).assert_consumed()
+    assert [float(again[name].numpy()) for name in names[:-1]] == [0, 1, 2, 3, 4]
+    assert float(again["a"]["b"].numpy()) == 5
+
+
+# ---- partitionings -------------------------------------------------------------------
+
+
+def test_any_partitioning(tmp_path):
+    whole = np.arange(24, dtype="f4").reshape(8, 3)
+
+    def sharded(parts, value):
+        return ShardedVariable([Variable(p) for p in np.array_split(value, parts)])
+
+    path = Checkpoint(t=sharded(3, whole)).save(tmp_path / "c")
+    assert Manifest.of(path).tensors["t"].shape == (8, 3)
+    for parts in (1, 2, 5, 8):
+        other = sharded(parts, np.zeros_like(whole))
+        Checkpoint(t=other).restore(path).assert_consumed()
+        np.testing.assert_array_equal(other.numpy(), whole)
+
+
+# ---- what does not fit ---------------------------------------------------------------
+
+
+def test_other_shapes_and_dtypes_are_all_named_and_nothing_changes(tmp_path):
+    path = Checkpoint(
+        a=Variable(ones(2)), b=Variable(ones(3)), c=Variable(ones(1))
+    ).save(tmp_path / "c")
+    a, b, c = zeros(2, 2), Variable(np.zeros(3, "f8"), name="bee"), zeros(1)
+    with pytest.raises(InvalidArgumentError) as caught:
+        Checkpoint(a=a, b=b, c=c).restore(path)
+    text = str(caught.value)
+    assert "(float32[2, 2]) at a: the checkpoint has float32[2]" in text
+    assert "variable 'bee' (float64[3]) at b: the checkpoint has float32[3]" in text
+    assert "at c" not in text
+    assert isinstance(caught.value, ValueError)
+    assert c.numpy().tolist() == [0.0]
+
+
+def test_what_is_missing_is_named(tmp_path):
+    path = Checkpoint(a=Variable(ones(2))).save(tmp_path / "c")
+    a, late = zeros(2), Variable(5.0, name="late")
+    optimizer = Optimizer(optax.sgd(0.1), name="sgd")
+    checkpoint = Checkpoint(a=a, more=[late], o=optimizer)
+    with pytest.raises(NotFoundError) as caught:
+        checkpoint.restore(path)
+    assert "variable 'late' (float32[]) at more/0" in str(caught.value)
+    assert "optimizer 'sgd' at o" in str(caught.value)
+    assert "expect_partial=True" in str(caught.value)
+    assert a.numpy().tolist() == [0.0, 0.0]
+    status = checkpoint.restore(path, expect_partial=True)
+    assert a.numpy().tolist() == [1.0, 1.0]
+    assert float(late.numpy()) == 5.0
+    with pytest.raises(AssertionError, match="variable 'late'"):
+        status.assert_existing_objects_matched()
+
+
+def test_what_nobody_takes_is_named_by_assert_consumed(tmp_path):
+    path = Checkpoint(a=Variable(1.0), b={"x": Variable(2.0)}).save(tmp_path / "c")
+    status = Checkpoint(a=Variable(0.0)).restore(path)
+    status.assert_existing_objects_matched()
+    assert status.unused == ["b/x"]
+    with pytest.raises(AssertionError, match=r"nothing in this program.*b/x"):
+        status.assert_consumed()
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    value, optimizer = Variable(ones(2)), Optimizer(optax.adam(0.1))
+    optimizer.apply_gradients([(ones(2), value)])
+    path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
+    with pytest.raises(InvalidArgumentError, match="it is another optimizer"):
+        Checkpoint(v=zeros(2), o=Optimizer(optax.sgd(0.1))).restore(path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, 1.5, "text", np.ones(2), [1, 2], {"w": np.ones(2)}, object()]
+)
+def test_what_cannot_be_saved_is_refused_at_once(wrong):
+    with pytest.raises(TypeError, match=r"zs\.Variable"):
+        Checkpoint(x=wrong)
+    Checkpoint(x=[None, Variable(1.0)])  # an absent part of a model
+
+
+def test_names_of_its_own():
+    with pytest.raises(ValueError, match="save_counter"):
+        Checkpoint(save_counter=Variable(1))
+    with pytest.raises(AttributeError):
+        Checkpoint().save_counter = Variable(1)
+    checkpoint = Checkpoint(Net(1.0), o=Optimizer(optax.sgd(0.1)))
+    assert repr(checkpoint) == "<zstrat.Checkpoint of root, o>"
+    del checkpoint.o
+    assert repr(checkpoint) == "<zstrat.Checkpoint of root>"
+
+
+def test_nothing_to_restore(tmp_path):
+    status = Checkpoint(a=Variable(1.0)).restore(latest_checkpoint(tmp_path / "none"))
+    status.expect_partial()
+    with pytest.raises(AssertionError, match="the path was None"):
+        status.assert_consumed()
+    with pytest.raises(NotFoundError, match="is no checkpoint"):
+        Checkpoint().restore(tmp_path)
+
+
+# ---- delayed restore -----------------------------------------------------------------
+
+
+def test_what_is_created_later_gets_its_value_when_it_is_attached(tmp_path):
+    net, optimizer = Net(3.0), Optimizer(optax.sgd(0.5, momentum=0.5))
+    optimizer.apply_gradients([(ones(2, 3), net.w)])
+    path = Checkpoint(net=net, o=optimizer).save(tmp_path / "c")
+
+    late = Module()
+    checkpoint = Checkpoint(net=late)
+    status = checkpoint.restore(path)
+    assert "net/layers/0" in status.unused
+    late.w = zeros(2, 3)
+    np.testing.assert_array_equal(late.w.numpy(), net.w.numpy())
+    late.layers = [zeros(2), {"b": Variable(0.0)}]
+    assert float(late.layers[1]["b"].numpy()) == 3.0
+    late.pair = Pair(Variable(0.0), Variable(0.0))
+    late.other = [1]  # nothing to restore
+    checkpoint.o = Optimizer(optax.sgd(0.5, momentum=0.5))
+    late.again = late.w
+    status.assert_consumed()
+    late.w.assign(np.zeros((2, 3), "f4"))
+    late.w = late.w  # was restored once: what was trained since stays
+    assert not late.w.numpy().any()
+    late.w.assign(net.w.numpy())
+    for o, w in ((optimizer, net.w), (checkpoint.o, late.w)):
+        o.apply_gradients([(ones(2, 3), w)])
+    np.testing.assert_array_equal(late.w.numpy(), net.w.numpy())
+
+
+def test_modules_within_modules_are_listened_to(tmp_path):
+    outer = Module()
+    outer.inner = Module()
+    outer.inner.v = Variable(4.0)
+    path = Checkpoint(m=outer).save(tmp_path / "c")
+    checkpoint = Checkpoint()
+    checkpoint.restore(path)
+    checkpoint.m = Module()
+    checkpoint.m.inner = Module()
+    checkpoint.m.inner.v = Variable(0.0)
+    assert float(checkpoint.m.inner.v.numpy()) == 4.0
+
+
+def test_containers_that_grew_are_seen_by_assert_consumed(tmp_path):
+    path = Checkpoint(l=[Variable(1.0), Variable(2.0)]).save(tmp_path / "c")
+    grows = [Variable(0.0)]
+    status = Checkpoint(l=grows).restore(path)
+    grows[0].assign(9.0)
+    grows.append(Variable(0.0))
+    status.assert_consumed()
+    assert [float(v.numpy()) for v in grows] == [9.0, 2.0]
+
+
+def test_what_comes_late_and_does_not_fit_is_refused(tmp_path):
+    path = Checkpoint(m={"w": Variable(ones(2))}).save(tmp_path / "c")
+    checkpoint = Checkpoint()
+    checkpoint.restore(path)
+    with pytest.raises(InvalidArgumentError, match=r"float32\[3\]"):
+        checkpoint.m = {"w": zeros(3)}
+    with pytest.raises(NotFoundError, match="at m/new"):
+        checkpoint.m = {"w": zeros(2), "new": zeros(1)}
+
+
+def test_a_module_is_not_kept_by_what_listens(tmp_path):
+    path = Checkpoint(m=Net(1.0)).save(tmp_path / "c")
+    checkpoint = Checkpoint(m=Net(0.0))
+    checkpoint.restore(path)
+    checkpoint.restore(path)  # the first restore listens no more
+    died = []
+    weakref.finalize(checkpoint.m, died.append, 1)
+    assert copy.copy(checkpoint.m).w is checkpoint.m.w
+    assert b"Restore" not in pickle.dumps(checkpoint.m.__dict__["_zstrat_listeners"])
+    assert len(checkpoint.m.__dict__["_zstrat_listeners"]) == 1
+    del checkpoint
+    gc.collect()
+    assert died
+
+
+# ---- save, write, read ---------------------------------------------------------------
+
+
+def test_the_counter_goes_with_the_checkpoint(tmp_path):
+    checkpoint = Checkpoint(a=Variable(1.0))
+    assert [checkpoint.save(tmp_path / "c")[-2:] for _ in range(2)] == ["-1", "-2"]
+    again = Checkpoint(a=Variable(0.0))
+    again.restore(tmp_path / "c-2").assert_consumed()
+    assert again.save_counter.numpy() == 2
+    assert again.save(tmp_path / "c").endswith("c-3")
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "c-3")
+    read = Checkpoint(a=Variable(0.0))
+    read.read(tmp_path / "c-3").assert_consumed()
+    assert read.save_counter.numpy() == 0
+    written = read.write(tmp_path / "plain")
+    assert written == str(tmp_path / "plain")
+    assert set(Manifest.of(written).tensors) == {"a"}
+    Checkpoint(a=Variable(0.0)).restore(written).assert_consumed()
+
+
+async def test_the_async_forms(tmp_path):
+    checkpoint = Checkpoint(a=Variable(3.0))
+    path = await checkpoint.save_async(tmp_path / "c")
+    plain = await checkpoint.write_async(tmp_path / "plain")
+    for each in (path, plain):
+        other = Variable(0.0)
+        await Checkpoint(a=other).restore_async(each)
+        assert other.numpy() == 3.0
+        (await Checkpoint(a=other).read_async(each)).assert_existing_objects_matched()
+    # The blocking forms work where a loop is running, as in a notebook.
+    assert checkpoint.save(tmp_path / "c").endswith("c-2")
+
+
+async def test_a_cancelled_save_leaves_nothing(tmp_path):
+    checkpoint = Checkpoint(a=Variable(np.zeros(30_000_000, "u1")))
+    saving = asyncio.create_task(checkpoint.save_async(tmp_path / "c"), name="saving")
+    while not (tmp_path / "c-1").exists():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert [p.name for p in tmp_path.iterdir()] == []
+    assert checkpoint.save_counter.numpy() == 0
+    assert (await checkpoint.save_async(tmp_path / "c")).endswith("c-1")
+
+
+def test_two_writers_of_one_folder(tmp_path):
+    from zstrat.checkpoint import CheckpointFolder
+
+    checkpoint = Checkpoint(a=Variable(1.0))
+    with CheckpointFolder(str(tmp_path / "c-1")):
+        with pytest.raises(BusyError, match="is being written by this process itself"):
+            checkpoint.save(tmp_path / "c")
+    assert checkpoint.save_counter.numpy() == 0
+    assert checkpoint.save(tmp_path / "c").endswith("c-1")
+
+
+def test_damage_is_found_before_anything_is_restored(tmp_path):
+    path = Checkpoint(a=Variable(ones(4)), b=Variable(ones(4))).save(tmp_path / "c")
+    (part,) = (tmp_path / "c-1").glob("part-*")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    a, b = zeros(4), zeros(4)
+    with pytest.raises(DataLossError, match=r"tensor 'b': its bytes changed") as caught:
+        Checkpoint(a=a, b=b).restore(path)
+    assert caught.value.file == str(part)
+    assert not a.numpy().any()
+    part.write_bytes(data[:-2])
+    with pytest.raises(DataLossError, match="cut short"):
+        Checkpoint(a=a, b=b).restore(path)
+
+
+def test_a_manifest_with_damaged_objects_is_refused(tmp_path):
+    path = Checkpoint(a=Variable(1.0)).save(tmp_path / "c")
+    good = Manifest.of(path)
+    for nodes in ([], [{}], [{"kind": "group", "path": "", "children": {"a": 9}}], "x"):
+        bad = Manifest(good.tensors, good.files, {"nodes": nodes})
+        (tmp_path / "c-1" / MANIFEST).write_bytes(bad.encode())
+        with pytest.raises(DataLossError, match=r"damaged object|not the objects"):
+            Checkpoint(a=Variable(1.0)).restore(path)
+    assert json.loads(bad.encode())["manifest"]["version"] == 1
