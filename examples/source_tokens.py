@@ -68,12 +68,14 @@ def source_files(packages=None):
     names ("threading", "json") to take, None for all of them."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
-    for path in sorted(root.rglob("*.py")):
-        first = path.relative_to(root).parts[0].removesuffix(".py")
-        if first == "site-packages" or "lib2to3" in path.parts[:-2]:
-            continue  # not the library's own; a grammar's test data
-        if packages is None or first in packages:
-            found.append(path)
+    for entry in sorted(root.iterdir()):
+        name = entry.name.removesuffix(".py")
+        if packages is None or name in packages:
+            # What was installed beside the library is not its own.
+            if entry.is_dir() and name != "site-packages":
+                found += sorted(entry.rglob("*.py"))
+            elif entry.suffix == ".py":
+                found.append(entry)
     return found
 
 
@@ -86,7 +88,8 @@ def load(cache, min_count, packages=None):
     digest = _digest(files, min_count)
     path = Path(cache) / f"stdlib-{platform.python_version()}-{digest}.npz"
     try:
-        with np.load(path) as stored:
+        # A file that numpy opens itself stays open if it is not what it should be.
+        with open(path, "rb") as file, np.load(file) as stored:
             words = str(stored["words"]).split()
             return Corpus(words, stored["counts"], stored["tokens"], digest)
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):

@@ -297,6 +297,9 @@ def main():
     packages = SMOKE_PACKAGES if options.smoke else None
     corpus = source_tokens.load(options.cache, options.min_count, packages)
     print(f"{len(corpus.tokens):,} tokens of {len(corpus.words):,} words")
+    if unknown := set(options.words).difference(corpus.words):
+        print(f"seen less than {options.min_count} times: {', '.join(unknown)}")
+        return 2
     options.out = options.out.resolve()  # the daemons write it, too
     with contextlib.ExitStack() as stack:
         resolver = find_cluster(options, stack)
