@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -13,6 +14,11 @@ import pytest
 # thread per process, or the processes of a test fight for the cores of a small machine.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+
+# A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
+# tests start and interrupt would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, print_blob=True

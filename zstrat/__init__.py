@@ -99,6 +99,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "IndexedSlices",
             "Module",
             "Optimizer",
+            "ShardedVariable",
             "Variable",
             "VariableAggregation",
             "VariableSynchronization",
@@ -114,7 +115,8 @@ _MODULES: Final[dict[str, str]] = {
     "cluster_resolver": "zstrat.cluster",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
-    "initializers": "zstrat.variables.initializers",
+    "initializers": "zstrat.initializers",
+    "partitioners": "zstrat.variables.partitioners",
 }
 """Public name -> the module that it is."""
 

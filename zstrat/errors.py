@@ -212,6 +212,30 @@ class ClosureAbortedError(ClosureInputError):
     code = 21
 
 
+class DataLossError(ZstratError):
+    """A file is not what was written: cut short, changed, or no file of ours.
+
+    ``tensor`` is "" where the whole file is meant.
+    """
+
+    code = 22
+
+    def __init__(self, file: str, tensor: str, reason: str) -> None:
+        super().__init__(file, tensor, reason)
+        self.file, self.tensor, self.reason = file, tensor, reason
+
+    def __str__(self) -> str:
+        where = f"{self.file}: tensor {self.tensor!r}" if self.tensor else self.file
+        return f"{where}: {self.reason}"
+
+
+class ResourceExhaustedError(ZstratError):
+    """A disk or a quota is full."""
+
+    code = 23
+    retryable = True
+
+
 WireError = list[object]
 """``[code, [field, ...], notes, cause]``, or for an exception that is not ours
 ``[0, [module, qualname, message, args], notes, None]``."""

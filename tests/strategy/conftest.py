@@ -25,6 +25,7 @@ class FakeSession:
         self.slots = {}
         self.transformations = {}
         self.requests = []
+        self.entries = []
         self.refuse = None
         self.is_closed = False
 
@@ -33,6 +34,27 @@ class FakeSession:
         for spec, array in variables:
             assert 0 <= spec.ps < self.ps_count
             assert spec.key not in self.values
+            self.values[spec.key], self.specs[spec.key] = array, spec
+
+    def initialize_variables(self, entries, code):
+        """What the parameter servers would do."""
+        self.requests.append("initialize")
+        self.entries += [entry for _, entry in entries]
+        initializer = load(code)
+        for spec, entry in entries:
+            assert (spec.key, spec.name, spec.dtype) == (
+                entry.key,
+                entry.name,
+                entry.dtype,
+            )
+            array = initializer(
+                entry.whole,
+                spec.numpy_dtype,
+                partition_shape=entry.shape,
+                partition_offset=entry.offset,
+            )
+            assert array.shape == spec.shape
+            assert array.dtype == spec.numpy_dtype
             self.values[spec.key], self.specs[spec.key] = array, spec
 
     def delete_variables(self, specs):
@@ -50,8 +72,20 @@ class FakeSession:
         self.requests.append("read")
         return [self.values[spec.key] for spec in specs]
 
+    def read_rows(self, parts):
+        self.requests.append("read_rows")
+        return [self.values[spec.key][indices] for spec, indices in parts]
+
+    def update_many(self, updates):
+        self.requests.append("update_many")
+        for update in updates:
+            self._apply(*update)
+
     def update(self, spec, op, optimizer_id, arrays):
         self.requests.append("update")
+        self._apply(spec, op, optimizer_id, arrays)
+
+    def _apply(self, spec, op, optimizer_id, arrays):
         value = self.values[spec.key]
         if optimizer_id == 0:
             self.values[spec.key] = apply(op, value, tuple(arrays))
@@ -70,6 +104,12 @@ class FakeSession:
 
     async def update_async(self, spec, op, optimizer_id, arrays):
         self.update(spec, op, optimizer_id, arrays)
+
+    async def read_rows_async(self, parts):
+        return self.read_rows(parts)
+
+    async def update_many_async(self, updates):
+        self.update_many(updates)
 
     def close(self):
         self.is_closed = True

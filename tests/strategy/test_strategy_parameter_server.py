@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import zstrat.variables as zv
+from zstrat import initializers
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.config import Settings
 from zstrat.errors import InvalidArgumentError
@@ -217,7 +218,7 @@ def test_initial_values(cluster):
         with pytest.raises(ValueError, match="needs an initial_value"):
             zv.Variable(None, name="empty")
         assert zv.Variable(lambda: 3).numpy() == 3
-        zeros = zv.Variable(zv.initializers.zeros, shape=(2, 2))
+        zeros = zv.Variable(initializers.zeros, shape=(2, 2))
         assert zeros.numpy().shape == (2, 2)
         with pytest.raises(ValueError, match="VariableAggregation"):
             zv.Variable(1.0, aggregation=1)
@@ -290,18 +291,6 @@ def test_a_partitioner_must_return_parts_per_axis(make_cluster, parts):
     with strategy.scope():
         with pytest.raises(ValueError, match="variable_partitioner must return"):
             zv.Variable(np.zeros((4, 2)))
-
-
-def test_several_parts_are_not_supported_yet(make_cluster):
-    strategy = make_cluster(variable_partitioner=lambda shape, dtype: [3]).strategy
-    with strategy.scope():
-        with pytest.raises(
-            NotImplementedError, match=r"'w' of shape \(4,\) in 3 parts"
-        ):
-            zv.Variable(np.zeros(4), name="w")
-        assert zv.Variable(np.zeros(1)).spec.ps == 0, (
-            "a variable cannot have more parts"
-        )
 
 
 def test_a_shipped_step_finds_its_variables_strategy_and_optimizer(cluster):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import zstrat.variables as zv
-from zstrat.variables import initializers
+from zstrat import initializers
 
 
 def test_a_tree_of_arrays_becomes_a_tree_of_named_variables():

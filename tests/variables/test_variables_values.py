@@ -234,7 +234,7 @@ def test_sparse_read_keeps_the_order_of_the_indices():
     rows = variable.sparse_read([[2, 0], [2, 1]])
     assert rows.shape == (2, 2, 2)
     np.testing.assert_array_equal(rows[0], [[4.0, 5.0], [0.0, 1.0]])
-    with pytest.raises(IndexError, match="index 3"):
+    with pytest.raises(IndexError, match="no row 3"):
         variable.sparse_read([3])
     with pytest.raises(ValueError, match="must be integers"):
         variable.sparse_read([0.5])

@@ -27,8 +27,9 @@ into a new host buffer.
 
 from __future__ import annotations
 
+import math
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -44,7 +45,7 @@ updates come back within a few steps, a reader that came once does not."""
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
@@ -55,8 +56,9 @@ class _Buffer:
 
     __slots__ = ("_bytes", "_window", "array")
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.array = aligned(shape, dtype)
+    def __init__(self, array: np.ndarray) -> None:
+        """``array``: of our own, writable and in C order."""
+        self.array = array
         # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
         self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
         self._window: weakref.ref[np.ndarray] | None = None
@@ -80,7 +82,8 @@ class _Buffer:
 class Cell:
     """The value of one variable, with copy-on-write. One user at a time: no locks.
 
-    An update by numpy is ``source, out = begin()``, compute, ``settle()``; by XLA it is
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; one of some
+    rows is ``out = begin_rows(indices)``, write those, ``settle()``; and one by XLA is
     ``give()``, compute, ``take_back()``.
     """
 
@@ -98,18 +101,42 @@ class Cell:
 
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
-        self.shape, self.dtype, self.nbytes = (
-            initial.shape,
-            initial.dtype,
-            initial.nbytes,
-        )
-        self._buffer: _Buffer | None = _Buffer(self.shape, self.dtype)
-        self._device: object = None
+        array = aligned(initial.shape, initial.dtype)
+        np.copyto(array, initial)
+        self._start(array.shape, array.dtype, _Buffer(array), None)
+
+    @classmethod
+    def around(cls, array: np.ndarray) -> Cell:
+        """Makes ``array`` itself the value, without a copy.
+
+        It is writable, in C order, owns its memory, and nobody else refers to it. It
+        need not be aligned: XLA then copies it when it first reads it.
+        """
+        cell = cls.__new__(cls)
+        cell._start(array.shape, array.dtype, _Buffer(array), None)
+        return cell
+
+    @classmethod
+    def on_device(cls, value: Any) -> Cell:
+        """Makes an immutable array of XLA's the value, without a copy."""
+        cell = cls.__new__(cls)
+        cell._start(tuple(value.shape), np.dtype(value.dtype), None, value)
+        return cell
+
+    def _start(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        buffer: _Buffer | None,
+        device: object,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self._buffer, self._device = buffer, device
         self._spare: _Buffer | None = None
         self._writing: _Buffer | None = None
         self._idle = 0
         self._lost = ""
-        np.copyto(self._buffer.array, initial)
 
     @property
     def held_bytes(self) -> int:
@@ -140,7 +167,7 @@ class Cell:
         if not anew:
             self.require()
         if self.is_shared and (self._spare is None or self._spare.is_leased):
-            self._spare = _Buffer(self.shape, self.dtype)
+            self._spare = _Buffer(aligned(self.shape, self.dtype))
 
     def require(self) -> None:
         """Raises UnavailableError if the value was lost (`lose`)."""
@@ -158,8 +185,23 @@ class Cell:
             if nobody looks at it, and otherwise memory that becomes the value by
             `settle`.
         """
-        source = self._view() if self._buffer is None else self._buffer.array
-        return source, self.overwrite()
+        return self.look(), self.overwrite()
+
+    def begin_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Starts an update of the rows ``indices`` ([n], inside, maybe repeated).
+
+        Returns:
+            Where they are, among all the others: to be read and written, and nothing
+            but those rows; then `settle`.
+        """
+        source, out = self.begin()
+        if out is not source:
+            np.copyto(out, source)
+        return out
+
+    def look(self) -> np.ndarray:
+        """The value, for as long as nothing is done to this cell: no lease."""
+        return self._view() if self._buffer is None else self._buffer.array
 
     def overwrite(self) -> np.ndarray:
         """Starts an update that does not need the old value; `settle` ends it too."""
@@ -170,7 +212,7 @@ class Cell:
         else:
             spare, self._spare, self._idle = self._spare, None, 0
             if spare is None or spare.is_leased:
-                spare = _Buffer(self.shape, self.dtype)
+                spare = _Buffer(aligned(self.shape, self.dtype))
             self._writing = spare
         return self._writing.array
 

@@ -31,6 +31,7 @@ from zstrat.wire import (
     DeleteVariables,
     Done,
     Hello,
+    InitializeVariables,
     Inspect,
     Job,
     Message,
@@ -39,6 +40,7 @@ from zstrat.wire import (
     PlainTree,
     Pull,
     Pulled,
+    PullRows,
     Push,
     Pushed,
     SessionOpened,
@@ -47,7 +49,14 @@ from zstrat.wire import (
 
 from ._engine import OptimizerEngine
 from ._ledger import UNNAMED
-from ._plans import CreatePlan, OptimizerPlan, Plan, PushPlan
+from ._plans import (
+    CreatePlan,
+    InitializePlan,
+    OptimizerPlan,
+    Plan,
+    PushPlan,
+    RowsPlan,
+)
 from ._store import Store
 from ._thread import ComputeThread
 from ._turns import Ticket, Turns
@@ -58,24 +67,31 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does by itself: 0.1 to 0.4 ms; a thread takes about
-0.1 ms to wake and as much to report."""
-
-INLINE_COMPILED: Final = 256 * 1024
-"""The same for what XLA has compiled already: Adam takes less than 0.2 ms for it."""
+"""Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to
+0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
     CloseSession: frozenset({Job.CHIEF}),
     CreateVariables: frozenset({Job.CHIEF}),
+    InitializeVariables: frozenset({Job.CHIEF}),
     DeleteVariables: frozenset({Job.CHIEF}),
     CreateOptimizer: frozenset({Job.CHIEF}),
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
+    PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),
     Inspect: frozenset(Job),
 }
 
-Stored = CreateVariables | DeleteVariables | CreateOptimizer | Pull | Push
+Stored = (
+    CreateVariables
+    | InitializeVariables
+    | DeleteVariables
+    | CreateOptimizer
+    | Pull
+    | PullRows
+    | Push
+)
 """Requests that use the store, and so take turns."""
 
 
@@ -102,8 +118,8 @@ class PsService:
     """Answers the messages of one parameter server.
 
     Args:
-        load_code: Turns shipped bytes into an optax transformation; runs on the compute
-            thread, and only for code that a coordinator has sent.
+        load_code: Turns shipped bytes into an optax transformation or an initializer;
+            runs on the compute thread, and only for code that a coordinator has sent.
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
     """
@@ -124,7 +140,7 @@ class PsService:
         self._on_exit = on_exit
         self._clock, self._started_at = clock, clock()
         self._engine = OptimizerEngine(load_code)
-        self._store = Store(self._engine, task=task)
+        self._store = Store(self._engine, task=task, largest=settings.limits.body)
         self._ownership = Ownership(task)
         self._turns: Turns[_Waiting] = Turns()
         self._thread = ComputeThread(f"compute {task}")
@@ -260,8 +276,12 @@ class PsService:
                 return Pulled(versions, arrays)
             case Push():
                 plan: Pushed | Done | Plan = store.plan_push(message)
+            case PullRows(reads=reads, rows=rows, arrays=arrays):
+                plan = store.plan_rows(reads, rows, arrays)
             case CreateVariables(variables=entries, arrays=arrays):
                 plan = store.plan_create(entries, arrays)
+            case InitializeVariables(variables=initial, code=code):
+                plan = store.plan_initialize(initial, code)
             case CreateOptimizer(optimizer=optimizer, name=name, code=code):
                 plan = store.plan_optimizer(optimizer, name, code)
             case DeleteVariables(keys=keys):
@@ -316,6 +336,8 @@ def _names(message: Stored) -> list[Hashable]:
     match message:
         case Pull(reads=reads):
             return [read.key for read in reads]
+        case PullRows(reads=reads, rows=rows):
+            return [*(read.key for read in reads), *rows]
         case Push(step=step, part=part, updates=updates):
             names: list[Hashable] = [update.key for update in updates]
             names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
@@ -324,6 +346,8 @@ def _names(message: Stored) -> list[Hashable]:
             return names
         case CreateVariables(variables=entries):
             return [entry.key for entry in entries]
+        case InitializeVariables(variables=initial):
+            return [entry.key for entry in initial]
         case DeleteVariables(keys=keys):
             return list(keys)
         case CreateOptimizer(optimizer=optimizer):
@@ -335,12 +359,10 @@ def _names(message: Stored) -> list[Hashable]:
 def _is_short(plan: Plan) -> bool:
     match plan:
         case PushPlan(work=work):
-            if plan.optimizes:
-                return work <= INLINE_COMPILED and plan.is_compiled
+            return work <= INLINE and plan.is_compiled
+        case CreatePlan(work=work) | RowsPlan(work=work):
             return work <= INLINE
-        case CreatePlan(work=work):
-            return work <= INLINE
-        case OptimizerPlan():
+        case InitializePlan() | OptimizerPlan():
             return False
         case _:
             assert_never(plan)

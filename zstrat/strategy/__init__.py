@@ -7,6 +7,7 @@ from ._default import get_strategy as get_strategy
 from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
 from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from ._placement import ServerVariables as ServerVariables
 from ._strategy import Extended as Extended
 from ._strategy import Strategy as Strategy
 from ._values import PerReplica as PerReplica

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import Creator, Variable
+    from zstrat.variables import AbstractVariable, Creator
 
 _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
@@ -32,11 +32,11 @@ class DefaultExtended(Extended):
     def parameter_devices(self) -> tuple[str, ...]:
         return (_DEVICE,)
 
-    def variable_created_in_scope(self, v: Variable) -> bool:
-        return v.device == _DEVICE
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(part.device == _DEVICE for part in v.components)
 
     def colocate_vars_with(
-        self, colocate_with_variable: Variable
+        self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
         del colocate_with_variable  # there is only one place
         return contextlib.nullcontext()

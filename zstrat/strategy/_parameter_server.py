@@ -18,10 +18,10 @@ from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.program import worker_context
-from zstrat.variables import Variable, recorder
+from zstrat.variables import AbstractVariable, ShardedVariable, Variable, recorder
 
 from . import _context
-from ._placement import ServerVariables
+from ._placement import PlacementRule, ServerVariables
 from ._strategy import Extended, Strategy
 
 if TYPE_CHECKING:
@@ -64,16 +64,26 @@ class ParameterServerExtended(Extended):
     def parameter_devices(self) -> tuple[str, ...]:
         return tuple(f"/job:ps/task:{i}" for i in range(self._ps_count))
 
-    def variable_created_in_scope(self, v: Variable) -> bool:
-        return self._variables is not None and self._variables.owns(v)
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        owner = self._variables
+        return owner is not None and all(owner.owns(part) for part in v.components)
 
     def colocate_vars_with(
-        self, colocate_with_variable: Variable
+        self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
         frame = _context.current()
         if frame is None or frame.strategy is not self._strategy:
             raise RuntimeError("colocate_vars_with is used inside strategy.scope()")
-        if self._variables is None or not self._variables.owns(colocate_with_variable):
+        if isinstance(colocate_with_variable, ShardedVariable):
+            raise ValueError(
+                f"`colocate_vars_with` must only be passed a variable that is on one "
+                f"ps: give a component of {colocate_with_variable!r}, as .variables[0]"
+            )
+        if (
+            self._variables is None
+            or not isinstance(colocate_with_variable, Variable)
+            or not self._variables.owns(colocate_with_variable)
+        ):
             raise ValueError(
                 f"`colocate_vars_with` must only be passed a variable created in the "
                 f"scope of this strategy, not {colocate_with_variable!r}"
@@ -91,8 +101,12 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     Args:
         cluster_resolver: Tells the tasks of the cluster, and which one this is.
         variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
-            of rank 1 or more; returns a number of parts for each axis. This version
-            keeps variables whole, and refuses one that it wants in several parts.
+            of rank 1 or more; returns a number of parts for each axis, 1 but for the
+            first (`zstrat.partitioners`). A variable in several parts is a
+            `ShardedVariable`.
+        placement: "round_robin": new variables and parts go to the ps in turn, in order
+            of creation. "bytes": each goes to the ps that holds the fewest bytes of
+            variables.
         prefetch: Optimizer steps whose values a worker fetches while the one before
             computes: 0, or 1, which hides the round trip and makes these values one
             step of that worker older. Default: 1 with several workers, whose steps
@@ -102,7 +116,8 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
 
     Raises:
         ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
-            that are not numbered from 0 without gaps, or this process is one of those.
+            that are not numbered from 0 without gaps, or this process is one of those;
+            or ``placement`` is not known.
         DeadlineExceededError: A task does not answer in time; names it.
         BusyError: Another coordinator holds the cluster.
     """
@@ -112,11 +127,13 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         cluster_resolver: ClusterResolver,
         variable_partitioner: Callable[..., Any] | None = None,
         *,
+        placement: str = "round_robin",
         prefetch: int | None = None,
         settings: Settings | None = None,
         connect: Connect = ClusterSession.connect,
     ) -> None:
         spec = _checked_spec(cluster_resolver)
+        rule = _rule(placement)
         if settings is None:
             settings = settings_from(environment())
         if prefetch not in (None, 0, 1):
@@ -130,7 +147,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         # Fixed here: plans that were traced for it must stay true when workers change.
         self._replicas = max(1, self._session.devices)
         self._variables = ServerVariables(
-            self._session, self._ps_count, variable_partitioner
+            self._session, self._ps_count, variable_partitioner, rule
         )
         self._extended = ParameterServerExtended(
             self, self._session.platform, self._ps_count, self._variables
@@ -168,15 +185,20 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
 
         Args:
             tree: A variable, or a pytree of variables; leaves of other kinds are left
-                alone, and one that is there twice counts once.
+                alone, and one that is there twice counts once. Of a sharded variable
+                all components go.
 
         Raises:
             ValueError: A variable was not created in the scope of this strategy.
             NotFoundError: One was deleted before; nothing is deleted on its ps.
             PSUnavailableError: A ps is gone.
         """
-        leaves = jax.tree.leaves(tree)
-        found = {leaf.spec.key: leaf for leaf in leaves if isinstance(leaf, Variable)}
+        found = {
+            part.spec.key: part
+            for leaf in jax.tree.leaves(tree)
+            if isinstance(leaf, AbstractVariable)
+            for part in leaf.components
+        }
         self._variables.delete_variables(list(found.values()))
 
     def close(self) -> None:
@@ -275,6 +297,13 @@ def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
     """The stand-in of this process; one object, as scopes compare strategies by
     identity and a step function and its arguments are unpickled apart."""
     return WorkerStrategy(ps_count, replicas)
+
+
+def _rule(placement: str) -> PlacementRule:
+    known = [rule.value for rule in PlacementRule]
+    if placement not in known:
+        raise ValueError(f"placement={placement!r}: expected one of {known}")
+    return PlacementRule(placement)
 
 
 def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:

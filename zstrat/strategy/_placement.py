@@ -1,21 +1,25 @@
 """Where new variables go, and how a handle reaches its value there.
 
 `Placement` decides (no I/O): round robin over the parameter servers in the order of
-creation, one counter per strategy, as TF does. `ServerVariables` carries it out: it is
-the creator of the strategy's scope and the home of all that was created in it.
+creation, one counter per strategy, as TF does, or by bytes. `ServerVariables` carries
+it out: it is the creator of the strategy's scope and the home of all that was created
+in it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import enum
+import itertools
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from zstrat.errors import NotFoundError
 from zstrat.program import dump_code
-from zstrat.variables import Request, Variable, VariableSpec, handle, initialize
+from zstrat.variables import DeferredValue, Variable, VariableSpec, handle, joined
+
+from ._drafts import draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +27,16 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.program import Plan
-    from zstrat.variables import Optimizer
-    from zstrat.wire import UpdateOp
+    from zstrat.variables import (
+        AbstractVariable,
+        HomeRows,
+        HomeUpdate,
+        Optimizer,
+        Request,
+    )
+    from zstrat.wire import InitialEntry, UpdateOp
+
+    from ._drafts import Draft
 
 _colocated: Final[ContextVar[Variable | None]] = ContextVar(
     "zstrat_colocated", default=None
@@ -72,22 +84,74 @@ class ServerSession(Protocol):
         arrays: Sequence[np.ndarray],
     ) -> None: ...
 
+    def initialize_variables(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
+    ) -> None:
+        """Creates variables whose values their ps make, with one shipped initializer
+        for all of them."""
+        ...
+
+    def read_rows(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Rows ``[n, ...]`` of variables by indices ``[n]``. One request per ps."""
+        ...
+
+    async def read_rows_async(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]: ...
+
+    def update_many(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
+    ) -> None:
+        """Updates as in `update`, by one request per ps."""
+        ...
+
+    async def update_many_async(
+        self,
+        updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
+    ) -> None: ...
+
+
+class PlacementRule(enum.StrEnum):
+    """Which ps a new component goes to."""
+
+    ROUND_ROBIN = "round_robin"
+    BYTES = "bytes"
+
 
 class Placement:
-    """Decides on which ps the next variable lives."""
+    """Decides on which ps the next component lives."""
 
-    def __init__(self, ps_count: int) -> None:
-        self._ps_count = ps_count
+    def __init__(
+        self, ps_count: int, rule: PlacementRule = PlacementRule.ROUND_ROBIN
+    ) -> None:
+        self._rule = rule
         self._placed = 0
+        self._bytes = [0] * ps_count
 
-    def place(self, count: int, beside: int | None = None) -> list[int]:
-        """Task indices for ``count`` new variables. ``beside`` puts all of them there
+    def place(self, sizes: Sequence[int], beside: int | None = None) -> list[int]:
+        """Task indices for new components of these bytes: in turn, or each to the ps
+        with the fewest bytes, the first of several. ``beside`` puts all of them there
         and leaves the turn of the others as it is."""
-        if beside is not None:
-            return [beside] * count
-        first = self._placed
-        self._placed += count
-        return [(first + i) % self._ps_count for i in range(count)]
+        where = []
+        for size in sizes:
+            ps = self._next() if beside is None else beside
+            self._bytes[ps] += size
+            where.append(ps)
+        return where
+
+    def free(self, ps: int, size: int) -> None:
+        """A component of that many bytes is gone."""
+        self._bytes[ps] -= size
+
+    def _next(self) -> int:
+        if self._rule is PlacementRule.BYTES:
+            return min(range(len(self._bytes)), key=self._bytes.__getitem__)
+        ps = self._placed % len(self._bytes)
+        self._placed += 1
+        return ps
 
 
 class ServerVariables:
@@ -102,15 +166,21 @@ class ServerVariables:
         session: ServerSession,
         ps_count: int,
         partitioner: Callable[..., Any] | None = None,
+        rule: PlacementRule = PlacementRule.ROUND_ROBIN,
     ) -> None:
         self._session = session
-        self._placement = Placement(ps_count)
+        self._placement = Placement(ps_count, rule)
         self._partitioner = partitioner
         self._first = first_number(session.session)
         self._created = self._first
         self._optimizers = self._first
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
+
+    @property
+    def session(self) -> ServerSession:
+        """The connection to the parameter servers."""
+        return self._session
 
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""
@@ -154,29 +224,27 @@ class ServerVariables:
 
     # ---- the creator of a scope ----------------------------------------------------
 
-    def create_variables(self, requests: Sequence[Request]) -> list[Variable]:
-        """New variables, in one round trip per ps.
+    def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
+        """New variables, in one round trip per ps for all values that are made here,
+        and one for each initializer that runs there.
 
         Raises:
             ValueError: A request has no initial value, or the partitioner's answer is
                 none.
-            NotImplementedError: The partitioner asks for several parts.
             PSUnavailableError: A ps is gone.
         """
-        arrays = [initialize(request) for request in requests]
         beside = _colocated.get()
-        if beside is None:
-            for request, array in zip(requests, arrays, strict=True):
-                self._check_whole(request.name, array)
+        partitioner = self._partitioner if beside is None else None
+        drafts = [draft(request, partitioner) for request in requests]
         with self._lock:
-            where = self._placement.place(
-                len(requests), None if beside is None else beside.spec.ps
-            )
-            specs = [
-                self._spec(*new) for new in zip(requests, arrays, where, strict=True)
-            ]
-            self._session.create_variables(list(zip(specs, arrays, strict=True)))
-        return [handle(spec, self) for spec in specs]
+            specs = [self._specs(each, beside) for each in drafts]
+            try:
+                self._make(drafts, specs)
+            except BaseException:
+                for spec in itertools.chain(*specs):
+                    self._placement.free(spec.ps, spec.nbytes)
+                raise
+        return [self._made(*new) for new in zip(drafts, specs, strict=True)]
 
     def delete_variables(self, variables: Sequence[Variable]) -> None:
         """Frees variables that were created here, in one round trip per ps.
@@ -192,8 +260,12 @@ class ServerVariables:
                     f"variable {variable.name!r} was not created in the scope of this "
                     "strategy, which deletes only its own"
                 )
-        if variables:
-            self._session.delete_variables([each.spec for each in variables])
+        if not variables:
+            return
+        self._session.delete_variables([each.spec for each in variables])
+        with self._lock:
+            for variable in variables:
+                self._placement.free(variable.spec.ps, variable.spec.nbytes)
 
     def register_optimizer(self, optimizer: Optimizer) -> int:
         """Ships the transformation to every ps, which tries it there.
@@ -220,6 +292,22 @@ class ServerVariables:
     async def read_async(self, variable: Variable) -> np.ndarray:
         return (await self._session.read_async([variable.spec]))[0]
 
+    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return await self._session.read_async([variable.spec for variable in variables])
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return self._session.read_rows([(v.spec, indices) for v, indices in parts])
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        wanted = [(variable.spec, indices) for variable, indices in parts]
+        return await self._session.read_rows_async(wanted)
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        self._session.update_many([_sent(*update) for update in updates])
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        await self._session.update_many_async([_sent(*update) for update in updates])
+
     def update(
         self,
         variable: Variable,
@@ -240,30 +328,45 @@ class ServerVariables:
         number = 0 if optimizer is None else optimizer.id
         await self._session.update_async(variable.spec, op, number, operands)
 
-    def _spec(self, request: Request, array: np.ndarray, ps: int) -> VariableSpec:
-        self._created += 1
-        return VariableSpec(
-            self._created,
-            request.name,
-            array.shape,
-            array.dtype.name,
-            ps,
-            request.trainable,
-            request.aggregation,
-            request.synchronization,
+    def _specs(self, new: Draft, beside: Variable | None) -> list[VariableSpec]:
+        """The components of a new variable, with keys and places."""
+        where = self._placement.place(
+            new.sizes, None if beside is None else beside.spec.ps
         )
+        first = self._created + 1
+        self._created += len(where)
+        return [new.spec(n, first + n, ps) for n, ps in enumerate(where)]
 
-    def _check_whole(self, name: str, array: np.ndarray) -> None:
-        if self._partitioner is None or not array.shape:
-            return
-        given = self._partitioner(shape=array.shape, dtype=array.dtype)
-        parts = min(_first_axis(given, name, array.shape), array.shape[0])
-        if parts > 1:
-            raise NotImplementedError(
-                f"variable_partitioner wants variable {name!r} of shape {array.shape} "
-                f"in {parts} parts, and this version keeps every variable whole on one "
-                "ps: leave the partitioner out, or let it return 1 for this shape"
-            )
+    def _make(
+        self, drafts: Sequence[Draft], specs: Sequence[list[VariableSpec]]
+    ) -> None:
+        """Creates the components on their ps."""
+        arrays: list[tuple[VariableSpec, np.ndarray]] = []
+        entries: dict[bytes, list[tuple[VariableSpec, InitialEntry]]] = {}
+        for new, parts in zip(drafts, specs, strict=True):
+            if isinstance(new.value, DeferredValue):
+                code = dump_code(new.value.initializer)
+                described = [(spec, new.entry(spec)) for spec in parts]
+                entries.setdefault(code, []).extend(described)
+            else:
+                arrays += [(spec, new.array(spec)) for spec in parts]
+        if arrays:
+            self._session.create_variables(arrays)
+        for code, described in entries.items():
+            self._session.initialize_variables(described, code)
+
+    def _made(self, new: Draft, specs: list[VariableSpec]) -> AbstractVariable:
+        parts = [handle(spec, self) for spec in specs]
+        return parts[0] if new.offsets is None else joined(parts, new.request.name)
+
+
+def _sent(
+    variable: Variable,
+    op: UpdateOp,
+    operands: tuple[np.ndarray, ...],
+    optimizer: Optimizer | None,
+) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
+    return variable.spec, op, 0 if optimizer is None else optimizer.id, operands
 
 
 def first_number(session: int) -> int:
@@ -273,20 +376,3 @@ def first_number(session: int) -> int:
     chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
     """
     return session % _BLOCKS << _BLOCK_BITS
-
-
-def _first_axis(parts: Any, name: str, shape: tuple[int, ...]) -> int:
-    """How many parts along the first axis; TF's checks of a partitioner's answer."""
-    right = (
-        isinstance(parts, list | tuple)
-        and len(parts) == len(shape)
-        and parts[0] > 0
-        and math.prod(parts[1:]) == 1
-    )
-    if not right:
-        raise ValueError(
-            f"variable_partitioner must return a list of one positive number per axis "
-            f"with 1 everywhere but for the first one; for variable {name!r} of shape "
-            f"{shape} it returned {parts!r}"
-        )
-    return int(parts[0])

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from zstrat.program import _collective, _replicas
-from zstrat.variables import IndexedSlices, Variable, recorder
+from zstrat.variables import AbstractVariable, IndexedSlices, recorder
 
 from . import _context
 from ._context import ReplicaContext, Scope
@@ -54,12 +54,12 @@ class Extended(abc.ABC):
         """TF's names of the places where variables are created."""
 
     @abc.abstractmethod
-    def variable_created_in_scope(self, v: Variable) -> bool:
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         """Whether ``v`` was created in the scope of this very strategy."""
 
     @abc.abstractmethod
     def colocate_vars_with(
-        self, colocate_with_variable: Variable
+        self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
         """Variables created inside go where that one is.
 
@@ -68,7 +68,7 @@ class Extended(abc.ABC):
             RuntimeError: Entered outside of this strategy's scope.
         """
 
-    def value_container(self, value: Variable) -> Variable:
+    def value_container(self, value: AbstractVariable) -> AbstractVariable:
         """The variable that ``value`` is a component of: itself."""
         return value
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import IndexedSlices, Variable
+from zstrat.variables import AbstractVariable, IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -194,7 +194,7 @@ def _joined(join: Callable[[Sequence[Any]], Any], value: PerReplica) -> Any:
 
 def _array(value: Any) -> Any:
     """jax if it is traced or on a device, numpy else, so that nothing is narrowed."""
-    if isinstance(value, Variable):
+    if isinstance(value, AbstractVariable):
         value = value.value()
     return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
 

@@ -24,9 +24,11 @@ import numpy as np
 from zstrat.wire import DTYPES
 
 from ._operators import ArrayOperators
+from ._rows import integers
 
 if TYPE_CHECKING:
     from ._spec import VariableSpec
+    from ._table import Table
 
 
 def initial_array(value: Any, shape: Any, dtype: Any, name: str) -> np.ndarray:
@@ -127,6 +129,24 @@ def plain_rows(
     _check_rows(spec, index, rows, what)
     check_indices(spec, index, what)
     return index, rows
+
+
+def traced_ids(table: Table, ids: Any) -> jax.Array:
+    """Ids of rows, inside a step.
+
+    Raises:
+        ValueError: They are no integers.
+        IndexError: They are known, and there is no such row.
+    """
+    ids = _value(ids)
+    if not isinstance(ids, jax.core.Tracer):
+        ids = integers(ids, f"ids of {table}")
+        # Before jax narrows them to 32 bits.
+        table.require_inside(ids)
+    index = jnp.asarray(ids)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise ValueError(f"ids of {table} must be integers, not {index.dtype}")
+    return index
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:

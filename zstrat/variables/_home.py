@@ -1,29 +1,30 @@
 """Where the value of a variable lives when no step is being traced.
 
 A home answers reads and takes updates, each in a blocking and an awaitable form. The
-parameter servers are a home (the session's), this process is one (`LocalHome`), and a
-handle that was unpickled on another task has none (`Detached`).
+parameter servers are a home (the session's), this process is one for each of its
+variables (`LocalHome`), and a handle that was unpickled on another task has none
+(`Detached`). The functions here go through several variables: each home is asked once.
 """
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
-import jax
 import numpy as np
-
-from zstrat.wire import UpdateOp
-
-from ._apply import apply
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from zstrat.wire import UpdateOp
 
     from ._optimizer import Optimizer
     from ._variable import Variable
 
 Operands = tuple[np.ndarray, ...]
+HomeRows: TypeAlias = "tuple[Variable, np.ndarray]"
+"""A variable and indices ``[n]`` of its first axis."""
+HomeUpdate: TypeAlias = "tuple[Variable, UpdateOp, Operands, Optimizer | None]"
+"""What `Home.update` takes."""
 
 
 class Home(Protocol):
@@ -53,6 +54,18 @@ class Home(Protocol):
         optimizer: Optimizer | None,
     ) -> None: ...
 
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        """Rows ``[n, ...]`` of variables, in order. One request to each ps."""
+        ...
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]: ...
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        """Applies updates of different variables. One request to each ps."""
+        ...
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
+
 
 @runtime_checkable
 class ReadsMany(Protocol):
@@ -63,19 +76,24 @@ class ReadsMany(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsManyAsync(Protocol):
+    """The same, awaited."""
+
+    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        """The values, in order; see `Home.read`."""
+        ...
+
+
 def read_all(variables: Iterable[Variable]) -> list[np.ndarray]:
     """The values of variables, in order; see `Home.read`.
 
     Cost: one request to each home that can answer for many.
     """
     wanted = list(variables)
-    by_home: dict[int, list[int]] = {}
-    for place, variable in enumerate(wanted):
-        by_home.setdefault(id(variable.home), []).append(place)
     found: dict[int, np.ndarray] = {}
-    for places in by_home.values():
+    for home, places in _homes(wanted):
         here = [wanted[place] for place in places]
-        home = here[0].home
         if isinstance(home, ReadsMany):
             found.update(zip(places, home.read_many(here), strict=True))
         else:
@@ -83,67 +101,70 @@ def read_all(variables: Iterable[Variable]) -> list[np.ndarray]:
     return [found[place] for place in range(len(wanted))]
 
 
-class LocalHome:
-    """One variable in this process, with the slots of the optimizers that moved it.
+async def read_all_async(variables: Iterable[Variable]) -> list[np.ndarray]:
+    """`read_all`, without blocking the running loop."""
+    wanted = list(variables)
+    found: dict[int, np.ndarray] = {}
+    for home, places in _homes(wanted):
+        here = [wanted[place] for place in places]
+        if isinstance(home, ReadsManyAsync):
+            values = await home.read_many_async(here)
+            found.update(zip(places, values, strict=True))
+        else:
+            for place in places:
+                found[place] = await home.read_async(wanted[place])
+    return [found[place] for place in range(len(wanted))]
 
-    A value that was handed out is never written to: every update makes a new array.
+
+def read_parts(parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    """Rows ``[n, ...]`` of variables, in order. Cost: one request to each home."""
+    found: dict[int, np.ndarray] = {}
+    for home, places in _homes([variable for variable, _ in parts]):
+        rows = home.read_rows([parts[place] for place in places])
+        found.update(zip(places, rows, strict=True))
+    return [found[place] for place in range(len(parts))]
+
+
+async def read_parts_async(parts: Sequence[HomeRows]) -> list[np.ndarray]:
+    """`read_parts`, without blocking the running loop."""
+    found: dict[int, np.ndarray] = {}
+    for home, places in _homes([variable for variable, _ in parts]):
+        rows = await home.read_rows_async([parts[place] for place in places])
+        found.update(zip(places, rows, strict=True))
+    return [found[place] for place in range(len(parts))]
+
+
+def update_all(updates: Sequence[HomeUpdate]) -> None:
+    """Applies updates. Cost: one request to each home."""
+    for home, places in _homes([update[0] for update in updates]):
+        if len(places) == 1:
+            home.update(*updates[places[0]])
+        else:
+            home.update_many([updates[place] for place in places])
+
+
+async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
+    """`update_all`, without blocking the running loop.
+
+    Cancellation: some of the updates may have been applied.
     """
+    for home, places in _homes([update[0] for update in updates]):
+        if len(places) == 1:
+            await home.update_async(*updates[places[0]])
+        else:
+            await home.update_many_async([updates[place] for place in places])
 
-    def __init__(self, value: np.ndarray) -> None:
-        self._value = _frozen(np.array(value, order="C"))
-        self._slots: dict[int, Any] = {}
-        # Reads and updates come from any thread; an update is read, compute, replace.
-        self._lock = threading.Lock()
 
-    def read(self, variable: Variable) -> np.ndarray:
-        del variable  # one home, one variable
-        return self._value
-
-    async def read_async(self, variable: Variable) -> np.ndarray:
-        return self.read(variable)
-
-    def update(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: Optimizer | None,
-    ) -> None:
-        with self._lock:
-            if optimizer is None:
-                value = apply(op, self._value, operands)
-            else:
-                value = self._optimized(op, operands, optimizer)
-            self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
-
-    async def update_async(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: Optimizer | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
-
-    def _optimized(
-        self, op: UpdateOp, operands: Operands, optimizer: Optimizer
-    ) -> np.ndarray:
-        transformation = optimizer.transformation
-        gradient = operands[0]
-        if op is UpdateOp.OPTIMIZE_ROWS:
-            zeros = np.zeros_like(self._value)
-            gradient = apply(UpdateOp.SCATTER_ADD, zeros, operands)
-        if optimizer.id not in self._slots:
-            self._slots[optimizer.id] = transformation.init(self._value)
-        step, slots = _jitted(optimizer)(
-            gradient, self._slots[optimizer.id], self._value
-        )
-        self._slots[optimizer.id] = slots
-        return np.asarray(step)
+def _homes(variables: Sequence[Variable]) -> list[tuple[Home, list[int]]]:
+    """Each home with the places of its variables, in order of the first ones."""
+    places: dict[int, list[int]] = {}
+    for place, variable in enumerate(variables):
+        places.setdefault(id(variable.home), []).append(place)
+    return [(variables[found[0]].home, found) for found in places.values()]
 
 
 class Detached:
-    """The home of a handle on another task: a name without a value."""
+    """The home of handles on another task: names without values."""
 
     def read(self, variable: Variable) -> np.ndarray:
         raise RuntimeError(_detached(variable, "read"))
@@ -169,24 +190,17 @@ class Detached:
     ) -> None:
         raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
 
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        raise RuntimeError(_detached(parts[0][0], "read rows of"))
 
-def _jitted(optimizer: Optimizer) -> Any:
-    """``(gradient, slots, value) -> (new value, new slots)``, compiled once."""
-    if optimizer.compiled is None:
-        transformation = optimizer.transformation
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        raise RuntimeError(_detached(parts[0][0], "read rows of"))
 
-        def step(gradient: Any, slots: Any, value: Any) -> tuple[Any, Any]:
-            delta, slots = transformation.update(gradient, slots, value)
-            return (value + delta).astype(value.dtype), slots
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        self.update(*updates[0])
 
-        optimizer.compiled = jax.jit(step)
-    return optimizer.compiled
-
-
-def _frozen(value: np.ndarray) -> np.ndarray:
-    if value.flags.writeable:
-        value.flags.writeable = False
-    return value
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        self.update(*updates[0])
 
 
 def _detached(variable: Variable, what: str) -> str:

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, Final
 
+from ._sharded import ShardedVariable
 from ._variable import Variable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    OnAttribute = Callable[["Module", str, Any], None]
+
+_watchers: Final[dict[int, list[OnAttribute]]] = {}
+"""By ``id`` of a living module; a user's class may compare or hash as it likes."""
 
 
 class Module:
     """Base of models that keep variables in attributes.
 
     Variables in lists, tuples, dicts and other modules count too, each once, in the
-    order of the attributes' names.
+    order of the attributes' names. Of a sharded variable the components count.
     """
 
     def __init__(self, name: str | None = None) -> None:
         self._name = type(self).__name__.lower() if name is None else name
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for told in tuple(_watchers.get(id(self), ())):
+            told(self, name, value)
 
     @property
     def name(self) -> str:
@@ -39,6 +51,20 @@ class Module:
         return tuple(module for module in found if module is not self)
 
 
+def watch(module: Module, told: OnAttribute) -> None:
+    """Has ``told(module, name, value)`` called after each attribute that is set."""
+    if id(module) not in _watchers:
+        _watchers[id(module)] = []
+        weakref.finalize(module, _watchers.pop, id(module), None).atexit = False
+    _watchers[id(module)].append(told)
+
+
+def unwatch(module: Module, told: OnAttribute) -> None:
+    """Inverse of `watch`."""
+    if told in (listed := _watchers.get(id(module), [])):
+        listed.remove(told)
+
+
 def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
     if id(node) in seen:
         return
@@ -48,6 +74,8 @@ def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
         return
     children: list[Any] = []
     match node:
+        case ShardedVariable():
+            children = node.variables
         case Module():
             yield node
             children = [value for _, value in sorted(vars(node).items())]

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zstrat.wire import UpdateOp
 
+from ._abstract import AbstractVariable
 from ._creator import creator
+from ._home import update_all, update_all_async
+from ._recorder import recorder
 from ._slices import IndexedSlices
 from ._spec import LOCAL, VariableAggregation
 from ._variable import Variable
+
+if TYPE_CHECKING:
+    from ._home import HomeUpdate
 
 _local_ids = itertools.count(-1, -1)
 
@@ -48,6 +54,8 @@ class Optimizer:
         self._transformation: Any = _checked(transformation)
         self.compiled: Any = None
         """Used by homes in this process: the compiled update."""
+        self.is_by_rows: bool | None = None
+        """Used by them too: whether it treats rows one by one; None until tried."""
         self.iterations: Variable | None = None
         current = creator.get()
         self.is_local = current is None
@@ -84,10 +92,10 @@ class Optimizer:
 
         Args:
             grads: A pytree of gradients, each an array of its variable's shape and
-                dtype; or, without ``variables``, TF's iterable of ``(gradient,
-                variable)`` pairs. A gradient that is None is left out. For variables
-                of this process also an `IndexedSlices` of rows; a parameter server
-                takes its ``to_dense()``.
+                dtype, or `IndexedSlices` of some of its rows: only these rows, and
+                what the optimizer keeps beside them, are moved (Adam's moments of
+                other rows do not decay). Or, without ``variables``, TF's iterable of
+                ``(gradient, variable)`` pairs. A gradient that is None is left out.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
 
@@ -98,8 +106,11 @@ class Optimizer:
                 know this optimizer.
         """
         pairs = self._pairs(grads, variables)
+        if recorder.get() is None:
+            update_all(self._planned(pairs))
+            return
         for gradient, variable in pairs:
-            self._apply(gradient, variable)
+            self._record(gradient, variable)
         if self.iterations is not None:
             self.iterations.assign_add(1)
 
@@ -108,38 +119,42 @@ class Optimizer:
 
         Cancellation: some of the gradients may have been applied.
         """
-        for gradient, variable in self._pairs(grads, variables):
-            self._check_place(variable)
-            op = UpdateOp.OPTIMIZE
+        await update_all_async(self._planned(self._pairs(grads, variables)))
+
+    def _planned(self, pairs: list[tuple[Any, AbstractVariable]]) -> list[HomeUpdate]:
+        """All that one call does outside of a step: checked before any of it is."""
+        updates: list[HomeUpdate] = []
+        for gradient, variable in pairs:
             if isinstance(gradient, IndexedSlices):
                 op = UpdateOp.OPTIMIZE_ROWS
-                await variable._sparse_async(op, gradient, self)
+                updates += variable._planned_rows(op, gradient, self)
             else:
-                await variable._dense_async(op, gradient, self)
+                updates += variable._planned(UpdateOp.OPTIMIZE, gradient, self)
         if self.iterations is not None:
-            await self.iterations.assign_add_async(1)
+            updates += self.iterations._planned(UpdateOp.ADD, 1, None)
+        return updates
 
-    def _apply(self, gradient: Any, variable: Variable) -> None:
-        self._check_place(variable)
+    def _record(self, gradient: Any, variable: AbstractVariable) -> None:
         if isinstance(gradient, IndexedSlices):
             variable._sparse(UpdateOp.OPTIMIZE_ROWS, gradient, self)
         else:
             variable._dense(UpdateOp.OPTIMIZE, gradient, self)
 
-    def _check_place(self, variable: Variable) -> None:
-        if self.is_local and variable.spec.ps != LOCAL:
-            raise ValueError(
-                f"{variable.spec} lives on {variable.device}, but optimizer "
-                f"{self.name!r} was created outside strategy.scope() and is not known "
-                "there: create it inside the scope"
-            )
+    def _check_place(self, variable: AbstractVariable) -> None:
+        for part in variable.components if self.is_local else ():
+            if part.spec.ps != LOCAL:
+                raise ValueError(
+                    f"{part.spec} lives on {part.device}, but optimizer "
+                    f"{self.name!r} was created outside strategy.scope() and is not "
+                    "known there: create it inside the scope"
+                )
 
-    def _pairs(self, grads: Any, variables: Any) -> list[tuple[Any, Variable]]:
+    def _pairs(self, grads: Any, variables: Any) -> list[tuple[Any, AbstractVariable]]:
         pairs = _listed(grads) if variables is None else _matched(grads, variables)
         # None beside None is an absent part of a model, a bias it does not have.
         pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
         for _, variable in pairs:
-            if not isinstance(variable, Variable):
+            if not isinstance(variable, AbstractVariable):
                 raise ValueError(
                     f"apply_gradients moves zs.Variable objects, got "
                     f"{type(variable).__name__}"
@@ -149,6 +164,8 @@ class Optimizer:
             names = [v.name for _, v in pairs]
             raise ValueError(f"No gradients provided for any variable: {names}")
         _require_distinct([v for _, v in found])
+        for _, variable in found:
+            self._check_place(variable)
         return found
 
     def __reduce__(self) -> Any:
@@ -165,6 +182,7 @@ def _handle(
     made = object.__new__(Optimizer)
     made.id, made.name, made.is_local = optimizer, name, is_local
     made.iterations, made.compiled, made._transformation = iterations, None, None
+    made.is_by_rows = None
     return made
 
 
@@ -178,13 +196,13 @@ def _checked(transformation: Any) -> Any:
     return transformation
 
 
-def _require_distinct(variables: list[Variable]) -> None:
+def _require_distinct(variables: list[AbstractVariable]) -> None:
     seen = set()
-    for variable in variables:
-        key = variable.spec.key
+    for part in (part for variable in variables for part in variable.components):
+        key = part.spec.key
         if key in seen:
             raise ValueError(
-                f"{variable.spec} is there twice in one apply_gradients, which would "
+                f"{part.spec} is there twice in one apply_gradients, which would "
                 "be two steps of the optimizer: give each variable once. Gradients "
                 "with respect to several arguments that hold it are added first; "
                 "zs.value_and_grad(variables=...) gives the whole gradient each time"

@@ -37,17 +37,18 @@ class Piece(NamedTuple):
     local: np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Table:
     """Rows over variables of one dtype that differ in their first axis alone.
 
-    ``shape`` is that of all rows together.
+    ``shape`` is that of all rows together. Two tables are equal if they are over the
+    same variables in the same layout: values are never compared.
     """
 
     name: str
     components: tuple[Variable, ...]
     layout: TableLayout = TableLayout.DIV
-    offsets: np.ndarray = field(init=False, repr=False, compare=False)
+    offsets: np.ndarray = field(init=False, repr=False)
     """First row of each component, and behind the last one the number of all rows."""
 
     def __post_init__(self) -> None:
@@ -66,6 +67,14 @@ class Table:
     def keys(self) -> tuple[int, ...]:
         """Names the table in its session."""
         return tuple(component.spec.key for component in self.components)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Table):
+            return NotImplemented
+        return (self.keys, self.layout) == (other.keys, other.layout)
+
+    def __hash__(self) -> int:
+        return hash((self.keys, self.layout))
 
     def __str__(self) -> str:
         return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
@@ -87,8 +96,8 @@ class Table:
             )
 
     def pieces(self, ids: np.ndarray) -> Sequence[Piece]:
-        """What each component has of ids ``[n]``, which grow and are inside; components
-        that have none are left out."""
+        """What each component has of ids ``[n]``, which never fall and are inside;
+        components that have none are left out."""
         if len(self.components) == 1:
             return [Piece(0, slice(0, len(ids)), ids)] if len(ids) else []
         if self.layout is TableLayout.DIV:

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from jax.tree_util import keystr
 
+from ._abstract import AbstractVariable
 from ._creator import Request
 from ._spec import VariableAggregation, VariableSynchronization
-from ._variable import Variable, create
+from ._variable import create
 
 
 def create_variables(
@@ -54,7 +55,8 @@ def values(tree: Any) -> Any:
     Inside a step the values are traced arrays, elsewhere read-only numpy arrays.
     """
     return jax.tree.map(
-        lambda leaf: leaf.value() if isinstance(leaf, Variable) else leaf, tree
+        lambda leaf: leaf.value() if isinstance(leaf, AbstractVariable) else leaf,
+        tree,
     )
 
 

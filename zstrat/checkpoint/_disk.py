@@ -1,0 +1,105 @@
+"""Files that are whole or not there, and errors that say which file and what to do.
+
+Law of the package: a file gets its final name only when its bytes are on the disk, or
+it is named by nobody (a part file, until a manifest is committed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.wire import Buffer
+
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NEW: Final = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def blamed(path: str, what: str) -> Iterator[None]:
+    """Errors of the system about ``path`` as errors that say what to do about them.
+
+    Raises:
+        ResourceExhaustedError: The disk or a quota is full.
+        AlreadyExistsError, NotFoundError: As the names say.
+        OSError: Anything else, as it is.
+    """
+    try:
+        yield
+    except FileExistsError:
+        raise AlreadyExistsError(
+            f"{what} {path}: it exists already, so another program writes the same "
+            "checkpoint: give each its own folder"
+        ) from None
+    except FileNotFoundError:
+        raise NotFoundError(f"{what} {path}: there is no such file or folder") from None
+    except OSError as error:
+        if error.errno in _FULL:
+            raise ResourceExhaustedError(
+                f"{what} {path}: {os.strerror(error.errno)}; free some space and save "
+                "again: checkpoints that were complete are as they were"
+            ) from None
+        raise
+
+
+def create(path: str) -> int:
+    """Descriptor of a new file; refuses one that is there."""
+    return os.open(path, _NEW, 0o666)
+
+
+def write_all(descriptor: int, data: Buffer) -> None:
+    """All bytes of a contiguous buffer of bytes; the system may take less at a time."""
+    view = bytes_of(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def bytes_of(data: Buffer) -> memoryview:
+    """A view of contiguous data, byte by byte."""
+    view = data.data if isinstance(data, np.ndarray) else memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def sync_folder(path: str) -> None:
+    """Makes the names in a folder last."""
+    descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: str, data: bytes, *, mark: str) -> None:
+    """Gives ``path`` this content, whole or not at all, also over a crash.
+
+    Args:
+        mark: Tells the temporary file from those of other writers.
+    """
+    temporary = f"{path}.{mark}.tmp"
+    with blamed(path, "writing"):
+        descriptor = create(temporary)
+        try:
+            try:
+                write_all(descriptor, data)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        sync_folder(os.path.dirname(path))

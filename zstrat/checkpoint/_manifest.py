@@ -1,0 +1,261 @@
+"""What a checkpoint holds: one logical tensor a variable, and the files of its pieces.
+
+A checkpoint is a folder with part files and `manifest.json`. The manifest is written
+last, and by rename: a folder without one is no checkpoint, whatever lies in it, and
+files that it does not name are nobody's. It carries a digest of itself, so that a
+manifest which was damaged is not taken for another one.
+
+Law of the file: what `Manifest.decode` returns adds up. Every piece is in a file that
+it names, files are names in its own folder, and the pieces of a tensor are rows of it,
+each once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from zstrat.errors import DataLossError, NotFoundError
+from zstrat.wire import DTYPES
+
+from ._digest import digest_of
+from ._disk import blamed, replace_file
+from ._header import TensorInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = "zstrat.checkpoint"
+VERSION: Final = 1
+
+_HEAD: Final = b'{"digest":"%s","manifest":'
+_TAIL: Final = b"}\n"
+
+
+class StoredPiece(NamedTuple):
+    """Rows ``[start, stop)`` of a tensor are the tensor ``name`` in ``file``."""
+
+    file: str
+    name: str
+    start: int
+    stop: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One logical tensor.
+
+    ``by_rows``: its pieces are its rows, one after the other. Else each piece is a
+    whole tensor of this shape, which stands for these rows of a variable (a count that
+    an optimizer keeps beside each component). Rows of slots that no gradient has
+    reached may be in no piece.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[StoredPiece, ...]
+    by_rows: bool = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are there."""
+        starts = [0, *(piece.stop for piece in self.pieces)]
+        joined = all(p.start == s for p, s in zip(self.pieces, starts, strict=False))
+        return joined and (not self.shape or starts[-1] == self.shape[0])
+
+    def info(self, piece: StoredPiece) -> TensorInfo:
+        """What the file of the piece holds."""
+        shape = self.shape
+        if self.by_rows and shape:
+            shape = (piece.stop - piece.start, *shape[1:])
+        return TensorInfo(piece.name, self.dtype, shape)
+
+    def within(self, start: int, stop: int) -> list[tuple[StoredPiece, int, int]]:
+        """The pieces that have any of rows ``[start, stop)``: which of their own rows
+        ``[first, last)``. Where there are no rows to cut: the piece whole."""
+        if not self.by_rows:
+            return [(self._standing_for(start), 0, 0)]
+        if not self.shape:
+            return [(self.pieces[0], 0, 0)]
+        found = []
+        for piece in self.pieces:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                found.append((piece, first - piece.start, last - piece.start))
+        return found
+
+    def _standing_for(self, row: int) -> StoredPiece:
+        return next((p for p in self.pieces if p.start <= row < p.stop), self.pieces[0])
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of a checkpoint but the elements.
+
+    ``files``: name to size in bytes. ``objects``: whatever the writer of the checkpoint
+    wants to find again, as plain JSON; ``metadata`` likewise, for people.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, int]
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        body = json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "metadata": self.metadata,
+                "objects": self.objects,
+                "files": self.files,
+                "tensors": {name: _plain(each) for name, each in self.tensors.items()},
+            },
+            ensure_ascii=False,
+            separators=(",", ":"),
+        ).encode()
+        return _HEAD % digest_of([body]).encode() + body + _TAIL
+
+    @staticmethod
+    def decode(data: bytes, file: str) -> Manifest:
+        """Inverse of `encode`.
+
+        Raises:
+            DataLossError: Names ``file`` and what is wrong with it.
+        """
+        head = len(_HEAD % (b"0" * 32))
+        body = data[head : -len(_TAIL)]
+        if data != _HEAD % digest_of([body]).encode() + body + _TAIL:
+            raise DataLossError(file, "", "damaged or cut short: its digest is another")
+        try:
+            plain = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise DataLossError(file, "", f"no JSON: {error}") from None
+        match plain:
+            case {"format": "zstrat.checkpoint", "version": int(version)} if (
+                version != VERSION
+            ):
+                raise DataLossError(
+                    file, "", f"version {version}, and this zstrat reads {VERSION}"
+                )
+            case {
+                "format": "zstrat.checkpoint",
+                "metadata": dict(metadata),
+                "objects": dict(objects),
+                "files": dict(files),
+                "tensors": dict(tensors),
+            }:
+                pass
+            case _:
+                raise DataLossError(file, "", "not the manifest of a checkpoint")
+        for name, size in files.items():
+            if not _is_plain_name(name) or not _is_number(size):
+                raise DataLossError(file, "", f"names the file {name!r:.80} ({size!r})")
+        found = {
+            name: _tensor(name, each, files, file) for name, each in tensors.items()
+        }
+        return Manifest(found, files, objects, metadata)
+
+    def commit(self, folder: str, mark: str) -> None:
+        """Makes the folder a checkpoint; replaces the one that it was.
+
+        Args:
+            mark: Tells temporary files of this writer from those of others.
+
+        Raises:
+            ResourceExhaustedError: The disk is full; nothing changed.
+            NotFoundError: The folder is gone.
+            OSError: As the system says; nothing changed.
+        """
+        replace_file(os.path.join(folder, MANIFEST), self.encode(), mark=mark)
+
+    @staticmethod
+    def of(folder: str) -> Manifest:
+        """That of the checkpoint in ``folder``, whose files all have their sizes.
+
+        Raises:
+            NotFoundError: The folder is no checkpoint.
+            DataLossError: The manifest is damaged, or a file is gone or cut short.
+        """
+        path = os.path.join(folder, MANIFEST)
+        try:
+            with blamed(path, "reading"), open(path, "rb") as file:
+                data = file.read()
+        except (NotFoundError, NotADirectoryError):
+            raise NotFoundError(
+                f"{folder} is no checkpoint: it has no {MANIFEST}, which is written "
+                "when all else is"
+            ) from None
+        manifest = Manifest.decode(data, path)
+        manifest._require_files(folder)
+        return manifest
+
+    def _require_files(self, folder: str) -> None:
+        for name, size in self.files.items():
+            path = os.path.join(folder, name)
+            try:
+                found = os.stat(path).st_size
+            except FileNotFoundError:
+                raise DataLossError(path, "", "the file is gone") from None
+            if found != size:
+                what = "cut short" if found < size else "too long"
+                raise DataLossError(path, "", f"{what}: {found} bytes, not {size}")
+
+
+def _plain(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "dtype": tensor.dtype,
+        "shape": tensor.shape,
+        "by_rows": tensor.by_rows,
+        "pieces": tensor.pieces,
+    }
+
+
+def _tensor(name: str, plain: Any, files: Mapping[str, int], file: str) -> StoredTensor:
+    match plain:
+        case {
+            "dtype": str(dtype),
+            "shape": [*shape],
+            "by_rows": bool(by_rows),
+            "pieces": [_, *_] as listed,
+        } if dtype in DTYPES and all(map(_is_number, shape)):
+            pass
+        case _:
+            raise DataLossError(file, name, f"damaged entry: {plain!r:.80}")
+    pieces = tuple(_piece(name, each, files, file) for each in listed)
+    tensor = StoredTensor(dtype, tuple(shape), pieces, by_rows)
+    ends = [0, *(piece.stop for piece in pieces)]
+    grows = all(p.start >= end for p, end in zip(pieces, ends, strict=False))
+    if by_rows:
+        grows &= pieces[-1].stop <= (shape[0] if shape else 0)
+        grows &= bool(shape) or len(pieces) == 1
+    if not grows:
+        rows = list(itertools.chain(*((p.start, p.stop) for p in pieces)))
+        raise DataLossError(file, name, f"pieces {rows!r:.80} are not {tensor}")
+    return tensor
+
+
+def _piece(name: str, plain: Any, files: Mapping[str, int], file: str) -> StoredPiece:
+    match plain:
+        case [str(where), str(stored), int(start), int(stop), str(digest)] if (
+            where in files and 0 <= start <= stop
+        ):
+            return StoredPiece(where, stored, start, stop, digest)
+    raise DataLossError(file, name, f"damaged piece: {plain!r:.80}")
+
+
+def _is_plain_name(name: str) -> bool:
+    """Not a way out of the folder."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

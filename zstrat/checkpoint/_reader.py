@@ -1,0 +1,180 @@
+"""Reads rows of the tensors of one safetensors file, and checks what it reads.
+
+What the header says is compared with the size of the file when it is opened, so a file
+that was cut short is known before anything of it is used. Whether the elements are
+those that were written is known from `TensorReader.verify` alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.errors import DataLossError, NotFoundError
+
+from ._digest import Digest
+from ._disk import blamed
+from ._header import PREFIX, TensorInfo, decode_header, header_length
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+PIECE: Final = 4 * 2**20
+"""Bytes read at a time to check them: stays in the cache between reading and hashing,
+and is large beside the cost of a call."""
+
+
+class TensorReader:
+    """A file, open for reading; a context manager. For any thread, and for several:
+    reading has no position.
+
+    Raises:
+        NotFoundError: There is no such file.
+        DataLossError: It was cut short, or is no safetensors file.
+        OSError: Anything else that the system says.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        with blamed(path, "reading"):
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(self._file).st_size
+            prefix = os.pread(self._file, PREFIX.size, 0)
+            length = header_length(prefix, size, path)
+            text = bytearray(length)
+            self._fill(memoryview(text), PREFIX.size, "")
+            self._header = decode_header(bytes(text), size, path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._header.places)
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        return self._header.metadata
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._header.size
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor.
+
+        Raises:
+            NotFoundError: The file has no such tensor.
+        """
+        place = self._header.places.get(name)
+        if place is None:
+            raise NotFoundError(f"{self.path} has no tensor {name!r}")
+        return place.info
+
+    def read(
+        self, name: str, start: int | None = None, stop: int | None = None
+    ) -> np.ndarray:
+        """Rows ``[start, stop)`` of a tensor, all of it if they are left out.
+
+        Raises:
+            NotFoundError: The file has no such tensor.
+            ValueError: It does not have these rows.
+            DataLossError: The file became shorter meanwhile.
+        """
+        info = self.info(name)
+        if start is None and stop is None:
+            array = np.empty(info.shape, info.numpy_dtype)
+            self.read_into(name, 0, array)
+            return array
+        rows = info.shape[0] if info.shape else 0
+        first, last = start or 0, rows if stop is None else stop
+        if not 0 <= first <= last <= rows or not info.shape:
+            raise ValueError(
+                f"{self.path}: {name!r} ({info}) has no rows {start}:{stop}"
+            )
+        array = np.empty((last - first, *info.shape[1:]), info.numpy_dtype)
+        self.read_into(name, first, array)
+        return array
+
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Fills ``out``, C-contiguous and of the tensor's dtype, with the rows from
+        ``start`` on; of a scalar with its only element.
+
+        Raises: As `read`.
+        """
+        info = self.info(name)
+        if out.dtype != info.numpy_dtype or not out.flags.c_contiguous:
+            raise ValueError(f"{name!r} ({info}) into {out.dtype.name}{out.shape}")
+        offset = start * info.row_bytes
+        if start < 0 or offset + out.nbytes > info.nbytes:
+            raise ValueError(f"{self.path}: {name!r} ({info}) ends before that")
+        view = out.reshape(-1).view(np.uint8).data
+        self._fill(view, self._header.places[name].offset + offset, name)
+
+    def parts(self, name: str) -> Iterator[memoryview]:
+        """The bytes of a tensor, a few MiB at a time; each part is overwritten by the
+        next one.
+
+        Raises: As `read`.
+        """
+        info = self.info(name)
+        at, left = self._header.places[name].offset, info.nbytes
+        buffer = memoryview(bytearray(min(PIECE, left)))
+        while left:
+            part = buffer[: min(PIECE, left)]
+            self._fill(part, at, name)
+            yield part
+            at, left = at + len(part), left - len(part)
+
+    def verify(self, name: str, digest: str) -> None:
+        """Compares all bytes of a tensor with the digest of what was written.
+
+        Raises:
+            NotFoundError: The file has no such tensor.
+            DataLossError: They differ.
+        """
+        found = Digest()
+        for part in self.parts(name):
+            found.update(part)
+        if found.hex() != digest:
+            raise DataLossError(
+                self.path,
+                name,
+                f"its bytes changed since they were written (digest {found.hex()}, "
+                f"not {digest})",
+            )
+
+    def close(self) -> None:
+        """May be called again."""
+        if self._file >= 0:
+            descriptor, self._file = self._file, -1
+            os.close(descriptor)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, out: memoryview, at: int, name: str) -> None:
+        with blamed(self.path, "reading"):
+            while out:
+                # One call gives at most 2 GiB.
+                try:
+                    got = os.preadv(self._file, [out], at)
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    raise DataLossError(
+                        self.path, name, f"at byte {at}: {error}"
+                    ) from None
+                if not got:
+                    raise DataLossError(
+                        self.path, name, f"cut short: it ends at byte {at}"
+                    )
+                out, at = out[got:], at + got

@@ -1,0 +1,300 @@
+"""Initial values, made where the variable will live: a part costs no more than itself.
+
+An initializer is called with ``(shape, dtype)`` of the whole variable, and for a part
+of it with ``partition_shape`` and ``partition_offset`` besides. It travels to a
+parameter server by the name of its class, and needs numpy alone there.
+
+Theory of operation. Rows are drawn in blocks of a size that depends on nothing but the
+row, each block by a generator of its own, made from the seed and the number of the
+block. So the same seed gives the same whole array on every machine and for every
+partitioning, and a part draws only the blocks that it touches. Without a seed each call
+differs. Fans are counted as in TF and Keras, on the whole shape: the last axis is the
+output, the one before it the input, and what comes before those is the receptive field.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_BLOCK: Final = 1 << 16
+"""Elements of a block, about: a generator costs some 20 µs, drawing these 300 µs."""
+
+
+class Initializer(abc.ABC):
+    """Makes an array, or any part of it."""
+
+    __slots__ = ()
+
+    def __call__(
+        self,
+        shape: Sequence[int],
+        dtype: Any = "float32",
+        *,
+        partition_shape: Sequence[int] | None = None,
+        partition_offset: Sequence[int] | None = None,
+    ) -> np.ndarray:
+        """The array of ``shape``; or, of it, ``partition_shape`` from
+        ``partition_offset`` on.
+
+        Raises:
+            ValueError: The part is not inside of the shape.
+        """
+        whole = tuple(int(n) for n in shape)
+        window = _window(whole, partition_shape, partition_offset)
+        return self._make(whole, np.dtype(dtype), window)
+
+    @abc.abstractmethod
+    def _make(
+        self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
+    ) -> np.ndarray:
+        """What ``window`` cuts out of the array; nobody else has it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Constant(Initializer):
+    """``value``, broadcast to the shape."""
+
+    value: Any
+
+    def _make(
+        self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
+    ) -> np.ndarray:
+        value = np.asarray(self.value, dtype)
+        if not value.ndim and not value:
+            # Pages that the system zeroes when they are first touched.
+            return np.zeros([cut.stop - cut.start for cut in window], dtype)
+        return np.array(np.broadcast_to(value, shape)[window], order="C")
+
+
+class Drawn(Initializer):
+    """An array of independent random numbers."""
+
+    __slots__ = ()
+
+    seed: int | None
+
+    @abc.abstractmethod
+    def _fill(
+        self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
+    ) -> None:
+        """Draws ``out`` (float32 or float64), in C order, for an array of ``shape``."""
+
+    def _make(
+        self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
+    ) -> np.ndarray:
+        if not shape:
+            return self._make((1,), dtype, (slice(0, 1),)).reshape(())
+        out = np.empty([cut.stop - cut.start for cut in window], dtype)
+        if not out.size:
+            return out
+        drawn = np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
+        in_place = dtype == drawn and out.shape[1:] == shape[1:]
+        seed = np.random.SeedSequence().entropy if self.seed is None else self.seed
+        start, stop = window[0].start, window[0].stop
+        height = max(1, _BLOCK // math.prod(shape[1:]))
+        for block in range(start // height, -(-stop // height)):
+            first = block * height
+            # Rows are drawn in order: what comes after the last one wanted is left out.
+            last = min(stop, first + height)
+            source = np.random.SeedSequence(seed, spawn_key=(block,))
+            generator = np.random.Generator(np.random.PCG64(source))
+            if in_place and first >= start:
+                self._fill(generator, out[first - start : last - start], shape)
+                continue
+            rows = np.empty((last - first, *shape[1:]), drawn)
+            self._fill(generator, rows, shape)
+            wanted = rows[max(0, start - first) :][(slice(None), *window[1:])]
+            out[max(0, first - start) : last - start] = wanted
+        return out
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Normal(Drawn):
+    """Normally distributed."""
+
+    stddev: float = 0.05
+    seed: int | None = None
+    mean: float = 0.0
+
+    def _fill(
+        self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
+    ) -> None:
+        del shape
+        _normal(generator, out, self.stddev)
+        if self.mean:
+            out += out.dtype.type(self.mean)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Uniform(Drawn):
+    """Uniform between ``minval`` and ``maxval``."""
+
+    minval: float = -0.05
+    maxval: float = 0.05
+    seed: int | None = None
+
+    def _fill(
+        self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
+    ) -> None:
+        del shape
+        _uniform(generator, out, self.minval, self.maxval)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GlorotUniform(Drawn):
+    """Uniform within ``sqrt(6 / (fan_in + fan_out))``."""
+
+    seed: int | None = None
+
+    def _fill(
+        self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
+    ) -> None:
+        bound = math.sqrt(6.0 / max(1.0, sum(_fans(shape))))
+        _uniform(generator, out, -bound, bound)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HeNormal(Drawn):
+    """Normal with ``sqrt(2 / fan_in)``."""
+
+    seed: int | None = None
+
+    def _fill(
+        self, generator: np.random.Generator, out: np.ndarray, shape: tuple[int, ...]
+    ) -> None:
+        _normal(generator, out, math.sqrt(2.0 / max(1.0, _fans(shape)[0])))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Sliced(Initializer):
+    """A function of the user's that makes parts, or the whole, which is cut then.
+
+    Args:
+        takes_shape: It wants ``(shape, dtype)`` first.
+        names_parts: It has parameters ``partition_shape`` and ``partition_offset``. If
+            it only takes any keywords, a TypeError or ValueError means that it does not
+            want these, and it is called without them (TF's rule).
+    """
+
+    function: Callable[..., Any]
+    takes_shape: bool
+    names_parts: bool
+
+    def _make(
+        self, shape: tuple[int, ...], dtype: np.dtype, window: tuple[slice, ...]
+    ) -> np.ndarray:
+        wanted = tuple(cut.stop - cut.start for cut in window)
+        offset = tuple(cut.start for cut in window)
+        first = (shape, dtype) if self.takes_shape else ()
+        try:
+            made = self.function(
+                *first, partition_shape=wanted, partition_offset=offset
+            )
+        except (TypeError, ValueError):
+            if self.names_parts:
+                raise
+            made = self.function(*first)
+        value = np.asarray(made)
+        if value.shape == shape != wanted:
+            value = value[window]
+        if value.shape != wanted:
+            raise ValueError(
+                f"the initializer {self.function!r} was asked for {wanted} of an array "
+                f"of shape {shape} and returned one of shape {value.shape}"
+            )
+        return np.array(value, dtype, order="C")
+
+
+zeros: Final[Initializer] = Constant(0)
+"""All zero."""
+ones: Final[Initializer] = Constant(1)
+"""All one."""
+
+
+def constant(value: Any) -> Initializer:
+    """``value``, broadcast to the shape."""
+    return Constant(value)
+
+
+def normal(
+    stddev: float = 0.05, seed: int | None = None, *, mean: float = 0.0
+) -> Initializer:
+    """Normally distributed."""
+    return Normal(stddev, seed, mean)
+
+
+def uniform(
+    minval: float = -0.05, maxval: float = 0.05, seed: int | None = None
+) -> Initializer:
+    """Uniform in ``[minval, maxval)``, but for what rounding to the dtype does."""
+    return Uniform(minval, maxval, seed)
+
+
+def glorot_uniform(seed: int | None = None) -> Initializer:
+    """Uniform within ``sqrt(6 / (fan_in + fan_out))``: variance preserved both ways."""
+    return GlorotUniform(seed)
+
+
+def he_normal(seed: int | None = None) -> Initializer:
+    """Normal with ``sqrt(2 / fan_in)``: variance preserved through a relu."""
+    return HeNormal(seed)
+
+
+def _window(
+    shape: tuple[int, ...],
+    partition_shape: Sequence[int] | None,
+    partition_offset: Sequence[int] | None,
+) -> tuple[slice, ...]:
+    if partition_shape is None and partition_offset is None:
+        return tuple(slice(0, n) for n in shape)
+    sizes, starts = tuple(partition_shape or ()), tuple(partition_offset or ())
+    inside = len(sizes) == len(starts) == len(shape) and all(
+        min(start, size) >= 0 and start + size <= n
+        for start, size, n in zip(starts, sizes, shape, strict=True)
+    )
+    if not inside:
+        raise ValueError(
+            f"partition_shape {sizes} from partition_offset {starts} on is not inside "
+            f"of the shape {shape}"
+        )
+    pairs = zip(starts, sizes, strict=True)
+    return tuple(slice(int(start), int(start + size)) for start, size in pairs)
+
+
+def _normal(generator: np.random.Generator, out: np.ndarray, stddev: float) -> None:
+    generator.standard_normal(dtype=out.dtype.type, out=out)
+    out *= out.dtype.type(stddev)
+
+
+def _uniform(
+    generator: np.random.Generator, out: np.ndarray, low: float, high: float
+) -> None:
+    generator.random(dtype=out.dtype.type, out=out)
+    out *= out.dtype.type(high - low)
+    out += out.dtype.type(low)
+
+
+def _fans(shape: Sequence[int]) -> tuple[float, float]:
+    match tuple(shape):
+        case ():
+            return 1.0, 1.0
+        case (n,):
+            return float(n), float(n)
+        case (*field, inputs, outputs):
+            size = math.prod(field)
+            return float(size * inputs), float(size * outputs)
+    raise AssertionError(shape)

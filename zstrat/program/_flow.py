@@ -1,0 +1,173 @@
+"""What depends on what in a traced program, and the part of it that some results need.
+
+A program is jax's jaxpr: equations in order, each with the variables that it reads and
+makes. Going through them once tells for each variable which inputs it depends on. A
+function that jax compiles by itself (an inner ``jax.jit``) is one equation with a jaxpr
+inside, which is gone through too; loops, branches and whatever else is not known here
+count as one thing: each result depends on all that goes in.
+
+Law of the file: a set of inputs is the bits of one integer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+_CALLS: Final = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "custom_jvp_call",
+        "custom_vjp_call", "checkpoint", "remat2", "shard_map",
+    }
+)  # fmt: skip
+"""Equations that run the jaxpr inside of them once, on what they are given."""
+
+
+class Flow:
+    """The dependencies of one traced program."""
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self._closed = closed
+        self._jaxpr: Jaxpr = closed.jaxpr
+        self._masks = _masks(self._jaxpr, {})
+        self._maker: dict[Var, JaxprEqn] = {
+            var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars
+        }
+
+    def inputs_of(self, outputs: Sequence[int]) -> int:
+        """The inputs that any of these outputs (by number) depends on, as bits."""
+        found = 0
+        for number in outputs:
+            found |= _mask(self._masks, self._jaxpr.outvars[number])
+        return found
+
+    def origin(self, output: int) -> tuple[Any, ...]:
+        """The variables that the elements of an output of integers are those of, one
+        after the other: behind reshapes and concatenations, which move none. Outputs of
+        equal origins have equal elements in equal order."""
+        return tuple(self._origins(self._jaxpr.outvars[output]))
+
+    def input_at_origin(self, output: int) -> int | None:
+        """The number of the one input that the output is a reshape of, if any."""
+        origin = self.origin(output)
+        if len(origin) != 1:
+            return None
+        numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
+        return numbers[0] if numbers else None
+
+    def part(self, outputs: Sequence[int]) -> tuple[Callable[..., Any], list[int]]:
+        """The part that computes these outputs: a function of some inputs, and which.
+
+        Side effects that nothing depends on are not in it.
+        """
+        wanted = [self._jaxpr.outvars[number] for number in outputs]
+        needed = {var for var in wanted if not isinstance(var, Literal)}
+        kept: list[JaxprEqn] = []
+        for eqn in reversed(self._jaxpr.eqns):
+            if any(var in needed for var in eqn.outvars):
+                kept.append(eqn)
+                needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
+        invars = [var for var in self._jaxpr.invars if var in needed]
+        effects = no_effects.union(*[eqn.effects for eqn in kept])
+        pruned: Any = self._jaxpr.replace(
+            invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects
+        )
+        run = jaxpr_as_fun(ClosedJaxpr(pruned, self._closed.consts))
+        used = self.inputs_of(outputs)
+        numbers = {var: n for n, var in enumerate(self._jaxpr.invars)}
+        inputs = [numbers[var] for var in invars if used >> numbers[var] & 1]
+
+        def part(*given: Any) -> list[jax.Array]:
+            known = dict(zip(inputs, given, strict=True))
+            # What none of it depends on may go into an inner jit for other results.
+            filled = [
+                known[number]
+                if (number := numbers[var]) in known
+                else jnp.zeros(var.aval.shape, var.aval.dtype)
+                for var in invars
+            ]
+            return list(run(*filled))
+
+        return part, inputs
+
+    def _origins(self, var: Any) -> Iterator[Any]:
+        eqn = None if isinstance(var, Literal) else self._maker.get(var)
+        if eqn is None:
+            yield var
+        elif eqn.primitive.name == "concatenate" and len(var.aval.shape) == 1:
+            for operand in eqn.invars:
+                yield from self._origins(operand)
+        elif _moves_nothing(eqn):
+            yield from self._origins(eqn.invars[0])
+        else:
+            yield var
+
+
+def _moves_nothing(eqn: JaxprEqn) -> bool:
+    """Whether it gives the elements of its operand, of equal value, in their order."""
+    match eqn.primitive.name:
+        case "reshape" | "copy" | "copy_p" | "squeeze" | "stop_gradient":
+            return True
+        case "convert_element_type":
+            before = eqn.invars[0].aval.dtype
+            after = eqn.outvars[0].aval.dtype
+            # Into a wider one: a narrower one may wrap.
+            return _is_integer(before) and np.can_cast(before, after, "safe")
+    return False
+
+
+def _is_integer(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu"
+
+
+def _mask(masks: dict[Any, int], var: Any) -> int:
+    return 0 if isinstance(var, Literal) else masks.get(var, 0)
+
+
+def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
+    """For each variable the inputs that it depends on."""
+    masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        given = [_mask(masks, var) for var in eqn.invars]
+        inner = _inside(eqn)
+        if inner is None:
+            union = 0
+            for mask in given:
+                union |= mask
+            masks.update(dict.fromkeys(eqn.outvars, union))
+            continue
+        if id(inner) not in known:
+            inside = _masks(inner, known)
+            known[id(inner)] = [_mask(inside, var) for var in inner.outvars]
+        for var, mask in zip(eqn.outvars, known[id(inner)], strict=True):
+            masks[var] = _through(mask, given)
+    return masks
+
+
+def _through(mask: int, given: Sequence[int]) -> int:
+    """What the inputs of an inner jaxpr stand for outside."""
+    found = 0
+    for number, outside in enumerate(given):
+        if mask >> number & 1:
+            found |= outside
+    return found
+
+
+def _inside(eqn: JaxprEqn) -> Any:
+    """The jaxpr that the equation runs, if it is one that runs one."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    inner = found.jaxpr if isinstance(found, ClosedJaxpr) else found
+    if inner is None or len(inner.invars) != len(eqn.invars):
+        return None
+    return inner if len(inner.outvars) == len(eqn.outvars) else None

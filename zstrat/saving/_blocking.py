@@ -1,0 +1,73 @@
+"""One coroutine for both forms of a call, and a thread for what it does with files.
+
+The blocking form runs the coroutine to its end in a loop of its own: Ctrl-C cancels it
+there, so that it cleans up as a cancelled task does. Files are touched on one named
+thread an operation, one call after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def run_blocking(work: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine to its end, also where a loop is running already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:  # the usual case: a script, or a worker thread of the user's
+        return asyncio.run(work)
+    return _beside(work)
+
+
+def _beside(work: Coroutine[Any, Any, T]) -> T:
+    """In a thread: in a notebook the caller's own thread has its loop already."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def live() -> None:
+        try:
+            results.append(asyncio.run(work))
+        except BaseException as error:  # goes to the caller, whatever it is
+            errors.append(error)
+
+    thread = threading.Thread(target=live, name="zstrat saving")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+class Disk:
+    """The thread that an operation does its file work on; an async context manager.
+
+    Cancellation: a call that has begun ends before the next one begins.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "zstrat disk")
+
+    async def __call__(
+        self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(
+            self._pool, functools.partial(function, *args, **kwargs)
+        )
+
+    async def __aenter__(self) -> Disk:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        # What is under way is a piece of a file: waiting for it takes milliseconds.
+        self._pool.shutdown()

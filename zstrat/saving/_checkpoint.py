@@ -1,0 +1,244 @@
+"""``zs.Checkpoint``: named objects of a program, saved and restored as one."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.variables import Variable, creator
+
+from ._blocking import Disk, run_blocking
+from ._graph import SAVE_COUNTER, Tracked, graph_of, is_trackable
+from ._restore import Restore, RestoreStatus
+from ._save import save
+from ._state import update_state, writer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_OWN: Final = frozenset({"_tracked", "_restore", SAVE_COUNTER})
+
+
+class Checkpoint(Tracked):
+    """Objects to be saved and restored together, each under a name.
+
+    Args:
+        root: An object whose own children are held at the top; may be left out.
+        trackables: ``zs.Variable``, ``zs.ShardedVariable``, ``zs.Optimizer``,
+            ``zs.Module``, other checkpoints, and pytrees of these. Attributes that are
+            set later count too.
+
+    Values and the slots of optimizers are saved, each variable as one array whatever
+    its partitioning. They are found again by these names and by the attributes, keys
+    and indices below them, and not by the names of variables.
+
+    Raises:
+        TypeError: Something is none of these, or holds an array or a number where a
+            variable should be.
+    """
+
+    _tracked: dict[str, Any]
+    _restore: Restore | None
+    save_counter: Variable
+    """How often `save` was called; int64, in this process."""
+
+    def __init__(self, root: Any = None, **trackables: Any) -> None:
+        counter = _local_counter()
+        self.__dict__.update(
+            _tracked={SAVE_COUNTER: counter}, _restore=None, save_counter=counter
+        )
+        if root is not None:
+            trackables = {"root": root, **trackables}
+        for name, value in trackables.items():
+            if name in _OWN:
+                raise ValueError(f"Checkpoint({name}=...): this name is its own")
+            setattr(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            raise AttributeError(f"Checkpoint.{name} cannot be set")
+        _check(name, value)
+        object.__setattr__(self, name, value)
+        self._tracked[name] = value
+        if self._restore is not None:
+            self._restore.attached(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        object.__delattr__(self, name)
+        self._tracked.pop(name, None)
+
+    @property
+    def tracked(self) -> dict[str, Any]:
+        return dict(self._tracked)
+
+    # ---- saving ----------------------------------------------------------------------
+
+    def save(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Saves to the folder ``<file_prefix>-<N>`` and returns its path; ``N`` is the
+        `save_counter`, counted up by this call.
+
+        What is saved is each variable as it is when the call begins; training goes on
+        while it is written. Parameter servers that see the folder write side by side.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            BusyError: Another program saves to the same folder; says which.
+            ResourceExhaustedError: A disk is full.
+            NotFoundError: The folder above could not be made.
+            OSError: As the system says.
+        After any of them, what was saved before is as it was.
+        """
+        return run_blocking(self.save_async(file_prefix))
+
+    async def save_async(self, file_prefix: str | os.PathLike[str]) -> str:
+        """`save`, without blocking the running loop.
+
+        Cancellation: nothing was saved, and what was before is as it was.
+        """
+        prefix = _absolute(file_prefix)
+        number = int(self.save_counter.numpy()) + 1
+        path = f"{prefix}-{number}"
+        directory, name = os.path.split(path)
+        async with Disk() as disk:
+            await disk(os.makedirs, directory, exist_ok=True)
+            lock = await disk(writer_of, directory)
+            await self._write(path, number, {})
+            await disk(
+                update_state, directory, lambda old: old.with_saved(name, time.time())
+            )
+            del lock
+        return path
+
+    def write(self, file_prefix: str | os.PathLike[str]) -> str:
+        """Saves to exactly this folder, without counting; returns its path. See
+        `save`. A checkpoint that is there already is replaced when the new one is
+        complete."""
+        return run_blocking(self.write_async(file_prefix))
+
+    async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
+        """`write`, without blocking the running loop; see `save_async`."""
+        path = _absolute(file_prefix)
+        async with Disk() as disk:
+            await disk(os.makedirs, os.path.dirname(path), exist_ok=True)
+        graph = graph_of(self, skip=frozenset({SAVE_COUNTER}))
+        await save(graph, path, {})
+        return path
+
+    async def _write(self, path: str, number: int, metadata: Mapping[str, Any]) -> None:
+        """Saves as number ``number``; the counter moves only if that succeeds."""
+        before = self.save_counter.numpy()
+        # The checkpoint holds its own number, so that the next one gets the next.
+        self.save_counter.assign(np.int64(number))
+        try:
+            await save(graph_of(self), path, metadata)
+        except BaseException:
+            self.save_counter.assign(before)
+            raise
+
+    # ---- restoring -------------------------------------------------------------------
+
+    def restore(
+        self,
+        save_path: str | os.PathLike[str] | None,
+        *,
+        expect_partial: bool = False,
+    ) -> RestoreStatus:
+        """Restores a folder that `save` or `write` made.
+
+        It may have been written with other numbers of parameter servers and other
+        partitioners. What the program creates later gets its value when it is set as
+        an attribute of this object or of a ``zs.Module`` below it.
+
+        Args:
+            save_path: None restores nothing, as `latest_checkpoint` of a new folder.
+            expect_partial: What the checkpoint lacks keeps its value.
+
+        Raises:
+            NotFoundError: It is no checkpoint, or lacks something that is there now;
+                says what. Nothing was restored.
+            InvalidArgumentError: Shapes or dtypes differ; names all of them. Nothing
+                was restored.
+            DataLossError: It is damaged; names file and tensor. Nothing was restored.
+            PSUnavailableError: A parameter server is gone.
+            OSError: As the system says.
+        """
+        return run_blocking(
+            self.restore_async(save_path, expect_partial=expect_partial)
+        )
+
+    async def restore_async(
+        self,
+        save_path: str | os.PathLike[str] | None,
+        *,
+        expect_partial: bool = False,
+    ) -> RestoreStatus:
+        """`restore`, without blocking the running loop.
+
+        Cancellation: some of the variables may have been restored.
+        """
+        return await self._begin(save_path, expect_partial, skips_counter=False)
+
+    def read(
+        self,
+        save_path: str | os.PathLike[str] | None,
+        *,
+        expect_partial: bool = False,
+    ) -> RestoreStatus:
+        """`restore`, but for the count of saves, which stays."""
+        work = self.read_async(save_path, expect_partial=expect_partial)
+        return run_blocking(work)
+
+    async def read_async(
+        self,
+        save_path: str | os.PathLike[str] | None,
+        *,
+        expect_partial: bool = False,
+    ) -> RestoreStatus:
+        """`read`, without blocking the running loop; see `restore_async`."""
+        return await self._begin(save_path, expect_partial, skips_counter=True)
+
+    async def _begin(
+        self,
+        path: str | os.PathLike[str] | None,
+        is_partial: bool,
+        skips_counter: bool,
+    ) -> RestoreStatus:
+        if path is None:
+            return RestoreStatus(None)
+        begun = Restore(self, _absolute(path), is_partial, skips_counter)
+        await begun.begin()
+        if self._restore is not None:
+            self._restore.end()
+        self.__dict__["_restore"] = begun
+        return RestoreStatus(begun)
+
+    def __repr__(self) -> str:
+        names = [name for name in self._tracked if name != SAVE_COUNTER]
+        return f"<zstrat.Checkpoint of {', '.join(names) or 'nothing'}>"
+
+
+def _check(name: str, value: Any) -> None:
+    if not is_trackable(value, strict=True):
+        raise TypeError(
+            f"Checkpoint({name}=...) holds zs.Variable, zs.Optimizer, zs.Module and "
+            f"containers of them, got {type(value).__name__} {value!r:.40}: a restore "
+            "could not replace it in place. Make it a zs.Variable"
+        )
+    graph_of(value, name)  # says what in it cannot be saved
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """As another process, on another machine perhaps, finds it."""
+    return os.path.abspath(path)
+
+
+def _local_counter() -> Variable:
+    """In this process, whatever scope the program is in."""
+    token = creator.set(None)
+    try:
+        return Variable(np.int64(0), trainable=False, name=SAVE_COUNTER)
+    finally:
+        creator.reset(token)

@@ -1,0 +1,171 @@
+"""The objects of a program as a graph: what holds what, under which name.
+
+A checkpoint stores this graph beside its tensors, and a restore walks both side by
+side from the root. So a variable is found by how the program reaches it, whatever it is
+called, and one that is reached in two ways is stored once.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    tree_flatten_with_path,
+)
+
+from zstrat.variables import AbstractVariable, Module, Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SAVE_COUNTER: Final = "save_counter"
+
+
+class Tracked(abc.ABC):
+    """An object that says what a checkpoint of it holds."""
+
+    @property
+    @abc.abstractmethod
+    def tracked(self) -> dict[str, Any]:
+        """What it holds, by name."""
+
+
+@dataclass(slots=True)
+class Node:
+    """One object: its ``path`` from the root (the shortest), what it holds by name."""
+
+    value: Any
+    path: str
+    children: dict[str, Node] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        match self.value:
+            case AbstractVariable():
+                return "variable"
+            case Optimizer():
+                return "optimizer"
+        return "group"
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """All that is reached from ``nodes[0]``, the nearest first."""
+
+    nodes: tuple[Node, ...]
+
+    @property
+    def variables(self) -> list[Node]:
+        return [node for node in self.nodes if node.kind == "variable"]
+
+    @property
+    def optimizers(self) -> list[Node]:
+        return [node for node in self.nodes if node.kind == "optimizer"]
+
+
+def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -> Graph:
+    """The graph below an object.
+
+    Args:
+        name: Path of the root.
+        skip: Names of children of the root that are left out.
+
+    Raises:
+        TypeError: A container that was given to be saved has something in it that
+            cannot be: an array or a number, which no restore could replace in place.
+    """
+    first = Node(root, name)
+    nodes, known = [first], {id(root): first}
+    # The nodes keep what they are about alive, so that no id is used twice.
+    todo = deque([(first, True)])
+    while todo:
+        node, is_strict = todo.popleft()
+        strict_below = is_strict and not isinstance(node.value, Module)
+        for key, value in held(node.value).items():
+            if node is first and key in skip:
+                continue
+            path = f"{node.path}/{escaped(key)}".removeprefix("/")
+            if not is_trackable(value, strict=strict_below):
+                if strict_below and value is not None:
+                    raise TypeError(_refusal(path, value))
+                continue
+            child = known.get(id(value))
+            if child is None:
+                child = known[id(value)] = Node(value, path)
+                nodes.append(child)
+                todo.append((child, strict_below))
+            node.children[key] = child
+    return Graph(tuple(nodes))
+
+
+def held(value: Any) -> dict[str, Any]:
+    """What an object holds, by name; nothing if it is a leaf."""
+    match value:
+        case AbstractVariable() | str() | bytes() | int() | float() | np.ndarray():
+            return {}
+        case Optimizer():
+            return {} if value.iterations is None else {"iterations": value.iterations}
+        case Tracked():
+            return value.tracked
+        case Module():
+            return dict(sorted(vars(value).items()))
+        case dict():
+            return {str(key): each for key, each in value.items()}
+    if isinstance(value, list) or type(value) is tuple:
+        return {str(place): each for place, each in enumerate(value)}
+    return _tree_level(value)
+
+
+def is_trackable(value: Any, *, strict: bool = False) -> bool:
+    """Whether it is, or holds, something that a checkpoint stores. ``strict``: a
+    container counts even if it holds nothing, so that its contents are looked at."""
+    if isinstance(value, AbstractVariable | Optimizer | Tracked | Module):
+        return True
+    below = held(value)
+    if strict and (below or isinstance(value, dict | list | tuple)):
+        return True
+    return any(is_trackable(each) for each in below.values())
+
+
+def escaped(name: str) -> str:
+    """The name as a part of a path: no two names give one, and none begins with one
+    dot followed by a small letter (as ``.slots`` does)."""
+    return name.replace(".", "..").replace("/", ".S")
+
+
+def _tree_level(value: Any) -> dict[str, Any]:
+    """The children of a pytree node of jax, one level below it."""
+    if value is None or jax.tree_util.all_leaves([value]):
+        return {}
+    paths, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    return dict(_keyed(paths))
+
+
+def _keyed(paths: Any) -> Iterator[tuple[str, Any]]:
+    for (key, *_), child in paths:
+        match key:
+            case GetAttrKey(name=name):
+                yield name, child
+            case DictKey(key=name) | FlattenedIndexKey(key=name):
+                yield str(name), child
+            case SequenceKey(idx=place):
+                yield str(place), child
+            case _:  # a class of the user's own for keys: how it prints must do
+                yield str(key), child
+
+
+def _refusal(path: str, value: Any) -> str:
+    return (
+        f"{path} is {type(value).__name__} ({value!r:.40}), and a checkpoint holds "
+        "zs.Variable, zs.Optimizer, zs.Module and containers of them: a restore could "
+        "not replace it in place. Make it a zs.Variable, or leave it out"
+    )

@@ -1,0 +1,225 @@
+"""Brings stored tensors to where variables live: files to cells, row by row.
+
+A parameter server that sees the folder reads what it needs by itself. For one that does
+not, and for variables of this process, the rows are read here; no more of them at a
+time than a bounded piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.checkpoint import TensorReader, verify
+from zstrat.variables import LocalHome, initial_slots
+from zstrat.wire import LoadEntry, StoreEntry
+
+from ._progress import Progress
+from ._servers import cluster_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from zstrat.checkpoint import Manifest, StoredTensor
+    from zstrat.variables import Optimizer, Variable
+
+    from ._blocking import Disk
+    from ._match import Load
+    from ._servers import Cluster
+
+PIECE: Final = 4 * 2**20
+"""Bytes sent to a server in one message, or one row if that is larger."""
+ENTRIES: Final = 256
+"""Tensors that one message asks a server to read: their names fit the header."""
+
+
+@dataclass(slots=True)
+class _Server:
+    """What one parameter server is to read."""
+
+    cluster: Cluster
+    ps: int
+    entries: list[LoadEntry] = field(default_factory=list)
+    resets: list[LoadEntry] = field(default_factory=list)
+
+
+class _Files:
+    """The open files of a checkpoint."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._open: dict[str, TensorReader] = {}
+
+    def __getitem__(self, file: str) -> TensorReader:
+        if file not in self._open:
+            self._open[file] = TensorReader(os.path.join(self._folder, file))
+        return self._open[file]
+
+    def close(self) -> None:
+        for reader in self._open.values():
+            reader.close()
+
+
+async def check(folder: str, manifest: Manifest, disk: Disk) -> None:
+    """Reads a whole checkpoint and compares it with its digests.
+
+    Raises:
+        DataLossError: Names the file and the tensor that differ.
+
+    Cancellation: nothing is lost; the file that is being read is read to its end.
+    """
+    with Progress(f"checking {folder}", sum(manifest.files.values())) as progress:
+        await disk(verify, folder, manifest, on_bytes=progress.add)
+
+
+async def load(folder: str, loads: Sequence[Load], disk: Disk) -> None:
+    """Carries out what a matching found.
+
+    Raises:
+        PSUnavailableError: A server is gone.
+        DataLossError, OSError: A file changed or cannot be read.
+        InvalidArgumentError: A server does not keep such a slot.
+
+    Cancellation, and all errors: some of the variables may have been restored.
+    """
+    local: list[tuple[Variable, Load, int]] = []
+    servers: dict[tuple[int, int], _Server] = {}
+    for each in loads:
+        start = 0
+        for component in each.variable.components:
+            cluster = cluster_of(component)
+            if cluster is None:
+                local.append((component, each, start))
+            else:
+                ps = component.spec.ps
+                mine = servers.setdefault((id(cluster), ps), _Server(cluster, ps))
+                _ask(mine, folder, component, each, start)
+            start += component.shape[0] if component.shape else 0
+    files = _Files(folder)
+    try:
+        await disk(_load_local, local, files)
+        await _all(_load_server(server, files, disk) for server in servers.values())
+    finally:
+        await disk(files.close)
+
+
+async def _all(works: Iterable[Any]) -> None:
+    """All to their end; then the first error."""
+    for outcome in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+
+
+# ---- parameter servers ---------------------------------------------------------------
+
+
+def _ask(
+    server: _Server, folder: str, component: Variable, load: Load, start: int
+) -> None:
+    optimizer = 0 if load.optimizer is None else load.optimizer.id
+    key, tensor = component.spec.key, load.tensor
+    if tensor is None:
+        server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
+        return
+    if tensor.by_rows and not tensor.is_whole:
+        # Rows that no gradient had reached begin anew, whatever happened to them since.
+        server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
+    stop = start + (component.shape[0] if component.shape else 0)
+    for piece, first, last in tensor.within(start, stop):
+        at = piece.start + first - start if tensor.by_rows and tensor.shape else 0
+        path = os.path.join(folder, piece.file)
+        server.entries.append(
+            LoadEntry(key, optimizer, load.leaf, path, piece.name, first, last, at)
+        )
+
+
+async def _load_server(server: _Server, files: _Files, disk: Disk) -> None:
+    client, run = server.cluster.client, server.cluster.run_async
+    if server.resets:
+        await run(client.load(server.ps, server.resets), "resetting optimizers")
+    if not server.entries:
+        return
+    probe = server.entries[0].path
+    if (await run(client.sees(probe), "looking for the folder"))[server.ps]:
+        for at in range(0, len(server.entries), ENTRIES):
+            some = server.entries[at : at + ENTRIES]
+            await run(client.load(server.ps, some), "restoring variables")
+        return
+    batches = _batches(server.entries, files)
+    while batch := await disk(next, batches, None):
+        await run(client.store(server.ps, *batch), "restoring variables")
+
+
+def _batches(
+    entries: Iterable[LoadEntry], files: _Files
+) -> Iterator[tuple[list[StoreEntry], list[np.ndarray]]]:
+    """What the entries ask for, read here; each batch fits one message."""
+    some: list[StoreEntry] = []
+    arrays: list[np.ndarray] = []
+    size = 0
+    for entry in entries:
+        for at, array in _cut(entry, files[os.path.basename(entry.path)]):
+            if some and (size + array.nbytes > PIECE or len(some) == ENTRIES):
+                yield some, arrays
+                some, arrays, size = [], [], 0
+            some.append(StoreEntry(entry.key, entry.optimizer, entry.leaf, at))
+            arrays.append(array)
+            size += array.nbytes
+    if some:
+        yield some, arrays
+
+
+def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarray]]:
+    """The rows of an entry in pieces, each with where its first row goes."""
+    if entry.start == entry.stop:
+        yield 0, reader.read(entry.name)
+        return
+    step = max(1, PIECE // max(1, reader.info(entry.name).row_bytes))
+    for first in range(entry.start, entry.stop, step):
+        last = min(first + step, entry.stop)
+        yield entry.at + first - entry.start, reader.read(entry.name, first, last)
+
+
+# ---- this process --------------------------------------------------------------------
+
+
+def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> None:
+    """Each variable gets its value and slots at once."""
+    mine: dict[int, list[tuple[Load, int]]] = defaultdict(list)
+    variables = {id(variable): variable for variable, _, _ in local}
+    for variable, each, start in local:
+        mine[id(variable)].append((each, start))
+    for number, variable in variables.items():
+        value: np.ndarray | None = None
+        slots: dict[Optimizer, dict[str, np.ndarray] | None] = {}
+        for each, start in mine[number]:
+            if each.optimizer is None and each.tensor is not None:
+                value = np.empty(variable.shape, variable.dtype)
+                _fill(value, each.tensor, start, files)
+            elif each.optimizer is not None:
+                slots.setdefault(each.optimizer, None)
+                if each.tensor is not None:
+                    named = slots[each.optimizer] or initial_slots(
+                        each.optimizer, variable.shape, variable.dtype
+                    )
+                    slots[each.optimizer] = named
+                    _fill(named[each.leaf], each.tensor, start, files)
+        home = variable.home
+        assert isinstance(home, LocalHome)
+        home.put(value, slots)
+
+
+def _fill(out: np.ndarray, tensor: StoredTensor, start: int, files: _Files) -> None:
+    """Writes the rows from ``start`` on of a stored tensor, as many as ``out`` has."""
+    if not (tensor.by_rows and tensor.shape):
+        piece, _, _ = tensor.within(start, start)[0]
+        files[piece.file].read_into(piece.name, 0, out)
+        return
+    for piece, first, last in tensor.within(start, start + len(out)):
+        at = piece.start + first - start
+        files[piece.file].read_into(piece.name, first, out[at : at + last - first])

@@ -1,0 +1,241 @@
+"""Which object of the program gets what of a checkpoint; decides without I/O.
+
+The stored graph and the living one are walked side by side, by the names under which
+objects are held. An object that appears later (an attribute set on a module, say) is
+matched when it does, as long as something holds the matching.
+
+Law of the file: a match is noted by `Matching.accept` alone, when its values were
+loaded; a walk that ends with an error changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.variables import AbstractVariable, Module, Optimizer, slot_infos
+
+from ._graph import SAVE_COUNTER, escaped, graph_of, held, is_trackable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from zstrat.checkpoint import StoredTensor
+
+    from ._tensors import StoredNode
+
+
+class Load(NamedTuple):
+    """A stored tensor for a variable: its value (``optimizer`` None), or the slot
+    ``leaf``. ``tensor`` None: the optimizer begins anew beside this variable."""
+
+    variable: AbstractVariable
+    optimizer: Optimizer | None
+    leaf: str
+    tensor: StoredTensor | None
+
+
+@dataclass(slots=True)
+class Found:
+    """What one walk found."""
+
+    pairs: list[tuple[Any, int]] = field(default_factory=list)
+    """Objects of the program, each with its stored node."""
+    missing: list[str] = field(default_factory=list)
+    """What the program has and the checkpoint does not."""
+    wrong: list[str] = field(default_factory=list)
+    """What both have, and differently."""
+    loads: list[Load] = field(default_factory=list)
+
+    def require_right(self, path: str) -> None:
+        """Raises:
+        InvalidArgumentError: Something has another shape or dtype; names all of it.
+        """
+        if self.wrong:
+            raise InvalidArgumentError(
+                f"checkpoint {path} does not fit this program, nothing was restored:\n"
+                + "\n".join(self.wrong)
+            )
+
+    def require_complete(self, path: str) -> None:
+        """Raises:
+        NotFoundError: Something is not in the checkpoint; names all of it.
+        """
+        if self.missing:
+            raise NotFoundError(
+                f"checkpoint {path} lacks what this program has, nothing was restored:"
+                "\n" + "\n".join(self.missing) + "\nIf that is meant, these keep their "
+                "values with restore(path, expect_partial=True)"
+            )
+
+
+class Matching:
+    """The graph of a checkpoint, and what of it the program has taken."""
+
+    def __init__(
+        self, nodes: Sequence[StoredNode], tensors: Mapping[str, StoredTensor]
+    ) -> None:
+        self._nodes, self._tensors = nodes, tensors
+        self._taken: dict[int, dict[int, Any]] = {}
+        """Stored node -> the objects that match it, by ``id``."""
+
+    def find(self, value: Any, place: int, path: str = "") -> Found:
+        """Walks an object beside a stored node; notes nothing.
+
+        Args:
+            path: How the program reaches the object, for messages.
+        """
+        found = Found()
+        self._walk(value, place, path, found, set())
+        self._find_slots(found)
+        return found
+
+    def accept(self, found: Found) -> list[Module]:
+        """Notes what was found as taken; returns the modules that are new."""
+        new = []
+        for value, place in found.pairs:
+            mine = self._taken.setdefault(place, {})
+            if id(value) not in mine:
+                mine[id(value)] = value
+                if isinstance(value, Module):
+                    new.append(value)
+        return new
+
+    def child_of(self, holder: Any, name: str) -> list[int]:
+        """Stored nodes that an attribute of a matched object matches."""
+        return [
+            place
+            for node, values in self._taken.items()
+            if id(holder) in values
+            and (place := self._nodes[node].children.get(name)) is not None
+        ]
+
+    def unused(self, *, ignore_counter: bool) -> list[str]:
+        """Stored variables and optimizers that no object has taken."""
+        counter = self._nodes[0].children.get(SAVE_COUNTER)
+        return [
+            node.path
+            for place, node in enumerate(self._nodes)
+            if place not in self._taken
+            and node.kind != "group"
+            and not (ignore_counter and place == counter)
+        ]
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _walk(
+        self,
+        value: Any,
+        place: int,
+        path: str,
+        found: Found,
+        seen: set[tuple[int, int]],
+    ) -> None:
+        if (id(value), place) in seen:
+            return
+        seen.add((id(value), place))
+        node = self._nodes[place]
+        is_new = id(value) not in self._taken.get(place, {})
+        if isinstance(value, AbstractVariable):
+            if node.kind != "variable":
+                found.missing.append(
+                    f"  {words(value)} at {path}: not a variable there"
+                )
+                return
+            if is_new:  # what was restored before may have been trained since
+                self._value(value, node, path, found)
+        elif isinstance(value, Optimizer) and node.kind != "optimizer":
+            found.missing.append(f"  optimizer {value.name!r} at {path}")
+            return
+        if is_new:
+            found.pairs.append((value, place))
+        for name, child in held(value).items():
+            if not is_trackable(child):
+                continue
+            below = f"{path}/{escaped(name)}".removeprefix("/")
+            if name in node.children:
+                self._walk(child, node.children[name], below, found, seen)
+            elif path or name != SAVE_COUNTER:
+                found.missing += _leaves(child, below)
+
+    def _value(
+        self, variable: AbstractVariable, node: StoredNode, path: str, found: Found
+    ) -> None:
+        tensor = self._tensors[node.tensor]
+        same = tensor.shape == variable.shape and tensor.dtype == variable.dtype.name
+        if not same:
+            found.wrong.append(
+                f"  {words(variable)} at {path}: the checkpoint has {tensor}"
+            )
+        elif not tensor.is_whole:
+            found.wrong.append(f"  {words(variable)} at {path}: some rows are missing")
+        else:
+            found.loads.append(Load(variable, None, "", tensor))
+
+    def _find_slots(self, found: Found) -> None:
+        """Slots of each pair of an optimizer and a variable of which one is new."""
+        variables = self._by_kind(found, AbstractVariable)
+        optimizers = self._by_kind(found, Optimizer)
+        new = {(id(value), place) for value, place in found.pairs}
+        for optimizer, at in optimizers:
+            stored = self._nodes[at].slots
+            for variable, place in variables:
+                if {(id(optimizer), at), (id(variable), place)} & new:
+                    self._slots(optimizer, variable, stored.get(place, {}), found)
+
+    def _by_kind(self, found: Found, kind: type[Any]) -> list[tuple[Any, int]]:
+        taken = ((v, at) for at, values in self._taken.items() for v in values.values())
+        both = {(id(v), at): (v, at) for v, at in (*taken, *found.pairs)}
+        return [(v, at) for v, at in both.values() if isinstance(v, kind)]
+
+    def _slots(
+        self,
+        optimizer: Optimizer,
+        variable: AbstractVariable,
+        stored: Mapping[str, str],
+        found: Found,
+    ) -> None:
+        if not stored:
+            found.loads.append(Load(variable, optimizer, "", None))
+            return
+        what = f"optimizer {optimizer.name!r} beside {words(variable)}"
+        rows = variable.shape[:1]
+        kept = {
+            info.leaf: (info.rows, info.shape)
+            for info in slot_infos(optimizer, variable.shape, variable.dtype)
+        }
+        for leaf in kept.keys() - stored.keys():
+            found.missing.append(f"  {leaf} of {what}")
+        for leaf in stored.keys() - kept.keys():
+            found.wrong.append(f"  {what} keeps no {leaf}: it is another optimizer")
+        for leaf in kept.keys() & stored.keys():
+            tensor = self._tensors[stored[leaf]]
+            by_rows, shape = kept[leaf]
+            if tensor.shape != shape:
+                found.wrong.append(
+                    f"  {leaf} of {what} has {list(shape)}: the checkpoint has {tensor}"
+                )
+            elif by_rows and rows and not tensor.by_rows:
+                found.wrong.append(f"  {leaf} of {what}: stored without its rows")
+            else:
+                found.loads.append(Load(variable, optimizer, leaf, tensor))
+
+
+def words(variable: AbstractVariable) -> str:
+    """What a message calls it."""
+    shape = list(variable.shape)
+    return f"variable {variable.name!r} ({variable.dtype.name}{shape})"
+
+
+def _leaves(value: Any, path: str) -> list[str]:
+    """The variables and optimizers below an object, in words."""
+    found = []
+    for node in graph_of(value, path).nodes:
+        match node.value:
+            case AbstractVariable():
+                found.append(f"  {words(node.value)} at {node.path}")
+            case Optimizer():
+                found.append(f"  optimizer {node.value.name!r} at {node.path}")
+    return found

@@ -1,0 +1,188 @@
+"""One restored checkpoint: what was matched at once, and what may come later.
+
+A variable that the program makes after the restore gets its value when it is attached:
+set as an attribute of the `Checkpoint` or of a `zs.Module` that was matched. Until a
+restore is replaced by another one it listens to those modules.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from zstrat.checkpoint import MANIFEST, Manifest
+from zstrat.variables import unwatch, watch
+
+from ._blocking import Disk, run_blocking
+from ._graph import SAVE_COUNTER, is_trackable
+from ._load import check, load
+from ._match import Matching
+from ._tensors import stored_graph
+
+if TYPE_CHECKING:
+    from zstrat.variables import Module
+
+    from ._match import Found
+
+
+class Restore:
+    """A checkpoint on its way into the objects below ``root``.
+
+    Args:
+        is_partial: What the checkpoint lacks keeps its value.
+        skips_counter: The checkpoint's count of saves is left out.
+    """
+
+    def __init__(
+        self, root: Any, path: str, is_partial: bool, skips_counter: bool
+    ) -> None:
+        self.path = path
+        self._root, self.is_partial = root, is_partial
+        self._skips_counter = skips_counter
+        self._matching: Matching | None = None
+        self._watched: list[Module] = []
+
+    async def begin(self) -> None:
+        """Reads, checks and matches the checkpoint, and loads what it can.
+
+        Raises:
+            NotFoundError: It is no checkpoint, or lacks something of the program.
+            DataLossError: It is damaged; nothing was restored.
+            InvalidArgumentError: Shapes or dtypes differ; nothing was restored.
+            PSUnavailableError: A server is gone.
+            OSError: As the system says.
+
+        Cancellation, and the last two: some of the variables may have been restored.
+        """
+        async with Disk() as disk:
+            manifest = await disk(Manifest.of, self.path)
+            nodes = stored_graph(manifest, os.path.join(self.path, MANIFEST))
+            if self._skips_counter:
+                nodes[0] = nodes[0]._replace(
+                    children={
+                        name: place
+                        for name, place in nodes[0].children.items()
+                        if name != SAVE_COUNTER
+                    }
+                )
+            matching = Matching(nodes, manifest.tensors)
+            found = matching.find(self._root, 0)
+            self._require(found)
+            await check(self.path, manifest, disk)
+            await load(self.path, found.loads, disk)
+        self._matching = matching
+        self._accept(found)
+
+    def attached(self, holder: Any, name: str, value: Any) -> None:
+        """An attribute was set: what it holds gets its values now.
+
+        Raises: As `begin`; the attribute is set all the same.
+        """
+        if self._matching is None or not is_trackable(value):
+            return
+        for place in self._matching.child_of(holder, name):
+            found = self._matching.find(value, place, name)
+            self._require(found)
+            run_blocking(self._load(found))
+            self._accept(found)
+
+    def refresh(self) -> list[str]:
+        """Loads what appeared in containers meanwhile; returns what the program has
+        and the checkpoint does not, in words."""
+        if self._matching is None:
+            return []
+        found = self._matching.find(self._root, 0)
+        found.require_right(self.path)
+        if found.pairs:
+            run_blocking(self._load(found))
+            self._accept(found)
+        return found.missing
+
+    def unused(self) -> list[str]:
+        """Paths of stored variables and optimizers that nothing in the program took."""
+        if self._matching is None:
+            return []
+        return self._matching.unused(ignore_counter=self._skips_counter)
+
+    def end(self) -> None:
+        """Stops listening; another restore takes over."""
+        for module in self._watched:
+            unwatch(module, self.attached)
+        self._watched = []
+        self._matching = None
+
+    def _require(self, found: Found) -> None:
+        found.require_right(self.path)
+        if not self.is_partial:
+            found.require_complete(self.path)
+
+    async def _load(self, found: Found) -> None:
+        async with Disk() as disk:
+            await load(self.path, found.loads, disk)
+
+    def _accept(self, found: Found) -> None:
+        if self._matching is not None:
+            for module in self._matching.accept(found):
+                watch(module, self.attached)
+                self._watched.append(module)
+
+
+class RestoreStatus:
+    """What became of a restore; TF's words. Each method returns the status.
+
+    A restore is strict: it raised if the program had something at that time that the
+    checkpoint lacks, or that has another shape or dtype. The other direction, values
+    that the program has not taken (yet), is no error before `assert_consumed`.
+    """
+
+    def __init__(self, restore: Restore | None) -> None:
+        self._restore = restore
+
+    @property
+    def path(self) -> str | None:
+        """The folder that was restored; None: there was none."""
+        return None if self._restore is None else self._restore.path
+
+    @property
+    def unused(self) -> list[str]:
+        """Paths of stored variables and optimizers that nothing has taken (yet)."""
+        return [] if self._restore is None else self._restore.unused()
+
+    def assert_consumed(self) -> RestoreStatus:
+        """Checks that program and checkpoint have the same variables and optimizers.
+
+        Variables that appeared in lists and dicts since the restore get their values.
+
+        Raises:
+            AssertionError: One of them has more, or there was no checkpoint; says what.
+        """
+        self.assert_existing_objects_matched()
+        if unused := self.unused:
+            raise AssertionError(
+                f"checkpoint {self.path} has values that nothing in this program has "
+                "taken: " + ", ".join(unused)
+            )
+        return self
+
+    def assert_existing_objects_matched(self) -> RestoreStatus:
+        """Checks that all the program has came from the checkpoint; see above.
+
+        Raises:
+            AssertionError: It has more, or there was no checkpoint; says what.
+        """
+        if self._restore is None:
+            raise AssertionError("no checkpoint was restored: the path was None")
+        if missing := self._restore.refresh():
+            raise AssertionError(
+                f"checkpoint {self.path} lacks what this program has:\n"
+                + "\n".join(missing)
+            )
+        return self
+
+    def expect_partial(self) -> RestoreStatus:
+        """Says that checkpoint and program may differ from now on: what is created
+        later and is not in the checkpoint keeps its value. What is there already must
+        have been in it: see ``restore(path, expect_partial=True)``."""
+        if self._restore is not None:
+            self._restore.is_partial = True
+        return self

@@ -1,0 +1,240 @@
+"""``zs.CheckpointManager``: numbered checkpoints in one folder, and which are kept."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+from zstrat.checkpoint import remove
+from zstrat.errors import DataLossError
+
+from ._blocking import Disk, run_blocking
+from ._state import SavedList, clean, read_state, update_state, writer_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.checkpoint import FolderLock
+
+    from ._checkpoint import Checkpoint
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint is damaged, and an older one was taken in its place."""
+
+
+def latest_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], checkpoint_name: str | None = None
+) -> str | None:
+    """Path of the newest complete checkpoint in a folder, None if there is none.
+
+    Args:
+        checkpoint_name: Only those that are called ``<checkpoint_name>-<N>``.
+    """
+    directory = os.path.abspath(checkpoint_dir)
+    names = read_state(directory, checkpoint_name).names
+    return os.path.join(directory, names[-1]) if names else None
+
+
+@final
+class CheckpointManager:
+    """Saves numbered checkpoints to a folder and deletes the oldest ones.
+
+    Made anew for a folder with checkpoints it goes on with them. From its first save
+    until `close` (or until it is dropped) no other process can save to the folder.
+
+    Args:
+        max_to_keep: So many of the newest are kept; None: all.
+        keep_checkpoint_every_n_hours: Of those that would be deleted one is kept for
+            good each time that so many hours have passed.
+        checkpoint_name: Of the folders: ``<checkpoint_name>-<N>``.
+        step_counter: A variable (or a callable) that says which step the program is at.
+        checkpoint_interval: Steps between two checkpoints; `save` does nothing before.
+        init_fn: Called by `restore_or_initialize` if there is no checkpoint.
+        clock: Seconds since 1970.
+
+    Raises:
+        ValueError: ``max_to_keep`` is below 1, or there is an interval and no counter.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        keep_checkpoint_every_n_hours: float | None = None,
+        checkpoint_name: str = "ckpt",
+        step_counter: Any = None,
+        checkpoint_interval: int | None = None,
+        init_fn: Callable[[], object] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if max_to_keep is not None and max_to_keep <= 0:
+            raise ValueError(f"max_to_keep={max_to_keep}: expected 1 or more, or None")
+        if checkpoint_interval is not None and step_counter is None:
+            raise ValueError(
+                "step_counter should be passed if checkpoint_interval is not None"
+            )
+        if not checkpoint_name or "/" in checkpoint_name:
+            raise ValueError(f"checkpoint_name={checkpoint_name!r}: a name, not a path")
+        self._checkpoint = checkpoint
+        self._directory = os.path.abspath(directory)
+        self._keep, self._hours = max_to_keep, keep_checkpoint_every_n_hours
+        self._name, self._clock = checkpoint_name, clock
+        self._counter, self._interval = step_counter, checkpoint_interval
+        self._init_fn = init_fn
+        self._last_step: int | None = None
+        self._lock: FolderLock | None = None
+        self._damaged: set[str] = set()
+        self._began = clock()
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        return self._directory
+
+    @property
+    def checkpoint_interval(self) -> int | None:
+        return self._interval
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Paths of those in turn to be deleted one day, the oldest first."""
+        names = read_state(self._directory, self._name).without(self._damaged).names
+        return [os.path.join(self._directory, name) for name in names]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """Path of the newest one."""
+        paths = self.checkpoints
+        return paths[-1] if paths else None
+
+    # ---- saving ----------------------------------------------------------------------
+
+    def save(
+        self, checkpoint_number: Any = None, check_interval: bool = True
+    ) -> str | None:
+        """Saves a checkpoint and deletes what is too old; returns its path, or None if
+        the interval has not passed.
+
+        Args:
+            checkpoint_number: A number or variable in place of the `save_counter`,
+                which grows all the same. One of that number is replaced.
+            check_interval: False: saves however few steps have passed.
+
+        Raises: As `zs.Checkpoint.save`. What was saved before is as it was.
+        """
+        return run_blocking(self.save_async(checkpoint_number, check_interval))
+
+    async def save_async(
+        self, checkpoint_number: Any = None, check_interval: bool = True
+    ) -> str | None:
+        """`save`, without blocking the running loop.
+
+        Cancellation: nothing was saved, and what was before is as it was; or it was
+        saved, and what is too old is deleted by the next call.
+        """
+        async with Disk() as disk:
+            step = await disk(self._step)
+            if check_interval and not self._is_due(step):
+                return None
+            await disk(os.makedirs, self._directory, exist_ok=True)
+            if self._lock is None:
+                self._lock = await disk(writer_of, self._directory)
+            await disk(clean, self._directory, self._name)
+            count = int(self._checkpoint.save_counter.numpy()) + 1
+            number = count if checkpoint_number is None else int(checkpoint_number)
+            name = f"{self._name}-{number}"
+            path = os.path.join(self._directory, name)
+            about = {} if step is None else {"step": step}
+            await self._checkpoint._write(path, count, about)
+            self._last_step = step
+            self._damaged.discard(name)
+            await disk(self._rotate, name)
+        return path
+
+    def _step(self) -> int | None:
+        if self._counter is None:
+            return None
+        return int(self._counter() if callable(self._counter) else self._counter)
+
+    def _is_due(self, step: int | None) -> bool:
+        if self._interval is None or self._last_step is None or step is None:
+            return True
+        return step - self._last_step >= self._interval
+
+    def _rotate(self, name: str) -> None:
+        """Puts the newest into the list, and deletes what is in it no more."""
+
+        def change(stored: SavedList) -> SavedList:
+            state = read_state(self._directory, self._name).without(self._damaged)
+            preserved = stored.preserved_at
+            state = replace(
+                state,
+                doomed=tuple(each for each in stored.doomed if self._is_there(each)),
+                preserved_at=self._began if preserved is None else preserved,
+            )
+            added = state.with_saved(name, self._clock())
+            return added.rotated(self._keep, self._hours)
+
+        for doomed in update_state(self._directory, change).doomed:
+            remove(os.path.join(self._directory, doomed))
+
+    def _is_there(self, name: str) -> bool:
+        return os.path.exists(os.path.join(self._directory, name))
+
+    def close(self) -> None:
+        """Lets other processes save to the folder; the next save takes it again."""
+        self._lock = None
+
+    # ---- restoring -------------------------------------------------------------------
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint and returns its path; without any, calls
+        ``init_fn`` and returns None.
+
+        One that is damaged is left out with a `CheckpointWarning`, for the one before.
+
+        Raises:
+            DataLossError: All of them are damaged; names what is wrong with the newest.
+            Else as `zs.Checkpoint.restore`.
+        """
+        return run_blocking(self.restore_or_initialize_async())
+
+    async def restore_or_initialize_async(self) -> str | None:
+        """`restore_or_initialize`, without blocking the running loop.
+
+        Cancellation: some of the variables may have been restored.
+        """
+        first: DataLossError | None = None
+        for path in reversed(self.checkpoints):
+            try:
+                await self._checkpoint.restore_async(path)
+            except DataLossError as error:
+                first = first or error
+                self._damaged.add(os.path.basename(path))
+                warnings.warn(
+                    f"checkpoint {path} is damaged and left out for the one before: "
+                    f"{error}",
+                    CheckpointWarning,
+                    stacklevel=2,
+                )
+                continue
+            if self._interval is not None:
+                self._last_step = self._step()
+            return path
+        if first is not None:
+            raise first
+        if self._init_fn is not None:
+            self._init_fn()
+        return None
+
+    def __repr__(self) -> str:
+        return f"<zstrat.CheckpointManager of {self._directory}>"

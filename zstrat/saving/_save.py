@@ -1,0 +1,154 @@
+"""Writes a checkpoint: pin, write the parts side by side, commit the manifest.
+
+Law of the file: nothing is a checkpoint before the manifest is committed, and whatever
+ends the writing before that leaves the folder as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat import __version__
+from zstrat.checkpoint import CheckpointFolder, Manifest, TensorInfo, TensorWriter
+
+from ._blocking import Disk
+from ._progress import Progress
+from ._shelves import Snapshot, Written, stream
+from ._tensors import Place, logical_tensors, plain_graph
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.variables import Variable
+
+    from ._graph import Graph
+    from ._shelves import Pinned, Shelf
+    from ._tensors import Logical
+
+PART: Final = 4 * 2**30
+"""Bytes after which a shelf begins another file, between two tensors: one request to a
+server is over in a time that a person would wait."""
+
+
+async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
+    """Makes the folder ``path`` a checkpoint of the graph.
+
+    Training goes on meanwhile: what is written is the values as they were when the
+    snapshot was pinned.
+
+    Raises:
+        PSUnavailableError: A server is gone.
+        BusyError: Another writer is at work in the folder.
+        NotFoundError: The folder above it does not exist.
+        ResourceExhaustedError: A disk is full.
+        OSError: As the system says.
+
+    Cancellation, and all errors: the folder is what it was.
+    """
+    async with Disk() as disk:
+        folder = await disk(CheckpointFolder, path)
+        try:
+            components = _components(graph)
+            optimizers = [node.value for node in graph.optimizers]
+            async with Snapshot(components, optimizers) as pinned:
+                manifest = await _write(graph, pinned, folder, disk, metadata)
+            await disk(folder.commit, manifest)
+        finally:
+            await disk(folder.close)
+
+
+def _components(graph: Graph) -> list[Variable]:
+    """All of them, each once, whatever variables share it."""
+    found = {c.spec.key: c for node in graph.variables for c in node.value.components}
+    return list(found.values())
+
+
+async def _write(
+    graph: Graph,
+    pinned: Sequence[Pinned],
+    folder: CheckpointFolder,
+    disk: Disk,
+    metadata: Mapping[str, Any],
+) -> Manifest:
+    logicals = logical_tensors(graph, pinned)
+    parts = _parts(logicals)
+    seen = await disk(folder.show)
+    total = sum(logical.nbytes for logical in logicals)
+    with Progress(f"saving {folder.path}", total) as progress:
+        writing = [
+            _write_part(shelf, folder, number, pieces, seen, disk, progress)
+            for number, (shelf, pieces) in enumerate(parts)
+        ]
+        # All of them to their end, also when one fails: none writes any more when the
+        # snapshot is let go and the folder is swept.
+        outcomes = await asyncio.gather(*writing, return_exceptions=True)
+    files: dict[str, int] = {}
+    where: dict[int, Place] = {}
+    for (_, pieces), outcome in zip(parts, outcomes, strict=True):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        file, written = outcome
+        files[file] = written.size
+        for (each, name), digest in zip(pieces, written.digests, strict=True):
+            where[id(each)] = Place(file, name, digest)
+    about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
+    tensors = {logical.name: logical.stored(where) for logical in logicals}
+    return Manifest(tensors, files, plain_graph(graph, logicals), about)
+
+
+def _parts(
+    logicals: Sequence[Logical],
+) -> list[tuple[Shelf, list[tuple[Pinned, str]]]]:
+    """Which tensors go into one file, and under which names."""
+    parts: list[tuple[Shelf, list[tuple[Pinned, str]]]] = []
+    last: dict[int, tuple[int, list[tuple[Pinned, str]]]] = {}
+    done: set[int] = set()
+    for logical in logicals:
+        for pinned, name, _, _ in logical.pieces:
+            if id(pinned) in done:  # a component that is also held by itself
+                continue
+            done.add(id(pinned))
+            size, pieces = last.get(id(pinned.shelf), (PART, []))
+            if size >= PART:
+                size, pieces = 0, []
+                parts.append((pinned.shelf, pieces))
+            pieces.append((pinned, name))
+            last[id(pinned.shelf)] = (size + pinned.info.nbytes, pieces)
+    return parts
+
+
+async def _write_part(
+    shelf: Shelf,
+    folder: CheckpointFolder,
+    number: int,
+    pieces: Sequence[tuple[Pinned, str]],
+    seen: str,
+    disk: Disk,
+    progress: Progress,
+) -> tuple[str, Written]:
+    file = folder.part(f"{shelf.name}-{number}")
+    path = folder.path_of(file)
+    if await shelf.shares(seen):
+        places, names = [each.place for each, _ in pieces], [name for _, name in pieces]
+        written = await shelf.write(path, places, names)
+        progress.add(written.size)
+        return file, written
+    infos = [each.info._replace(name=name) for each, name in pieces]
+    return file, await _stream_part(path, infos, pieces, disk, progress)
+
+
+async def _stream_part(
+    path: str,
+    infos: Sequence[TensorInfo],
+    pieces: Sequence[tuple[Pinned, str]],
+    disk: Disk,
+    progress: Progress,
+) -> Written:
+    writer = await disk(TensorWriter, path, infos)
+    try:
+        await stream(writer, [each for each, _ in pieces], disk, progress.add)
+        return Written(await disk(writer.finish), writer.size)
+    finally:
+        await disk(writer.abort)

@@ -1,0 +1,101 @@
+"""What saving asks of parameter servers, and on which cluster a variable lives."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from zstrat.strategy import ServerVariables
+from zstrat.variables import LocalHome
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Sequence
+
+    import numpy as np
+
+    from zstrat.ps import PinnedTensor, Ref
+    from zstrat.variables import Variable
+    from zstrat.wire import LoadEntry, SnapshotWritten, StoreEntry
+
+T = TypeVar("T")
+
+
+class Servers(Protocol):
+    """`zstrat.ps.PsClient`, as far as snapshots go; on the loop of the cluster.
+
+    Raises, all of them: PSUnavailableError, if a server that the call needs is gone.
+    """
+
+    async def pin(
+        self, snapshot: int, refs: Sequence[Ref], optimizers: Sequence[int]
+    ) -> list[PinnedTensor]:
+        """Keeps values and slots as they are now, under the number ``snapshot``."""
+        ...
+
+    async def release(self, snapshot: int) -> None:
+        """Lets go of what was pinned; a write that is under way ends with an error."""
+        ...
+
+    async def write_snapshot(
+        self,
+        ps: int,
+        snapshot: int,
+        path: str,
+        places: Sequence[int],
+        names: Sequence[str],
+    ) -> SnapshotWritten:
+        """Has a server write some of its tensors to a new file that it can reach."""
+        ...
+
+    async def read_snapshot(
+        self, ps: int, snapshot: int, place: int, offset: int, size: int
+    ) -> np.ndarray:
+        """Bytes ``[offset, offset + size)`` of a pinned tensor: uint8 [size]."""
+        ...
+
+    async def load(self, ps: int, entries: Sequence[LoadEntry]) -> None:
+        """Has a server read tensors from files that it can reach."""
+        ...
+
+    async def store(
+        self, ps: int, entries: Sequence[StoreEntry], arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Gives a server what was read here."""
+        ...
+
+    async def sees(self, path: str) -> list[bool]:
+        """Which servers find this file on their machine, in task order."""
+        ...
+
+
+@runtime_checkable
+class Cluster(Protocol):
+    """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
+
+    @property
+    def client(self) -> Servers:
+        """For coroutines that `run_async` runs."""
+        ...
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """Runs a coroutine on the loop of the cluster; from any loop.
+
+        Cancellation: cancels the work.
+        """
+        ...
+
+
+def cluster_of(variable: Variable) -> Cluster | None:
+    """The cluster that a variable lives on, None if it lives in this process.
+
+    Raises:
+        RuntimeError: It lives elsewhere: the handle came from another task.
+    """
+    home = variable.home
+    if isinstance(home, LocalHome):
+        return None
+    if isinstance(home, ServerVariables) and isinstance(home.session, Cluster):
+        return home.session
+    raise RuntimeError(
+        f"{variable.spec} at {variable.device} cannot be saved or restored from here: "
+        "this handle came from another task; checkpoints are written by the coordinator"
+    )

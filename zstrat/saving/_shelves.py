@@ -1,0 +1,249 @@
+"""Where pinned tensors lie, and how their bytes get into files.
+
+A *shelf* is a parameter server, or this process for variables of its own. A server that
+shares the folder writes its own file; the tensors of one that does not are fetched in
+pieces of a bounded size and written here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from zstrat.checkpoint import TensorInfo, TensorWriter
+from zstrat.ps import Ref
+from zstrat.variables import LocalHome, slot_infos
+from zstrat.wire import TensorEntry, raw
+
+from ._servers import cluster_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import numpy as np
+
+    from zstrat.variables import Optimizer, Variable
+    from zstrat.wire import Buffer
+
+    from ._blocking import Disk
+    from ._servers import Cluster
+
+PIECE: Final = 4 * 2**20
+"""Bytes fetched by one request: well above the cost of a round trip."""
+AHEAD: Final = 4
+"""Pieces fetched at a time; as many again are being written meanwhile."""
+
+
+class Pinned(NamedTuple):
+    """A tensor that stays as it is. ``place`` on its shelf."""
+
+    shelf: Shelf
+    place: int
+    entry: TensorEntry
+
+    @property
+    def info(self) -> TensorInfo:
+        return TensorInfo("", self.entry.dtype, tuple(self.entry.shape))
+
+
+class Written(NamedTuple):
+    """What became of tensors in a file: a digest each, and its size in bytes."""
+
+    digests: list[str]
+    size: int
+
+
+class Shelf(Protocol):
+    """One place with pinned tensors."""
+
+    @property
+    def name(self) -> str:
+        """For file names: "ps0", "local"."""
+        ...
+
+    async def shares(self, path: str) -> bool:
+        """Whether it can write beside this file itself."""
+        ...
+
+    async def write(
+        self, path: str, places: Sequence[int], names: Sequence[str]
+    ) -> Written:
+        """Writes tensors to a new file; see `shares`."""
+        ...
+
+    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+        """Bytes of a tensor."""
+        ...
+
+
+class LocalShelf:
+    """Variables of this process. Their values are never written to, so that holding
+    them is pinning them."""
+
+    name: Final = "local"
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+
+    def pin(
+        self, variables: Iterable[Variable], optimizers: Sequence[Optimizer]
+    ) -> list[Pinned]:
+        found = []
+        for variable in variables:
+            home = variable.home
+            assert isinstance(home, LocalHome)
+            key = variable.spec.key
+            value, slots = home.taken()
+            found.append(self._put(key, 0, "", value, bool(value.ndim)))
+            for optimizer in optimizers:
+                named = slots.get(optimizer.id)
+                if named is None:
+                    continue
+                for info in slot_infos(optimizer, value.shape, value.dtype):
+                    array = named[info.leaf]
+                    found.append(
+                        self._put(key, optimizer.id, info.leaf, array, info.rows)
+                    )
+        return found
+
+    def _put(
+        self, key: int, optimizer: int, leaf: str, array: np.ndarray, rows: bool
+    ) -> Pinned:
+        self._arrays.append(array)
+        entry = TensorEntry(
+            key, optimizer, leaf, array.dtype.name, list(array.shape), rows
+        )
+        return Pinned(self, len(self._arrays) - 1, entry)
+
+    async def shares(self, path: str) -> bool:
+        del path
+        return False
+
+    async def write(
+        self, path: str, places: Sequence[int], names: Sequence[str]
+    ) -> Written:
+        raise NotImplementedError  # `shares` says no: `stream` writes for it
+
+    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+        return raw(self._arrays[place])[offset : offset + size]
+
+
+class ServerShelf:
+    """One parameter server, in one snapshot."""
+
+    def __init__(self, cluster: Cluster, snapshot: int, ps: int) -> None:
+        self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
+        self.name = f"ps{ps}"
+
+    async def shares(self, path: str) -> bool:
+        sees = self._cluster.client.sees(path)
+        return (await self._cluster.run_async(sees, "looking for the folder"))[self._ps]
+
+    async def write(
+        self, path: str, places: Sequence[int], names: Sequence[str]
+    ) -> Written:
+        client = self._cluster.client
+        work = client.write_snapshot(self._ps, self._snapshot, path, places, names)
+        answer = await self._cluster.run_async(work, f"writing {path}")
+        return Written(answer.digests, answer.size)
+
+    async def fetch(self, place: int, offset: int, size: int) -> Buffer:
+        client = self._cluster.client
+        work = client.read_snapshot(self._ps, self._snapshot, place, offset, size)
+        return await self._cluster.run_async(work, "reading a snapshot")
+
+
+class Snapshot:
+    """Values and slots of variables as they were at one moment each; an async context
+    manager that lets go of them.
+
+    Cost: a round trip to each server. Training goes on meanwhile and afterwards.
+
+    Raises:
+        PSUnavailableError: A server is gone.
+    """
+
+    def __init__(
+        self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]
+    ) -> None:
+        self._variables, self._optimizers = variables, optimizers
+        self._number = secrets.randbits(62)
+        self._clusters: list[Cluster] = []
+
+    async def __aenter__(self) -> list[Pinned]:
+        clusters: dict[int, Cluster] = {}
+        refs: dict[int, list[Ref]] = {}
+        local = []
+        for variable in self._variables:
+            cluster = cluster_of(variable)
+            if cluster is None:
+                local.append(variable)
+                continue
+            clusters[id(cluster)] = cluster
+            ref = Ref(variable.spec.ps, variable.spec.key)
+            refs.setdefault(id(cluster), []).append(ref)
+        pinned = LocalShelf().pin(local, self._optimizers)
+        try:
+            for number, cluster in clusters.items():
+                pinned += await self._pin(cluster, refs[number])
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return pinned
+
+    async def __aexit__(self, *_: object) -> None:
+        for cluster in self._clusters:
+            release = cluster.client.release(self._number)
+            await cluster.run_async(release, "releasing a snapshot")
+
+    async def _pin(self, cluster: Cluster, refs: list[Ref]) -> list[Pinned]:
+        optimizers = [each.id for each in self._optimizers if not each.is_local]
+        self._clusters.append(cluster)
+        pin = cluster.client.pin(self._number, refs, optimizers)
+        found = await cluster.run_async(pin, "pinning a snapshot")
+        shelves = {ps: ServerShelf(cluster, self._number, ps) for ps, _, _ in found}
+        return [Pinned(shelves[ps], place, entry) for ps, place, entry in found]
+
+
+async def stream(
+    writer: TensorWriter,
+    tensors: Iterable[Pinned],
+    disk: Disk,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Appends tensors to a file: while some pieces are written the next are fetched."""
+    writing: asyncio.Future[None] | None = None
+    try:
+        for batch in _batches(tensors):
+            pieces = await asyncio.gather(
+                *(each.shelf.fetch(each.place, *part) for each, *part in batch)
+            )
+            if writing is not None:
+                await writing
+            writing = asyncio.ensure_future(disk(_append, writer, pieces))
+            on_bytes(sum(size for _, _, size in batch))
+    finally:
+        if writing is not None:
+            await writing
+
+
+def _append(writer: TensorWriter, pieces: Sequence[Buffer]) -> None:
+    for piece in pieces:
+        writer.write(piece)
+
+
+def _batches(
+    tensors: Iterable[Pinned],
+) -> Iterable[list[tuple[Pinned, int, int]]]:
+    """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
+    batch = []
+    for tensor in tensors:
+        total = tensor.info.nbytes
+        for offset in range(0, total, PIECE):
+            batch.append((tensor, offset, min(PIECE, total - offset)))
+            if len(batch) == AHEAD:
+                yield batch
+                batch = []
+    if batch:
+        yield batch

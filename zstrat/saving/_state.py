@@ -1,0 +1,217 @@
+"""The list of checkpoints in a folder: the file ``checkpoint`` beside them.
+
+It says which ones are in turn to be deleted and which are the newest; whether one is
+complete its own manifest says. So a list that is lost or behind (the program was killed
+between the two) is made anew from what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.checkpoint import MANIFEST, FolderLock, replace_file, sweep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("zstrat.saving")
+
+STATE: Final = "checkpoint"
+_FORMAT: Final = "zstrat.checkpoints"
+_LOCK: Final = ".checkpoint.lock"
+_NUMBERED: Final = re.compile(r"(.+)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedList:
+    """Names of checkpoints in a folder, oldest first, each with when it was saved.
+
+    ``doomed``: to be deleted; some may be already. ``preserved_at``: when the last one
+    was saved that is kept for good.
+    """
+
+    saved: tuple[tuple[str, float], ...] = ()
+    doomed: tuple[str, ...] = ()
+    preserved_at: float | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.saved]
+
+    def with_saved(self, name: str, at: float) -> SavedList:
+        """The list with one more, the newest; also if it was there before."""
+        others = tuple(each for each in self.saved if each[0] != name)
+        doomed = tuple(each for each in self.doomed if each != name)
+        return replace(self, saved=(*others, (name, at)), doomed=doomed)
+
+    def rotated(self, keep: int | None, hours: float | None) -> SavedList:
+        """The list without the oldest beyond ``keep``, which are doomed; but for one
+        every ``hours``, which are kept and leave the list."""
+        saved, doomed, preserved = (
+            list(self.saved),
+            list(self.doomed),
+            self.preserved_at,
+        )
+        while keep is not None and len(saved) > keep:
+            name, at = saved.pop(0)
+            if hours is not None and at - (preserved or 0.0) >= hours * 3600:
+                preserved = at
+            else:
+                doomed.append(name)
+        return SavedList(tuple(saved), tuple(doomed), preserved)
+
+    def without(self, names: set[str]) -> SavedList:
+        """The list without some that are no checkpoints any more."""
+        saved = tuple(each for each in self.saved if each[0] not in names)
+        return replace(self, saved=saved)
+
+
+def read_state(directory: str, prefix: str | None = None) -> SavedList:
+    """The checkpoints in a folder that are complete: those of its list, and newer ones
+    of the same names that did not get into it.
+
+    Args:
+        prefix: Without a list, only those that are called so; None: all.
+    """
+    state = _stored(directory)
+    found = _on_disk(directory)
+    prefixes = {_prefix(name) for name in state.names} if state.saved else {prefix}
+    if prefix is not None:
+        prefixes.add(prefix)
+    listed = [each for each in state.saved if each[0] in found]
+    newest = max((found[name][0] for name, _ in listed), default=-1)
+    known = {*state.names, *state.doomed}
+    more = [
+        (number, name, at)
+        for name, (number, at) in found.items()
+        if name not in known
+        and number > newest
+        and (_prefix(name) in prefixes or prefixes == {None})
+    ]
+    extra = [(name, at) for _, name, at in sorted(more)]
+    return replace(state, saved=(*listed, *extra))
+
+
+def update_state(directory: str, change: Callable[[SavedList], SavedList]) -> SavedList:
+    """Reads, changes and replaces the list; only for who holds the folder's lock.
+
+    Raises:
+        ResourceExhaustedError, OSError: As the system says; the list is as it was.
+    """
+    with _changing:
+        state = change(_stored(directory))
+        plain = {
+            "format": _FORMAT,
+            "version": 1,
+            "latest": state.names[-1] if state.saved else None,
+            "saved": state.saved,
+            "doomed": state.doomed,
+            "preserved_at": state.preserved_at,
+        }
+        data = json.dumps(plain, indent=1).encode() + b"\n"
+        path = os.path.join(directory, STATE)
+        replace_file(path, data, mark=secrets.token_hex(4))
+    return state
+
+
+def writer_of(directory: str) -> FolderLock:
+    """The right to save to a folder, for as long as the lock is referred to.
+
+    Savers of one process share it: there the steps of the program say who is next.
+
+    Raises:
+        BusyError: Another process saves there; says which.
+    """
+    path = os.path.join(os.path.realpath(directory), _LOCK)
+    with _changing:
+        lock = _writers.get(path)
+        if lock is None:
+            lock = _writers[path] = FolderLock(path)
+    return lock
+
+
+def clean(directory: str, prefix: str) -> None:
+    """Removes what savers left that were killed; only for who holds the lock."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            path = os.path.join(directory, name)
+            if re.fullmatch(rf"{STATE}\.\w+\.tmp", name):
+                os.unlink(path)
+            elif _prefix(name) == prefix and os.path.isdir(path) and sweep(path):
+                log.info("removed %s: it was never completed", path)
+
+
+_changing: Final = threading.Lock()
+_writers: Final[weakref.WeakValueDictionary[str, FolderLock]] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _stored(directory: str) -> SavedList:
+    path = os.path.join(directory, STATE)
+    try:
+        with open(path, "rb") as file:
+            plain: Any = json.load(file)
+    except FileNotFoundError:
+        return SavedList()
+    except ValueError:
+        plain = None
+    match plain:
+        case {
+            "format": "zstrat.checkpoints",
+            "saved": list(saved),
+            "doomed": list(doomed),
+            "preserved_at": preserved,
+        } if all(_is_entry(each) for each in saved):
+            plainly = tuple((name, float(at)) for name, at in saved)
+            names = tuple(name for name in doomed if _is_name(name))
+            kept = float(preserved) if isinstance(preserved, int | float) else None
+            return SavedList(plainly, names, kept)
+    log.warning(
+        "%s is damaged; the checkpoints are listed from what is in the folder", path
+    )
+    return SavedList()
+
+
+def _is_entry(entry: Any) -> bool:
+    match entry:
+        case [str(name), int() | float()]:
+            return _is_name(name)
+    return False
+
+
+def _is_name(name: Any) -> bool:
+    """Not a way out of the folder: what is doomed is deleted."""
+    return (
+        isinstance(name, str)
+        and _NUMBERED.fullmatch(name) is not None
+        and ("/" not in name)
+    )
+
+
+def _on_disk(directory: str) -> dict[str, tuple[int, float]]:
+    """Complete checkpoints: name -> (number, when)."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(directory):
+            numbered = _NUMBERED.fullmatch(name)
+            if numbered is None:
+                continue
+            with contextlib.suppress(OSError):
+                at = os.stat(os.path.join(directory, name, MANIFEST)).st_mtime
+                found[name] = (int(numbered[2]), at)
+    return found
+
+
+def _prefix(name: str) -> str | None:
+    numbered = _NUMBERED.fullmatch(name)
+    return None if numbered is None else numbered[1]

@@ -1,0 +1,191 @@
+"""Pinned tensors as logical ones: one a variable, and one for each of its slots.
+
+However a variable lies over parameter servers, a checkpoint has one tensor of it. Slots
+that follow its rows are put together in the same way; what an optimizer keeps once for
+each component (a count of steps) is stored once for each, for the rows that it goes
+with. A component that no gradient has reached has no slots: these rows are left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zstrat.checkpoint import Manifest, StoredPiece, StoredTensor
+from zstrat.errors import DataLossError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ._graph import Graph, Node
+    from ._shelves import Pinned
+
+
+class LogicalPiece(NamedTuple):
+    """Rows ``[start, stop)`` of a logical tensor, under ``name`` in its file."""
+
+    pinned: Pinned
+    name: str
+    start: int
+    stop: int
+
+
+class Place(NamedTuple):
+    """Where a pinned tensor was written."""
+
+    file: str
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
+    also whose it is: ``optimizer`` and where in its state."""
+
+    variable: Node
+    optimizer: Node | None
+    leaf: str
+    dtype: str
+    shape: tuple[int, ...]
+    by_rows: bool
+    pieces: tuple[LogicalPiece, ...]
+
+    @property
+    def name(self) -> str:
+        if self.optimizer is None:
+            return self.variable.path
+        return slot_name(self.optimizer.path, self.variable.path, self.leaf)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.pinned.info.nbytes for piece in self.pieces)
+
+    def stored(self, where: Mapping[int, Place]) -> StoredTensor:
+        """As the manifest says it. ``where``: by ``id`` of the pinned tensor."""
+        pieces = tuple(
+            StoredPiece(at.file, at.name, piece.start, piece.stop, at.digest)
+            for piece in self.pieces
+            for at in (where[id(piece.pinned)],)
+        )
+        return StoredTensor(self.dtype, self.shape, pieces, self.by_rows)
+
+
+def logical_tensors(graph: Graph, pinned: Sequence[Pinned]) -> list[Logical]:
+    """The tensors of a checkpoint of the graph, values first."""
+    at: dict[int, dict[int, dict[str, Pinned]]] = {}
+    for each in pinned:
+        key, number, leaf = each.entry[:3]
+        at.setdefault(key, {}).setdefault(number, {})[leaf] = each
+    found = [_logical(node, None, "", at) for node in graph.variables]
+    for optimizer in graph.optimizers:
+        for variable in graph.variables:
+            slots = [
+                at[component.spec.key].get(optimizer.value.id, {})
+                for component in variable.value.components
+            ]
+            leaves = dict.fromkeys(leaf for each in slots for leaf in each)
+            found += [_logical(variable, optimizer, leaf, at) for leaf in leaves]
+    return found
+
+
+def slot_name(optimizer: str, variable: str, leaf: str) -> str:
+    return f"{optimizer}/.slots/{variable}/{leaf}".removeprefix("/")
+
+
+def _logical(
+    variable: Node,
+    optimizer: Node | None,
+    leaf: str,
+    at: Mapping[int, Mapping[int, Mapping[str, Pinned]]],
+) -> Logical:
+    name = variable.path
+    number = 0
+    if optimizer is not None:
+        name, number = slot_name(optimizer.path, name, leaf), optimizer.value.id
+    components = variable.value.components
+    pieces, start = [], 0
+    for index, component in enumerate(components):
+        stop = start + (component.shape[0] if component.shape else 0)
+        pinned = at[component.spec.key].get(number, {}).get(leaf)
+        if pinned is not None:
+            stored = name if len(components) == 1 else f"{name}/.part_{index}"
+            pieces.append(LogicalPiece(pinned, stored, start, stop))
+        start = stop
+    first = pieces[0].pinned.entry
+    by_rows = optimizer is None or first.rows
+    shape = tuple(first.shape)
+    if by_rows and shape:
+        shape = (start, *shape[1:])
+    return Logical(
+        variable, optimizer, leaf, first.dtype, shape, by_rows, tuple(pieces)
+    )
+
+
+# ---- the graph in the manifest -------------------------------------------------------
+
+
+class StoredNode(NamedTuple):
+    """An object of the program that wrote the checkpoint.
+
+    ``children``: places in the list of all. ``slots`` of an optimizer: place of a
+    variable -> path in its state -> tensor.
+    """
+
+    kind: str
+    path: str
+    children: Mapping[str, int]
+    tensor: str
+    slots: Mapping[int, Mapping[str, str]]
+
+
+def plain_graph(graph: Graph, logicals: Sequence[Logical]) -> dict[str, Any]:
+    """The graph as JSON; inverse of `stored_graph`."""
+    number = {id(node): place for place, node in enumerate(graph.nodes)}
+    slots: dict[int, dict[str, dict[str, str]]] = {}
+    for logical in logicals:
+        if logical.optimizer is not None:
+            mine = slots.setdefault(number[id(logical.optimizer)], {})
+            beside = mine.setdefault(str(number[id(logical.variable)]), {})
+            beside[logical.leaf] = logical.name
+    nodes = []
+    for place, node in enumerate(graph.nodes):
+        plain: dict[str, Any] = {"kind": node.kind, "path": node.path}
+        if node.children:
+            plain["children"] = {k: number[id(c)] for k, c in node.children.items()}
+        if node.kind == "variable":
+            plain["tensor"] = node.path
+        if place in slots:
+            plain["slots"] = slots[place]
+        nodes.append(plain)
+    return {"nodes": nodes}
+
+
+def stored_graph(manifest: Manifest, file: str) -> list[StoredNode]:
+    """The graph of a checkpoint; the root is its first node.
+
+    Raises:
+        DataLossError: The manifest names nodes or tensors that are not there.
+    """
+    match manifest.objects:
+        case {"nodes": [_, *_] as listed}:
+            return [_stored_node(each, len(listed), manifest, file) for each in listed]
+    raise DataLossError(file, "", "it has tensors, and not the objects they belong to")
+
+
+def _stored_node(plain: Any, count: int, manifest: Manifest, file: str) -> StoredNode:
+    match plain:
+        case {"kind": str(kind), "path": str(path)}:
+            children, tensor = plain.get("children", {}), plain.get("tensor", "")
+            try:
+                slots = {int(k): dict(v) for k, v in plain.get("slots", {}).items()}
+                node = StoredNode(kind, path, dict(children), tensor, slots)
+            except (TypeError, ValueError, AttributeError):
+                pass
+            else:
+                places = {*node.children.values(), *slots}
+                names = {n for leaves in slots.values() for n in leaves.values()}
+                names |= {tensor} if kind == "variable" else set()
+                if places <= set(range(count)) and names <= set(manifest.tensors):
+                    return node
+    raise DataLossError(file, "", f"damaged object: {plain!r:.80}")

@@ -1,0 +1,349 @@
+"""What every variable is to its user, whether it is whole or in parts.
+
+Reads and updates go to the step that is being traced in this thread, if there is one,
+and to the homes of the variables otherwise. The blocking methods may be called from
+anywhere, a running asyncio loop included: the home of a cluster works on a thread of
+its own, so the call delays the caller's loop but cannot deadlock it. The twins named
+``..._async`` leave the loop free; they are for the coordinator and have no meaning
+inside a step.
+
+Law of the file: what differs between a whole variable and one in parts are the abstract
+members below, and nothing else.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+
+from zstrat.wire import UpdateOp
+
+from . import _convert
+from ._home import update_all, update_all_async
+from ._operators import ArrayOperators
+from ._recorder import Recorder, recorder
+from ._rows import read_rows, read_rows_async
+from ._staging import refuse_read, refuse_update
+
+if TYPE_CHECKING:
+    from ._home import HomeUpdate
+    from ._optimizer import Optimizer
+    from ._slices import IndexedSlices
+    from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
+    from ._table import Table
+    from ._variable import Variable
+
+
+class AbstractVariable(ArrayOperators):
+    """A shared, mutable array: reads, updates, and what it is."""
+
+    __slots__ = ("_spec",)
+    _spec: VariableSpec
+
+    @property
+    @abc.abstractmethod
+    def components(self) -> tuple[Variable, ...]:
+        """The variables that hold the value, in the order of their rows; the variable
+        itself unless it is in parts."""
+
+    @property
+    @abc.abstractmethod
+    def table(self) -> Table:
+        """The rows of the value, over the components.
+
+        Raises:
+            ValueError: A value without a first axis has no rows.
+        """
+
+    @abc.abstractmethod
+    def _read_now(self) -> np.ndarray:
+        """The value, from its homes."""
+
+    @abc.abstractmethod
+    async def _read_now_async(self) -> np.ndarray: ...
+
+    @abc.abstractmethod
+    def _traced_value(self, recording: Recorder) -> Any:
+        """The value in the step that is being traced."""
+
+    @abc.abstractmethod
+    def _record(
+        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> None:
+        """Notes an update by a traced operand of the whole shape."""
+
+    @abc.abstractmethod
+    def _record_rows(
+        self,
+        recording: Recorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Notes an update by traced indices and rows."""
+
+    @abc.abstractmethod
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        """What an operand of the whole shape does to each component."""
+
+    @abc.abstractmethod
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> list[HomeUpdate]:
+        """What indices and rows do to the components that have some of them."""
+
+    # ---- what it is ----------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._spec.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._spec.shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self._spec.shape, dtype=np.int64))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self._spec.numpy_dtype
+
+    @property
+    def trainable(self) -> bool:
+        return self._spec.trainable
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        return self._spec.aggregation
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        return self._spec.synchronization
+
+    # ---- reads ---------------------------------------------------------------------
+
+    def value(self) -> Any:
+        """The value: traced by jax inside a step, a read-only numpy array elsewhere.
+
+        Raises:
+            TypeError: Inside a step, if jax would truncate the dtype.
+            RuntimeError: Outside of steps, in what jax traces before it runs.
+            PSUnavailableError: The parameter server that held it is gone.
+        """
+        recording = recorder.get()
+        if recording is None:
+            refuse_read(self._spec)
+            return self._read_now()
+        _convert.require_traceable(self._spec)
+        return self._traced_value(recording)
+
+    def read_value(self) -> Any:
+        """The same as `value`."""
+        return self.value()
+
+    def numpy(self) -> np.ndarray:
+        """The value as a read-only numpy array.
+
+        Raises:
+            RuntimeError: A step is being traced, so there is no value yet; or jax
+                traces something else, and would keep the value.
+        """
+        if recorder.get() is not None:
+            raise RuntimeError(
+                f"{self._spec}: numpy() inside a step function, where values are not "
+                "known yet: use value() and jax.numpy"
+            )
+        refuse_read(self._spec)
+        return self._read_now()
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Rows ``indices`` of the value, in their order: shape ``indices.shape + row``.
+        Nothing but these rows is fetched, each of them once.
+
+        Raises:
+            ValueError: The variable has no first axis, or indices are no integers.
+            IndexError: An index is out of bounds; inside a step where it is known.
+        """
+        table = self.table
+        recording = recorder.get()
+        if recording is None:
+            refuse_read(self._spec)
+            return read_rows(table, indices)
+        _convert.require_traceable(self._spec)
+        return recording.lookup(table, _convert.traced_ids(table, indices))
+
+    async def read_value_async(self) -> np.ndarray:
+        """`value`, without blocking the running loop.
+
+        Cancellation: nothing is lost, a read has no effect.
+        """
+        return await self._read_now_async()
+
+    async def value_async(self) -> np.ndarray:
+        """The same as `read_value_async`."""
+        return await self._read_now_async()
+
+    async def sparse_read_async(self, indices: Any) -> np.ndarray:
+        """`sparse_read`, without blocking the running loop."""
+        return await read_rows_async(self.table, indices)
+
+    # ---- updates of the whole value ------------------------------------------------
+
+    def assign(self, value: Any, read_value: bool = True) -> Self:
+        """Replaces the value; returns the variable. ``read_value`` is taken for TF's
+        sake and changes nothing: reading costs nothing until it is done.
+
+        Raises:
+            ValueError: The shape is another one, or the dtype is of another kind.
+            RuntimeError: Outside of steps, in what jax traces before it runs. This
+                holds for every update.
+        """
+        return self._dense(UpdateOp.ASSIGN, value)
+
+    def assign_add(self, delta: Any, read_value: bool = True) -> Self:
+        """Adds ``delta``, of the variable's own shape; returns the variable.
+
+        Raises:
+            ValueError: The shape is another one, or the dtype is of another kind.
+        """
+        return self._dense(UpdateOp.ADD, delta)
+
+    def assign_sub(self, delta: Any, read_value: bool = True) -> Self:
+        """Subtracts ``delta``, of the variable's own shape; returns the variable.
+
+        Raises:
+            ValueError: The shape is another one, or the dtype is of another kind.
+        """
+        return self._dense(UpdateOp.SUB, delta)
+
+    async def assign_async(self, value: Any) -> Self:
+        """`assign`, without blocking the running loop.
+
+        Cancellation: the update may or may not have been applied.
+        """
+        return await self._dense_async(UpdateOp.ASSIGN, value)
+
+    async def assign_add_async(self, delta: Any) -> Self:
+        """`assign_add`, without blocking the running loop; see `assign_async`."""
+        return await self._dense_async(UpdateOp.ADD, delta)
+
+    async def assign_sub_async(self, delta: Any) -> Self:
+        """`assign_sub`, without blocking the running loop; see `assign_async`."""
+        return await self._dense_async(UpdateOp.SUB, delta)
+
+    # ---- updates of rows -----------------------------------------------------------
+
+    def scatter_add(self, sparse_delta: IndexedSlices) -> Self:
+        """Adds rows; duplicates accumulate. Returns the variable, as all of these do.
+
+        Raises:
+            ValueError: Indices are no vector of integers, or the rows do not fit.
+            IndexError: Outside a step, if an index is out of bounds.
+        """
+        return self._sparse(UpdateOp.SCATTER_ADD, sparse_delta)
+
+    def scatter_sub(self, sparse_delta: IndexedSlices) -> Self:
+        """Subtracts rows; duplicates accumulate. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_SUB, sparse_delta)
+
+    def scatter_mul(self, sparse_delta: IndexedSlices) -> Self:
+        """Multiplies rows; duplicates accumulate. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_MUL, sparse_delta)
+
+    def scatter_div(self, sparse_delta: IndexedSlices) -> Self:
+        """Divides rows; duplicates accumulate. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_DIV, sparse_delta)
+
+    def scatter_min(self, sparse_delta: IndexedSlices) -> Self:
+        """Keeps the smaller of old and given rows. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_MIN, sparse_delta)
+
+    def scatter_max(self, sparse_delta: IndexedSlices) -> Self:
+        """Keeps the larger of old and given rows. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_MAX, sparse_delta)
+
+    def scatter_update(self, sparse_delta: IndexedSlices) -> Self:
+        """Replaces rows; of duplicates the last one wins. Raises as `scatter_add`."""
+        return self._sparse(UpdateOp.SCATTER_UPDATE, sparse_delta)
+
+    async def scatter_async(self, op: UpdateOp, sparse_delta: IndexedSlices) -> Self:
+        """Any of the scatter updates, without blocking the running loop.
+
+        Cancellation: the update may or may not have been applied.
+        """
+        await update_all_async(self._planned_rows(op, sparse_delta, None))
+        return self
+
+    # ---- the one way of every update -----------------------------------------------
+
+    def _dense(
+        self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
+    ) -> Self:
+        recording = recorder.get()
+        if recording is None:
+            update_all(self._planned(op, value, optimizer))
+        else:
+            traced = _convert.traced_operand(self._spec, value, WORDS[op])
+            self._record(recording, op, traced, optimizer)
+        return self
+
+    async def _dense_async(self, op: UpdateOp, value: Any) -> Self:
+        await update_all_async(self._planned(op, value, None))
+        return self
+
+    def _sparse(
+        self, op: UpdateOp, delta: IndexedSlices, optimizer: Optimizer | None = None
+    ) -> Self:
+        recording = recorder.get()
+        if recording is None:
+            update_all(self._planned_rows(op, delta, optimizer))
+        else:
+            traced = _convert.traced_rows(
+                self._spec, delta.indices, delta.values, WORDS[op]
+            )
+            self._record_rows(recording, op, traced, optimizer)
+        return self
+
+    def _planned(
+        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        """A checked update outside of steps, split over the components."""
+        refuse_update(self._spec, WORDS[op])
+        operand = _convert.plain_operand(self._spec, value, WORDS[op])
+        return self._updates(op, operand, optimizer)
+
+    def _planned_rows(
+        self, op: UpdateOp, delta: IndexedSlices, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        refuse_update(self._spec, WORDS[op])
+        rows = _convert.plain_rows(self._spec, delta.indices, delta.values, WORDS[op])
+        return self._row_updates(op, rows, optimizer)
+
+
+WORDS: Final = {
+    UpdateOp.ASSIGN: "assign to",
+    UpdateOp.ADD: "assign_add to",
+    UpdateOp.SUB: "assign_sub from",
+    UpdateOp.SCATTER_ADD: "scatter_add to",
+    UpdateOp.SCATTER_SUB: "scatter_sub from",
+    UpdateOp.SCATTER_MUL: "scatter_mul",
+    UpdateOp.SCATTER_DIV: "scatter_div",
+    UpdateOp.SCATTER_MIN: "scatter_min of",
+    UpdateOp.SCATTER_MAX: "scatter_max of",
+    UpdateOp.SCATTER_UPDATE: "scatter_update of",
+    UpdateOp.OPTIMIZE: "apply a gradient to",
+    UpdateOp.OPTIMIZE_ROWS: "apply gradient rows to",
+}

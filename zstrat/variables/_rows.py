@@ -1,0 +1,128 @@
+"""Rows of a table outside of steps: which component has which, and back in order.
+
+Law of the file: rows that are read travel once, however often they were asked for, and
+nothing but them does. Decides without I/O; the homes carry it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from zstrat.rows import Runs, runs, sums
+from zstrat.wire import UpdateOp
+
+from ._home import read_parts, read_parts_async
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._home import HomeRows, HomeUpdate
+    from ._optimizer import Optimizer
+    from ._table import Piece, Table
+
+
+def read_rows(table: Table, ids: Any) -> np.ndarray:
+    """Rows of a table from their homes, ``ids.shape + row``, in the order of ``ids``.
+
+    Cost: one request to each home that has some, each row once.
+
+    Raises:
+        ValueError: Ids are no integers.
+        IndexError: There is no such row.
+        PSUnavailableError: A parameter server that has some is gone.
+    """
+    gathering = Gathering.of(table, ids)
+    return gathering.assembled(read_parts(gathering.parts))
+
+
+async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
+    """`read_rows`, without blocking the running loop.
+
+    Cancellation: nothing is lost, a read has no effect.
+    """
+    gathering = Gathering.of(table, ids)
+    return gathering.assembled(await read_parts_async(gathering.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """Which rows to ask the components for, and how the answers make up what was
+    wanted."""
+
+    table: Table
+    shape: tuple[int, ...]
+    found: Runs
+    pieces: Sequence[Piece]
+
+    @classmethod
+    def of(cls, table: Table, ids: Any) -> Gathering:
+        """For ids of any shape.
+
+        Raises:
+            ValueError: They are no integers.
+            IndexError: There is no such row.
+        """
+        index = integers(ids, f"ids of {table}")
+        table.require_inside(index)
+        found = runs(index.reshape(-1))
+        return cls(table, index.shape, found, table.pieces(found.unique))
+
+    @property
+    def parts(self) -> list[HomeRows]:
+        components = self.table.components
+        return [(components[piece.component], piece.local) for piece in self.pieces]
+
+    def assembled(self, answers: Sequence[np.ndarray]) -> np.ndarray:
+        """The rows that were wanted, from those of `parts` in order; read-only."""
+        row = self.table.shape[1:]
+        unique = np.empty((len(self.found.unique), *row), self.table.dtype)
+        for piece, answer in zip(self.pieces, answers, strict=True):
+            unique[piece.positions] = answer
+        rows: np.ndarray = unique[self.found.inverse()].reshape(*self.shape, *row)
+        rows.flags.writeable = False
+        return rows
+
+
+def row_updates(
+    table: Table,
+    op: UpdateOp,
+    operands: tuple[np.ndarray, np.ndarray],
+    optimizer: Optimizer | None,
+) -> list[HomeUpdate]:
+    """What each component has of an update of rows of the table.
+
+    Gradients of one row are summed, as an optimizer takes one step a row; what is
+    scattered keeps the order of duplicates.
+    """
+    indices, rows = operands
+    found = runs(indices)
+    if op is UpdateOp.OPTIMIZE_ROWS:
+        indices, rows = found.unique, sums(found, rows)
+    else:
+        indices, rows = indices[found.order], rows[found.order]
+    return [
+        (
+            table.components[piece.component],
+            op,
+            (piece.local, rows[piece.positions]),
+            optimizer,
+        )
+        for piece in table.pieces(indices)
+    ]
+
+
+def integers(ids: Any, what: str) -> np.ndarray:
+    """Ids as an array.
+
+    Raises:
+        ValueError: They are no integers.
+    """
+    index = np.asarray(ids)
+    if not index.size and not isinstance(ids, np.ndarray):
+        index = index.astype(np.intp)  # numpy takes an empty list for floats
+    if index.dtype.kind not in "iu":
+        raise ValueError(f"{what} must be integers, not {index.dtype}")
+    return index

@@ -1,0 +1,307 @@
+"""A variable in parts: its rows lie in several variables, each on a ps of its own.
+
+To its user it is one array. Whatever is done with it goes to the components that are
+concerned: a dense update is cut, rows go where they live, and what is read in part is
+fetched in part. Like a `Variable` it is an opaque leaf of pytrees.
+
+Law of the file: the components never change, and each of them knows which rows it is
+(`VariableSpec.part`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+import jax.numpy as jnp
+import numpy as np
+
+from . import _convert
+from ._abstract import AbstractVariable
+from ._creator import Request
+from ._home import read_all, read_all_async, read_parts
+from ._indexing import select
+from ._recorder import Recorder, recorder
+from ._rows import row_updates
+from ._spec import Part, VariableSpec
+from ._staging import refuse_read
+from ._table import Table
+from ._variable import Variable, create
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.wire import UpdateOp
+
+    from ._home import HomeUpdate
+    from ._optimizer import Optimizer
+    from ._slices import IndexedSlices
+
+
+class ShardedVariable(AbstractVariable):
+    """One array over the rows of several variables.
+
+    A strategy with a partitioner makes them; ``variables`` of one's own, in the order
+    of their rows, are joined here, and know from then on that they are parts.
+
+    Raises:
+        TypeError: ``variables`` is no list or tuple of variables, or an empty one.
+        ValueError: They differ in dtype, or in shape beyond the first axis; or one of
+            them is a part of another variable already.
+    """
+
+    __slots__ = ("__weakref__", "_table")
+    _table: Table
+
+    def __init__(
+        self, variables: Sequence[Variable], name: str = "ShardedVariable"
+    ) -> None:
+        _check(variables)
+        table = Table(name, tuple(variables))
+        for index, variable in enumerate(variables):
+            offset = int(table.offsets[index])
+            part = Part(name, index, len(variables), offset, table.shape[0])
+            variable._spec = replace(variable._spec, part=part)
+        _fill(self, table)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The components, in the order of their rows."""
+        return list(self._table.components)
+
+    @property
+    def components(self) -> tuple[Variable, ...]:
+        return self._table.components
+
+    @property
+    def table(self) -> Table:
+        return self._table
+
+    # ---- the members of AbstractVariable -------------------------------------------
+
+    def _read_now(self) -> np.ndarray:
+        return _joined(read_all(self.components))
+
+    def _read_parts_now(self) -> list[np.ndarray]:
+        refuse_read(self._spec)
+        return read_all(self.components)
+
+    async def _read_now_async(self) -> np.ndarray:
+        return _joined(await read_all_async(self.components))
+
+    def _traced_value(self, recording: Recorder) -> Any:
+        parts = [recording.read(component) for component in self.components]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+    def _record(
+        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> None:
+        for component, part in self._cut(value):
+            recording.update(component, op, (part,), optimizer)
+
+    def _record_rows(
+        self,
+        recording: Recorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: Optimizer | None,
+    ) -> None:
+        recording.update_rows(self._table, op, rows, optimizer)
+
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        return [(part, op, (rows,), optimizer) for part, rows in self._cut(value)]
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> list[HomeUpdate]:
+        return row_updates(self._table, op, rows, optimizer)
+
+    def _cut(self, value: Any) -> Iterator[tuple[Variable, Any]]:
+        offsets = self._table.offsets.tolist()
+        for index, component in enumerate(self.components):
+            yield component, value[offsets[index] : offsets[index + 1]]
+
+    # ---- in parts ------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Variable]:
+        """The components, as in TF; ``iter(v.value())`` goes through the rows."""
+        return iter(self.components)
+
+    def __len__(self) -> int:
+        """How many components there are: what iterating gives."""
+        return len(self.components)
+
+    def __getitem__(self, index: Any) -> Any:
+        """What numpy's indexing gives for integers, slices, ``...``, None and masks.
+
+        Outside of steps only the rows that are wanted are fetched; inside, whole
+        components, but only those that have such rows. For some rows of a large table
+        `sparse_read` is the cheaper word there.
+
+        Raises:
+            TypeError: The index, or a bound of a slice, is an array.
+            IndexError: It is out of bounds, or for more axes than there are.
+            ValueError: The step of a slice is zero.
+        """
+        selection = select(index, self.shape)
+        pieces = [
+            (self.components[n], rows) for n, rows in selection.pieces(self._table)
+        ]
+        recording = recorder.get()
+        if recording is None:
+            refuse_read(self._spec)
+            return self._fetched(pieces)[selection.index]
+        _convert.require_traceable(self._spec)
+        parts = [recording.read(component)[rows] for component, rows in pieces]
+        parts = parts or [jnp.zeros((0, *self.shape[1:]), self.dtype)]
+        return jnp.concatenate(parts)[selection.index]
+
+    def _fetched(self, pieces: Sequence[tuple[Variable, Any]]) -> np.ndarray:
+        """These rows, put together. Cost: one request to each home."""
+        wanted = [_count(rows, component) for component, rows in pieces]
+        touched = sum(component.shape[0] for component, _ in pieces)
+        if not pieces:
+            parts = [np.empty((0, *self.shape[1:]), self.dtype)]
+        elif sum(wanted) * 2 > touched:
+            values = read_all(component for component, _ in pieces)
+            parts = [
+                value[rows] for value, (_, rows) in zip(values, pieces, strict=True)
+            ]
+        else:
+            parts = read_parts([(c, _indices(rows, c)) for c, rows in pieces])
+        return _joined(parts)
+
+    # ---- what becomes of it --------------------------------------------------------
+
+    def batch_scatter_update(self, sparse_delta: IndexedSlices) -> Self:
+        """The same as `scatter_update`, which takes any number of rows."""
+        return self.scatter_update(sparse_delta)
+
+    def sparse_read(self, indices: Any) -> Any:
+        """Rows ``indices`` [n] of the value, in their order: ``[n, ...]``. Nothing but
+        these rows is fetched, each of them once.
+
+        Raises:
+            ValueError: Indices are no integers, or no vector.
+            IndexError: An index is out of bounds; inside a step where it is known.
+        """
+        self._require_vector(indices)
+        return super().sparse_read(indices)
+
+    async def sparse_read_async(self, indices: Any) -> np.ndarray:
+        """`sparse_read`, without blocking the running loop."""
+        self._require_vector(indices)
+        return await super().sparse_read_async(indices)
+
+    def _require_vector(self, indices: Any) -> None:
+        if np.ndim(indices) != 1:
+            raise ValueError(
+                f"sparse_read of {self._spec}: indices must be rank 1, got rank "
+                f"{np.ndim(indices)}; zs.embedding_lookup takes any"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
+        """A new variable in the same parts with the present values, where the current
+        scope puts them."""
+        requests = [
+            Request(
+                value,
+                None,
+                self.dtype,
+                part.name,
+                part.trainable,
+                part.aggregation,
+                part.synchronization,
+                is_whole=True,
+            )
+            for part, value in zip(self.components, self._read_parts_now(), strict=True)
+        ]
+        made: Any = create(requests)
+        return ShardedVariable(made, self.name)
+
+    def __reduce__(self) -> Any:
+        return joined, (self.components, self.name)
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        return (
+            f"<zstrat.ShardedVariable {spec.name!r} shape={spec.shape} "
+            f"dtype={spec.dtype} parts={len(self.components)}>"
+        )
+
+
+def joined(components: Sequence[Variable], name: str) -> ShardedVariable:
+    """The variable over components that know already that they are its parts."""
+    sharded = object.__new__(ShardedVariable)
+    _fill(sharded, Table(name, tuple(components)))
+    return sharded
+
+
+def _fill(sharded: ShardedVariable, table: Table) -> None:
+    first = table.components[0].spec
+    sharded._spec = VariableSpec(
+        first.key,
+        table.name,
+        table.shape,
+        first.dtype,
+        first.ps,
+        first.trainable,
+        first.aggregation,
+        first.synchronization,
+    )
+    sharded._table = table
+
+
+def _check(variables: Any) -> None:
+    is_list = isinstance(variables, list | tuple)
+    if not is_list or not variables or not all(_is_variable(v) for v in variables):
+        raise TypeError(
+            f"variables should be a non-empty list of zs.Variable, got {variables!r}"
+        )
+    dtypes = {v.dtype.name for v in variables}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"all variables of a ShardedVariable must have the same dtype, got "
+            f"{[v.dtype.name for v in variables]}"
+        )
+    if any(not v.shape for v in variables) or len({v.shape[1:] for v in variables}) > 1:
+        raise ValueError(
+            f"all variables of a ShardedVariable must have the same shapes except for "
+            f"the first axis, got {[v.shape for v in variables]}"
+        )
+    for variable in variables:
+        if variable.spec.part is not None:
+            raise ValueError(
+                f"{variable.spec} is part {variable.spec.part.index} of "
+                f"{variable.spec.part.whole!r} already: a variable is in one "
+                "ShardedVariable"
+            )
+
+
+def _count(rows: Any, component: Variable) -> int:
+    if isinstance(rows, slice):
+        return len(range(*rows.indices(component.shape[0])))
+    return len(rows)
+
+
+def _indices(rows: Any, component: Variable) -> np.ndarray:
+    if isinstance(rows, slice):
+        return np.arange(*rows.indices(component.shape[0]))
+    return np.asarray(rows)
+
+
+def _is_variable(value: object) -> bool:
+    return isinstance(value, Variable)
+
+
+def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0]
+    whole = np.concatenate(parts)
+    whole.flags.writeable = False
+    return whole
