@@ -309,6 +309,7 @@ def main():
         # Daemons that this program started end with it; others serve the next one.
         ours = not (options.cluster or os.environ.get("TF_CONFIG"))
         stack.callback(training.coordinator.shutdown, cluster=ours)
+        stack.callback(training.checkpoints.close)
         if training.scheduled:
             print(f"going on from step {training.scheduled}")
         began = time.perf_counter()
