@@ -9,7 +9,15 @@ import jax
 import numpy as np
 import pytest
 
-from zstrat.variables import Optimizer, Variable, VariableSpec, apply, creator, handle
+from zstrat.variables import (
+    Optimizer,
+    ShardedVariable,
+    Variable,
+    VariableSpec,
+    apply,
+    creator,
+    handle,
+)
 from zstrat.wire._messages import UpdateOp
 
 
@@ -20,6 +28,8 @@ class DictHome:
         self.values: dict[int, np.ndarray] = {}
         self.slots: dict[tuple[int, int], Any] = {}
         self.reads = 0
+        self.requests: list[list[tuple[str, list[int]]]] = []
+        self.updates: list[tuple[str, UpdateOp, tuple[np.ndarray, ...]]] = []
         self._keys = itertools.count(1)
 
     def variable(self, value: Any, name: str = "v") -> Variable:
@@ -28,6 +38,17 @@ class DictHome:
         self.values[key] = value
         spec = VariableSpec(key, name, value.shape, value.dtype.name, ps=0)
         return handle(spec, self)
+
+    def sharded(self, value: Any, parts: int = 2, name: str = "t") -> ShardedVariable:
+        """A variable whose first rows are one more per component than the others."""
+        pieces = np.array_split(np.array(value), parts)
+        made = [self.variable(x, f"{name}/part_{i}") for i, x in enumerate(pieces)]
+        return ShardedVariable(made, name)
+
+    def whole(self, variable: Any) -> np.ndarray:
+        """The present value, unseen by the step."""
+        parts = [self.values[part.spec.key] for part in variable.components]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def optimizer(self, rule: Any) -> Optimizer:
         """An optimizer as a scope makes it: known where the variables live."""
@@ -53,10 +74,31 @@ class DictHome:
     def update(self, variable, op, operands, optimizer) -> None:
         assert all(type(operand) is np.ndarray for operand in operands)
         key = variable.spec.key
+        self.updates.append((variable.spec.name, op, operands))
         if op is UpdateOp.OPTIMIZE:
             self._optimize(key, operands[0], optimizer)
+        elif op is UpdateOp.OPTIMIZE_ROWS:
+            # The same, for rules to which a gradient of zero means nothing.
+            zeros = np.zeros_like(self.values[key])
+            dense = apply(UpdateOp.SCATTER_ADD, zeros, operands)
+            self._optimize(key, dense, optimizer)
         else:
             self.values[key] = apply(op, self.values[key], operands)
+
+    def read_rows(self, parts) -> list[np.ndarray]:
+        self.requests.append([(v.spec.name, indices.tolist()) for v, indices in parts])
+        assert all(indices.dtype == np.int64 for _, indices in parts)
+        return [self.values[v.spec.key][indices] for v, indices in parts]
+
+    async def read_rows_async(self, parts) -> list[np.ndarray]:
+        return self.read_rows(parts)
+
+    def update_many(self, updates) -> None:
+        for update in updates:
+            self.update(*update)
+
+    async def update_many_async(self, updates) -> None:
+        self.update_many(updates)
 
     async def update_async(self, variable, op, operands, optimizer) -> None:
         self.update(variable, op, operands, optimizer)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import IndexedSlices, Variable
+from zstrat.variables import Variable
 
 X = np.array([1.0, 2.0], np.float32)
 
@@ -382,22 +382,3 @@ def test_other_errors_of_an_eager_step_stay_what_they_are():
 
     with pytest.raises(ValueError, match=r"^mine$"):
         step()
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_rows_as_the_gradient_of_a_variable_on_a_ps(home, eager):
-    table = home.variable(np.zeros((4, 2), np.float32), "table")
-    optimizer = home.optimizer(optax.sgd(1.0))
-
-    def body(dense):
-        rows = IndexedSlices(jnp.ones((2, 2)), jnp.array([1, 1]), table.shape)
-        gradient = rows.to_dense() if dense else rows
-        optimizer.apply_gradients(gradient, table)  # here
-
-    step = zs.function(body, eager=eager)
-    with pytest.raises(ValueError, match=r"'table'.*to_dense\(\)") as caught:
-        step(False)
-    assert re.search(line_of(body, "# here"), str(caught.value)), str(caught.value)
-    step(True)
-    expected = [[0, 0], [-2, -2], [0, 0], [0, 0]]
-    np.testing.assert_array_equal(home.values[table.spec.key], expected)

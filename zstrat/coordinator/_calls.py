@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zstrat.program import Function, Resource, digest, dump
-from zstrat.variables import Variable
+from zstrat.variables import AbstractVariable, Variable
 
 from ._values import Claim, PerWorker, RemoteValue, Result
 
@@ -274,6 +274,8 @@ def _key(value: Any) -> Hashable:
         return kind, tuple([(_key(name), _key(item)) for name, item in items])
     if isinstance(value, Variable):
         return kind, value.spec.key
+    if isinstance(value, AbstractVariable):
+        return kind, tuple([part.spec.key for part in value.components])
     raise _NoKeyError
 
 

@@ -10,8 +10,11 @@ number. Updates are written down with their operands, which become outputs. What
 written is also known here: a later read in the same step computes the new value from
 the old one and the operands, except after an optimizer, whose result only the
 parameter server knows. Reads are allowed everywhere, as jax functions may close over
-outer values. Updates and draws are allowed only where the capture began: under
+outer values. Updates, lookups and draws are allowed only where the capture began: under
 `jax.grad`, `lax.cond` and the like the operand would be a value of that inner trace.
+
+A lookup names rows of a table. Its ids are an output of the program and its rows an
+input, so that it is found out only in the plan which of them can be asked for when.
 
 A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
 its own with a `Feed` that reads from the outer one, and hands the inner one's updates
@@ -21,11 +24,12 @@ on as explicit outputs.
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 
-from zstrat.variables import LOCAL, recorder
+from zstrat.variables import recorder
 from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
@@ -33,12 +37,12 @@ from ._context import asked
 from ._fresh import current_trace, fresh
 from ._where import here
 from ._writes import Recorded as Recorded
-from ._writes import written
+from ._writes import Write, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Optimizer, Variable, VariableSpec
+    from zstrat.variables import Optimizer, Table, Variable, VariableSpec
 
     from ._iterator import Element, StepIterator
 
@@ -58,6 +62,10 @@ class Feed(Protocol):
 
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
         """The next element of the ``ordinal``-th iterator among the arguments."""
+        ...
+
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        """The rows of the lookup of this number, for ids of this shape."""
         ...
 
 
@@ -82,6 +90,10 @@ class Discovery:
         leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
         return element.treedef.unflatten(leaves)
 
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        del number
+        return self._abstract((*shape, *table.shape[1:]), table.dtype)
+
     def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         seen = jax.dtypes.canonicalize_dtype(dtype)
         return jax.lax.broadcast(
@@ -93,11 +105,16 @@ class Replay:
     """Hands out the inputs of the program."""
 
     def __init__(
-        self, step: str, values: dict[int, jax.Array], elements: Sequence[Any]
+        self,
+        step: str,
+        values: dict[int, jax.Array],
+        elements: Sequence[Any],
+        rows: Sequence[jax.Array] = (),
     ) -> None:
         self._step = step
         self._values = values
         self._elements = iter(elements)
+        self._rows = rows
 
     def value(self, spec: VariableSpec) -> jax.Array:
         if spec.key not in self._values:
@@ -111,16 +128,32 @@ class Replay:
             what = f"it draws one more element of {iterator.name}"
             raise _refusals.changed(self._step, what) from None
 
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        wanted = (*shape, *table.shape[1:])
+        if number >= len(self._rows) or self._rows[number].shape != wanted:
+            raise _refusals.changed(self._step, f"it looks up other rows of {table}")
+        return self._rows[number]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLookup:
+    """One lookup: what the step wants, and the user's line that wants it."""
+
+    table: Table
+    ids: jax.Array
+    where: str
+
 
 class Capture:
     """Records one trace of a body. See the module's docstring.
 
-    ``reads``, ``updates`` and ``draws`` (ordinals of iterators) are in the order of the
-    body; each variable is read once.
+    ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
+    order of the body; each variable is read once.
     """
 
     def __init__(self, feed: Feed, iterators: Sequence[StepIterator] = ()) -> None:
         self.reads: dict[int, Variable] = {}
+        self.lookups: list[RecordedLookup] = []
         self.updates: list[Recorded] = []
         self.draws: list[int] = []
         self.asked_context = False
@@ -129,8 +162,9 @@ class Capture:
         self._iterators = list(iterators)
         self._values: dict[int, jax.Array] = {}
         self._base: dict[int, jax.Array] = {}
-        self._writes: dict[int, list[Recorded]] = {}
+        self._writes: dict[int, list[Write]] = {}
         self._optimized: dict[int, str] = {}
+        self._touched: dict[int, str] = {}
         self._home: object = None
         self._tell_outer: Callable[[], None] | None = None
         self._scope = ExitStack()
@@ -179,25 +213,48 @@ class Capture:
 
         Raises:
             RuntimeError: Under a transformation of jax.
-            ValueError: Rows as a gradient for a variable on a ps.
         """
+        if op is UpdateOp.OPTIMIZE_ROWS:
+            index, rows = operands
+            self.update_rows(variable.table, op, (index, rows), optimizer)
+            return
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
-        if op is UpdateOp.OPTIMIZE_ROWS and variable.spec.ps != LOCAL:
-            raise _refusals.rows_for_an_optimizer(variable.spec)
-        key = variable.spec.key
-        update = Recorded(variable, op, operands, optimizer, here())
-        self.updates.append(update)
-        self._values.pop(key, None)
-        if op in _OPTIMIZE:
-            self._optimized[key] = update.where
-        elif op is UpdateOp.ASSIGN:
-            self._optimized.pop(key, None)
-            self._writes[key] = [update]
-        else:
-            self._writes.setdefault(key, []).append(update)
-        # Inner functions that jax has traced already closed over the old value.
-        self._scope.enter_context(fresh())
+        self._note(Recorded((variable,), op, operands, optimizer, here()))
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """The rows of a table as they are before the step, ``ids.shape + row``.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or this step has updated the
+                table.
+        """
+        if not self._is_home():
+            raise _refusals.lookup_inside(table)
+        for key in table.keys:
+            if key in self._touched:
+                raise _refusals.lookup_after_update(table, self._touched[key])
+        rows = self._feed.rows(len(self.lookups), table, ids.shape)
+        self.lookups.append(RecordedLookup(table, ids, here()))
+        return rows
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Writes an update of rows down, by indices ``[n]`` of the table.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(table, _named(op))
+        self._note(
+            Recorded(table.components, op, operands, optimizer, here(), table=table)
+        )
 
     def draw(self, iterator: StepIterator) -> Any:
         """The next element of an iterator among the arguments, as the trace sees it.
@@ -230,13 +287,29 @@ class Capture:
         """Whether this very array is (a leaf of) an element drawn in this trace."""
         return any(leaf is drawn for drawn in self._drawn)
 
+    def _note(self, update: Recorded) -> None:
+        self.updates.append(update)
+        for number, variable in enumerate(update.variables):
+            key = variable.spec.key
+            self._values.pop(key, None)
+            self._touched[key] = update.where
+            if update.op in _OPTIMIZE:
+                self._optimized[key] = update.where
+            elif update.op is UpdateOp.ASSIGN:
+                self._optimized.pop(key, None)
+                self._writes[key] = [(update, number)]
+            else:
+                self._writes.setdefault(key, []).append((update, number))
+        # Inner functions that jax has traced already closed over the old value.
+        self._scope.enter_context(fresh())
+
     def _is_home(self) -> bool:
         return current_trace() == self._home
 
     def _computed(self, variable: Variable) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
-        if writes and writes[0].op is UpdateOp.ASSIGN:
-            return written(writes[0].operands[0], writes[1:])
+        if writes and writes[0][0].op is UpdateOp.ASSIGN:
+            return written(writes[0][0].operands[0], writes[1:])
         return written(self._before(variable), writes)
 
     def _before(self, variable: Variable) -> jax.Array:

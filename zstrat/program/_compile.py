@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from . import _refusals
 from ._capture import Capture, Replay
 from ._context import worker_context
+from ._plan import require_same
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,11 +72,11 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
             structure, arrays = template.run(capture, inputs)
         finally:
             worker_context.reset(context_before)
-        _require_same(plan, capture, structure == plan.out_structure)
+        require_same(plan, capture, structure)
         given = {id(value) for value in (*inputs, *elements, *values)}
         return (
-            [_own(array, given) for array in arrays],
-            [[_own(x, given) for x in update.operands] for update in capture.updates],
+            [own(array, given) for array in arrays],
+            [[own(x, given) for x in update.operands] for update in capture.updates],
         )
 
     program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]
@@ -91,16 +92,6 @@ def _elements(template: Template, leaves: Sequence[Any]) -> list[Any]:
     return elements
 
 
-def _own(array: jax.Array, given: set[int]) -> jax.Array:
+def own(array: jax.Array, given: set[int]) -> jax.Array:
     """An input that is handed out as it came may be memory of the caller's."""
     return jnp.copy(array) if id(array) in given else array
-
-
-def _require_same(plan: Plan, capture: Capture, same_result: bool) -> None:
-    made = [(update.variable.spec, update.op) for update in capture.updates]
-    if made != [(update.spec, update.op) for update in plan.updates]:
-        raise _refusals.changed(plan.function, "its updates are others")
-    if tuple(capture.draws) != plan.draws:
-        raise _refusals.changed(plan.function, "it draws other elements")
-    if not same_result:
-        raise _refusals.changed(plan.function, "its result has another structure")

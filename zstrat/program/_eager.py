@@ -9,8 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.variables import LOCAL, is_staging, recorder
-from zstrat.wire._messages import UpdateOp
+from zstrat.variables import (
+    Gathering,
+    is_staging,
+    read_parts,
+    recorder,
+    row_updates,
+    update_all,
+)
 
 from . import _refusals
 from ._fresh import current_trace
@@ -18,7 +24,8 @@ from ._fresh import current_trace
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zstrat.variables import Home, Optimizer, Variable
+    from zstrat.variables import Home, Optimizer, Table, Variable
+    from zstrat.wire._messages import UpdateOp
 
     from ._iterator import StepIterator
 
@@ -63,10 +70,35 @@ class Immediate:
     ) -> None:
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(variable.spec, op.name)
-        if op is UpdateOp.OPTIMIZE_ROWS and variable.spec.ps != LOCAL:
-            raise _refusals.rows_for_an_optimizer(variable.spec)
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        if isinstance(ids, jax.core.Tracer) or is_staging():
+            raise _refusals.lookup_not_ready(table)
+        gathering = Gathering.of(table, np.asarray(ids))
+        if self._home is None:
+            answers = read_parts(gathering.parts)
+        else:
+            answers = self._home.read_rows(gathering.parts)
+        return jnp.asarray(gathering.assembled(answers))
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
+            raise _refusals.update_inside(table, op.name)
+        indices, rows = (np.array(operand, order="C") for operand in operands)
+        table.require_inside(indices)
+        updates = row_updates(table, op, (indices, rows), optimizer)
+        if self._home is None:
+            update_all(updates)
+        elif updates:
+            self._home.update_many(updates)
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():

@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.variables import read_all
+from zstrat.variables import read_all, read_parts, update_all
 
+from ._compile import Program
 from ._eager import Immediate
 from ._refusals import variables_in_our_words
-from ._results import StepResult, StepUpdate
+from ._results import Computed, StepResult, StepUpdate
+from ._row_updates import split as split_rows
+from ._rows_program import RowsProgram
+from ._running import Lookups
 from ._signature import cut
 from ._structure import ResultLayout, split
 from ._wanted import Wanted
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Home, VariableSpec
 
-    from ._compile import Program
     from ._plan import Plan
     from ._programs import Draws, Programs
 
@@ -53,6 +56,8 @@ def prepare(
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
         ValueError: The function is eager; see `run_eager`.
+        IndexError: It looks up a row that is not there. What it drew is used up, as by
+            every step that fails.
         Exception: Whatever the body raises while it is traced.
     """
     if function.eager:
@@ -63,28 +68,37 @@ def prepare(
 
 
 class Prepared:
-    """One step that is ready to run as soon as the values it reads are there.
+    """One step that is ready to run as soon as it has what it wants.
 
-    A step that draws nothing may be run again, with newer values.
+    A step that draws nothing and looks nothing up may be run again, with newer values.
     """
 
-    __slots__ = ("_draws", "_inputs", "_program", "plan")
+    __slots__ = ("_draws", "_given", "_lookups", "_program", "plan", "wanted")
 
-    def __init__(self, program: Program, inputs: list[Any], draws: Draws) -> None:
+    def __init__(
+        self, program: Program | RowsProgram, inputs: list[Any], draws: Draws
+    ) -> None:
         self.plan: Plan = program.plan
         self._program = program
-        self._inputs = inputs
         self._draws = draws
-
-    @property
-    def wanted(self) -> Wanted:
+        self._given = inputs
+        self.wanted = Wanted(self.plan.reads)
         """What the step asks for now; at first, what it can know without an answer."""
-        return Wanted(self.plan.reads)
+        self._lookups: Lookups | None = None
+        if isinstance(program, RowsProgram):
+            elements = [leaf for element in draws.elements for leaf in element.leaves]
+            self._lookups = Lookups(program, [*inputs, *elements])
+            self.wanted = self._lookups.first()
 
     @property
     def reads(self) -> tuple[VariableSpec, ...]:
-        """The variables whose values `run` takes, in order."""
+        """The variables whose whole values it takes, in order."""
         return self.plan.reads
+
+    def unread(self) -> None:
+        """Gives the drawn elements back, because the step will not run. Of several
+        prepared steps the last one first."""
+        self._draws.unread()
 
     def advance(self, values: Sequence[np.ndarray]) -> Wanted | None:
         """Takes the answer to `wanted`; returns what the step asks for next.
@@ -95,52 +109,53 @@ class Prepared:
         Raises:
             IndexError: The step looks up a row that is not there.
         """
-        del values
-        return None
+        wanted = None if self._lookups is None else self._lookups.advance(values)
+        if wanted is not None:
+            self.wanted = wanted
+        return wanted
 
-    def unread(self) -> None:
-        """Gives the drawn elements back, because the step will not run. Of several
-        prepared steps the last one first."""
-        self._draws.unread()
-
-    def compute(
-        self, values: Sequence[np.ndarray]
-    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Arrays of the result and operands per update; they may not be ready yet."""
+    def compute(self, values: Sequence[np.ndarray]) -> Computed:
+        """Starts the computation; the arrays may not be ready yet."""
+        if self._lookups is not None:
+            return self._lookups.compute(values)
+        assert isinstance(self._program, Program)
         elements = [leaf for element in self._draws.elements for leaf in element.leaves]
-        return self._program(self._inputs, elements, list(values))
+        results, operands = self._program(self._given, elements, list(values))
+        return Computed(results, operands, lambda: self._updates(operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step.
 
-        ``values`` are those of ``reads``. They may be used without a copy, so nobody
-        may write to them while this runs; the result shares no memory with them.
+        ``values`` are the answer to the last `wanted`. They may be used without a copy,
+        so nobody may write to them while this runs; the result shares no memory with
+        them.
 
         Raises:
             TypeError, RuntimeError: The body cannot be captured, found by its second
                 trace when the program first runs.
+            IndexError: The step updates a row that is not there.
         """
         program = self._program
         if program.constant is not None:
             return program.constant
-        results, operands = self.compute(values)
-        _to_host(results, operands)
-        result = StepResult(
-            [np.asarray(array) for array in results],
-            self.plan.layout,
-            [
-                StepUpdate(
-                    planned.spec,
-                    planned.op,
-                    planned.optimizer,
-                    tuple([np.asarray(array) for array in arrays]),
-                )
-                for planned, arrays in zip(self.plan.updates, operands, strict=True)
-            ],
-        )
+        computed = self.compute(values)
+        computed.to_host()
+        leaves = [np.asarray(array) for array in computed.results]
+        result = StepResult(leaves, self.plan.layout, computed.updates())
         if self.plan.is_constant:
             program.constant = result
         return result
+
+    def _updates(self, operands: list[list[jax.Array]]) -> list[StepUpdate]:
+        found: list[StepUpdate] = []
+        for planned, arrays in zip(self.plan.updates, operands, strict=True):
+            host = tuple([np.asarray(array) for array in arrays])
+            if planned.table is not None:
+                found += split_rows(planned, host[0], host[1])
+            else:
+                spec, op = planned.spec, planned.op
+                found.append(StepUpdate(spec, op, planned.optimizer, host))
+        return found
 
 
 def run_eager(
@@ -192,17 +207,40 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     prepared = prepare(function, args, kwargs)
     plan = prepared.plan
     try:
-        values = read_all(plan.variables)
+        values = _answered(plan, prepared)
     except BaseException:
         prepared.unread()
         raise
-    results, operands = prepared.compute(values)
-    for (variable, optimizer), planned, arrays in zip(
-        plan.targets, plan.updates, operands, strict=True
-    ):
-        host = tuple([np.asarray(array) for array in arrays])
-        variable.home.update(variable, planned.op, host, optimizer)
-    return plan.out_structure.unflatten(results)
+    computed = prepared.compute(values)
+    _apply(plan, computed.updates())
+    return plan.out_structure.unflatten(computed.results)
+
+
+def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
+    """The last answer that the step wants, through the home of each variable."""
+    handles = {v.spec.key: v for v in plan.variables}
+    for lookup in plan.lookups:
+        handles.update((v.spec.key, v) for v in lookup.table.components)
+    wanted: Wanted | None = prepared.wanted
+    while wanted is not None:
+        values = read_all([handles[spec.key] for spec in wanted.reads])
+        values += read_parts([(handles[spec.key], at) for spec, at in wanted.rows])
+        wanted = prepared.advance(values)
+    return values
+
+
+def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
+    handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
+    rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
+    waiting: dict[int, Any] = {}
+    for update in updates:
+        key = update.spec.key
+        if key in waiting:  # a home takes updates of different variables together
+            update_all(list(waiting.values()))
+            waiting.clear()
+        rule = rules.get(update.optimizer)
+        waiting[key] = (handles[key], update.op, update.arrays, rule)
+    update_all(list(waiting.values()))
 
 
 def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -215,14 +253,6 @@ def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _as_jax(leaf: Any) -> Any:
     plain = isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUmM"
     return jax.numpy.array(leaf) if plain else leaf
-
-
-def _to_host(results: list[jax.Array], operands: list[list[jax.Array]]) -> None:
-    """Starts all transfers from an accelerator before the first one is waited for."""
-    if len(results) + len(operands) > 1:
-        for arrays in (results, *operands):
-            for array in arrays:
-                array.copy_to_host_async()
 
 
 def _frozen(array: Any) -> np.ndarray:

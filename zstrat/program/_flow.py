@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from jax.extend.core import Jaxpr, JaxprEqn, Var
+    from jax.extend.core import JaxprEqn, Var
 
 _CALLS: Final = frozenset(
     {
@@ -37,11 +37,16 @@ class Flow:
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         self._closed = closed
-        self._jaxpr: Jaxpr = closed.jaxpr
+        self._jaxpr: Any = closed.jaxpr
         self._masks = _masks(self._jaxpr, {})
         self._maker: dict[Var, JaxprEqn] = {
             var: eqn for eqn in self._jaxpr.eqns for var in eqn.outvars
         }
+
+    @property
+    def outputs(self) -> int:
+        """How many there are."""
+        return len(self._jaxpr.outvars)
 
     def inputs_of(self, outputs: Sequence[int]) -> int:
         """The inputs that any of these outputs (by number) depends on, as bits."""
@@ -64,25 +69,33 @@ class Flow:
         numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
         return numbers[0] if numbers else None
 
-    def part(self, outputs: Sequence[int]) -> tuple[Callable[..., Any], list[int]]:
+    def kind_of(self, output: int) -> Any:
+        """Shape and dtype of an output."""
+        return self._jaxpr.outvars[output].aval
+
+    def part(
+        self, outputs: Sequence[int], *, with_effects: bool = False
+    ) -> tuple[Callable[..., list[jax.Array]], list[int]]:
         """The part that computes these outputs: a function of some inputs, and which.
 
-        Side effects that nothing depends on are not in it.
+        ``with_effects``: what has a side effect is in it, too.
         """
         wanted = [self._jaxpr.outvars[number] for number in outputs]
         needed = {var for var in wanted if not isinstance(var, Literal)}
         kept: list[JaxprEqn] = []
         for eqn in reversed(self._jaxpr.eqns):
-            if any(var in needed for var in eqn.outvars):
+            acts = with_effects and bool(eqn.effects)
+            if acts or any(var in needed for var in eqn.outvars):
                 kept.append(eqn)
                 needed |= {v for v in eqn.invars if not isinstance(v, Literal)}
         invars = [var for var in self._jaxpr.invars if var in needed]
-        effects = no_effects.union(*[eqn.effects for eqn in kept])
-        pruned: Any = self._jaxpr.replace(
+        effects = set(no_effects).union(*[eqn.effects for eqn in kept])
+        pruned = self._jaxpr.replace(
             invars=invars, outvars=wanted, eqns=kept[::-1], effects=effects
         )
         run = jaxpr_as_fun(ClosedJaxpr(pruned, self._closed.consts))
-        used = self.inputs_of(outputs)
+        acts = with_effects and bool(self._jaxpr.effects)
+        used = -1 if acts else self.inputs_of(outputs)
         numbers = {var: n for n, var in enumerate(self._jaxpr.invars)}
         inputs = [numbers[var] for var in invars if used >> numbers[var] & 1]
 
@@ -112,7 +125,7 @@ class Flow:
             yield var
 
 
-def _moves_nothing(eqn: JaxprEqn) -> bool:
+def _moves_nothing(eqn: Any) -> bool:
     """Whether it gives the elements of its operand, of equal value, in their order."""
     match eqn.primitive.name:
         case "reshape" | "copy" | "copy_p" | "squeeze" | "stop_gradient":

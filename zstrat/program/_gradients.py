@@ -12,7 +12,6 @@ are captured) and outside of one (reads go to the home, at each call).
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,19 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr
 
-from zstrat.variables import Variable, is_staging, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
-from . import _refusals
-from ._eager import Immediate
-from ._fresh import apart, current_trace, fresh
+from ._difference import Difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Optimizer, Recorder
-    from zstrat.wire._messages import UpdateOp
-
-    from ._iterator import StepIterator
+    from ._substitution import Substitution
 
 Argnums = int | tuple[int, ...] | list[int]
 
@@ -88,81 +82,47 @@ def grad(
     return _Grad(both, has_aux)
 
 
-class Substitution:
-    """A recorder that hands out given arrays in place of the values of some variables.
-
-    Other reads go on to ``outer``; updates and draws are refused. If nothing is being
-    captured, a substituted read under jax.jit and the like is refused too: jax would
-    keep that trace with the array of this one, and `fresh` would compile every
-    operation again and again.
-    """
-
-    def __init__(self, outer: Recorder | None, values: dict[int, jax.Array]) -> None:
-        self.live = outer is None or _is_live(outer)
-        """Whether values are real, so that nothing is being captured."""
-        self._outer = Immediate() if outer is None else outer
-        self._values = values
-        inherited: tuple[int, ...] = ()
-        if isinstance(outer, Substitution):
-            inherited = outer.substituted
-        self.substituted: tuple[int, ...] = (*inherited, *sorted(values))
-        self._outermost: object = None
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Substitutes in what is inside; entered in the trace of the given arrays."""
-        self._outermost = current_trace()
-        before = recorder.set(self)
-        try:
-            with apart(("live", *self.substituted)) if self.live else fresh():
-                yield
-        finally:
-            recorder.reset(before)
-
-    def read(self, variable: Variable) -> jax.Array:
-        key = variable.spec.key
-        if key not in self._values:
-            return self._outer.read(variable)
-        if self.live and current_trace() != self._outermost:
-            raise _refusals.live_read_inside(variable.spec)
-        return self._values[key]
-
-    def update(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
-    ) -> None:
-        raise _refusals.update_inside(variable.spec, op.name)
-
-    def draw(self, iterator: StepIterator) -> Any:
-        raise _refusals.draw_inside()
-
-    def drew(self, leaf: object) -> bool:
-        return self._outer.drew(leaf)
-
-
 @dataclass(frozen=True, slots=True)
 class Differentiated:
     """A pytree of arrays and variables, cut for jax.
 
-    ``arrays`` is what jax differentiates, one per leaf; ``treedef`` rebuilds the pytree
-    with arrays in place of variables, and gives the gradients the same structure.
+    Per leaf ``arrays`` has what jax differentiates, None for a variable in parts, whose
+    value is read only if the function asks for it; ``variables`` the variable, if it is
+    one. ``treedef`` gives the gradients the same structure.
     """
 
     treedef: Any
-    arrays: list[jax.Array]
+    arrays: list[Any]
+    variables: list[AbstractVariable | None]
 
     @staticmethod
     def of(tree: Any, name: str) -> Differentiated:
         """Reads the variables in the tree, through the step or their home."""
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        leaves = [leaf for _, leaf in paths]
         arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
-        return Differentiated(treedef, arrays)
+        found = [
+            leaf if isinstance(leaf, AbstractVariable) else None for leaf in leaves
+        ]
+        return Differentiated(treedef, arrays, found)
 
-    def rebuilt(self, arrays: Sequence[Any]) -> Any:
-        return self.treedef.unflatten(arrays)
+    @property
+    def given(self) -> list[tuple[Any, Variable | None]]:
+        """The arrays that there are, with the variables that they are values of."""
+        return [
+            (array, variable if isinstance(variable, Variable) else None)
+            for array, variable in zip(self.arrays, self.variables, strict=True)
+            if array is not None
+        ]
+
+    def rebuilt(self, arrays: Iterator[Any]) -> Any:
+        """The tree with these in place of its arrays; variables in parts stay."""
+        return self.treedef.unflatten(
+            [
+                variable if array is None else next(arrays)
+                for array, variable in zip(self.arrays, self.variables, strict=True)
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,30 +137,25 @@ class _ValueAndGrad:
         numbers = self._numbers(len(args))
         cuts = [Differentiated.of(args[n], f"args[{n}]") for n in numbers]
         own = Differentiated.of(self.variables, "variables")
-        keys = [v.spec.key for v in jax.tree.leaves(self.variables)]
-        # One of each: a variable that is named twice has one gradient, not two halves.
-        distinct = dict(zip(keys, own.arrays, strict=True))
         outer = recorder.get()
-        # Then reads are refused, and must be: what `Substitution` read would be kept.
-        untold = outer is None and is_staging()
 
-        def inner(given: list[list[jax.Array]], values: dict[int, jax.Array]) -> Any:
-            rebuilt = list(args)
-            for n, part, arrays in zip(numbers, cuts, given, strict=True):
-                rebuilt[n] = part.rebuilt(arrays)
-            if untold:
+        def call(given: Sequence[Any], recording: Substitution | None) -> Any:
+            rebuilt, left = list(args), iter(given)
+            for n, part in zip(numbers, cuts, strict=True):
+                rebuilt[n] = part.rebuilt(left)
+            if recording is None:
                 return self.fn(*rebuilt, **kwargs)
-            with Substitution(outer, values).recording():
+            with recording.recording():
                 return self.fn(*rebuilt, **kwargs)
 
-        differentiate = jax.value_and_grad(inner, (0, 1), has_aux=self.has_aux)
-        value, (of_args, of_own) = differentiate([c.arrays for c in cuts], distinct)
+        difference = Difference(call, outer, self.has_aux, cuts, own)
+        value, gradients = difference.computed()
         if outer is None:
             # Reads under jax.jit are callbacks (see `Immediate`), which must have been
             # made before the caller goes on to update the variables.
-            jax.block_until_ready((value, of_args, of_own))  # type: ignore[no-untyped-call]
-        parts = [c.rebuilt(g) for c, g in zip(cuts, of_args, strict=True)]
-        return value, self._arranged(parts, own.rebuilt([of_own[key] for key in keys]))
+            jax.block_until_ready((value, gradients))  # type: ignore[no-untyped-call]
+        parts = [c.treedef.unflatten(g) for c, g in zip(cuts, gradients, strict=False)]
+        return value, self._arranged(parts, own.treedef.unflatten(gradients[-1]))
 
     def _numbers(self, count: int) -> tuple[int, ...]:
         numbers = () if self.argnums is None else self.argnums
@@ -229,28 +184,29 @@ class _Grad:
         return (gradients, value[1]) if self.has_aux else gradients
 
 
-def _is_live(outer: Recorder) -> bool:
-    return isinstance(outer, Immediate) or (
-        isinstance(outer, Substitution) and outer.live
-    )
-
-
-def _floating(leaf: Any, place: str) -> jax.Array:
+def _floating(leaf: Any, place: str) -> Any:
     if isinstance(leaf, float | complex):
-        return leaf  # type: ignore[return-value]  # jax takes it, and it stays weak
-    array = jnp.asarray(leaf.value() if isinstance(leaf, Variable) else leaf)
+        return leaf  # jax takes it, and it stays weak
+    in_parts = isinstance(leaf, AbstractVariable) and not isinstance(leaf, Variable)
+    array = leaf
+    if not in_parts:
+        array = jnp.asarray(leaf.value() if isinstance(leaf, Variable) else leaf)
     if not jnp.issubdtype(array.dtype, jnp.inexact):
-        what = str(leaf.spec) if isinstance(leaf, Variable) else f"{array.dtype} array"
+        what = f"{array.dtype} array"
+        if isinstance(leaf, AbstractVariable):
+            what = str(leaf.table if in_parts else leaf.components[0].spec)
         raise TypeError(
             f"cannot differentiate with respect to {place}, {what}: gradients need a "
             "floating dtype. Leave it out of what is differentiated"
         )
-    return array
+    return None if in_parts else array
 
 
 def _require_variables(variables: Any) -> None:
     leaves = jax.tree.leaves(variables)
-    wrong = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Variable)]
+    wrong = [
+        type(leaf).__name__ for leaf in leaves if not isinstance(leaf, AbstractVariable)
+    ]
     if wrong or not leaves:
         found = wrong[0] if wrong else "nothing"
         raise ValueError(

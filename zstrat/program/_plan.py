@@ -4,11 +4,15 @@ A plan is found by tracing the body once under abstract values (discovery). It s
 which variables are read and updated, how many elements are drawn from which iterator
 and what comes back. The coordinator needs no more than this; a worker compiles it into
 a `Program`.
+
+A body with lookups is traced once more, with rows as inputs and ids as outputs. What
+depends on what in that trace tells which rows can be asked for with the first request
+and which only after an answer, and each part of the program is cut out of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +23,16 @@ import numpy as np
 from zstrat.variables import LOCAL
 
 from . import _refusals
-from ._capture import Capture, Discovery
+from ._capture import Capture, Discovery, Replay
+from ._flow import Flow
 from ._iterator import StepIterator
+from ._lookups import PlannedLookup
 from ._structure import ResultLayout, Structure, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Optimizer, Variable, VariableSpec
+    from zstrat.variables import Optimizer, Table, Variable, VariableSpec
     from zstrat.wire._messages import UpdateOp
 
     from ._capture import Recorded
@@ -37,13 +43,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlannedUpdate:
-    """One update. ``optimizer`` is 0 for none; ``where`` is the user's line."""
+    """One update. ``optimizer`` is 0 for none; ``where`` is the user's line.
 
-    spec: VariableSpec
+    With a ``table`` it is one of rows; ``specs`` are then those of the components.
+    """
+
+    specs: tuple[VariableSpec, ...]
     op: UpdateOp
     optimizer: int
     operands: tuple[jax.ShapeDtypeStruct, ...]
     where: str
+    table: Table | None = None
+
+    @property
+    def spec(self) -> VariableSpec:
+        """The variable that is updated, or the first component."""
+        return self.specs[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class Plan:
     arguments, in the order of the draws; ``out_specs`` are the arrays of the result.
 
     ``variables`` are the handles behind ``reads``; ``targets`` the variables and
-    optimizers behind ``updates``.
+    optimizers behind ``updates``. ``lookups`` are in the order of the body.
     """
 
     function: str
@@ -89,17 +104,26 @@ class Plan:
     has_effects: bool
     asked_context: bool
     variables: tuple[Variable, ...]
-    targets: tuple[tuple[Variable, Optimizer | None], ...]
+    targets: tuple[tuple[tuple[Variable, ...], Optimizer | None], ...]
+    lookups: tuple[PlannedLookup, ...] = ()
 
     @property
     def has_lookups(self) -> bool:
         """Whether it reads rows of tables, which each run asks for anew."""
-        return False
+        return bool(self.lookups)
 
     @property
     def levels(self) -> int:
         """Requests, one after the other, before it can run."""
-        return 1
+        return 1 + max((lookup.level for lookup in self.lookups), default=0)
+
+    @property
+    def specs(self) -> list[VariableSpec]:
+        """All variables that it reads, looks rows up in, or updates."""
+        tables = [lookup.table.components for lookup in self.lookups]
+        found = [*self.reads, *(v.spec for components in tables for v in components)]
+        found += [spec for update in self.updates for spec in update.specs]
+        return list(dict.fromkeys(found))
 
     @property
     def read_only(self) -> bool:
@@ -109,8 +133,8 @@ class Plan:
     @property
     def is_constant(self) -> bool:
         """Whether every run gives the same result and does nothing else."""
-        moving = self.has_inputs or self.draws or self.reads or self.updates
-        return not moving and not self.has_effects
+        moving = self.has_inputs or self.draws or self.updates
+        return not (moving or self.reads or self.lookups) and not self.has_effects
 
     @property
     def draws_per_step(self) -> Mapping[int, int]:
@@ -133,10 +157,25 @@ class Plan:
         Raises:
             ValueError: Names the variables.
         """
-        specs = (*self.reads, *(update.spec for update in self.updates))
-        local = dict.fromkeys(str(spec) for spec in specs if spec.ps == LOCAL)
+        local = [str(spec) for spec in self.specs if spec.ps == LOCAL]
         if local:
             raise _refusals.not_shared(f"the step function {self.function!r}", *local)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The body of a step with lookups, as a program: from the leaves of arguments and
+    of elements, the values of ``reads`` and the rows of each lookup, to ``results``
+    arrays of the result, the operands of each update, and the ids of each lookup.
+
+    Of its ``reads`` the plan leaves out those that nothing depends on; ``kept`` are the
+    others, by number. ``inputs`` is how many leaves come before the values.
+    """
+
+    closed: Any
+    inputs: int
+    reads: int
+    kept: tuple[int, ...]
 
 
 def discover(
@@ -144,8 +183,8 @@ def discover(
     fn: Callable[..., Any],
     call: Call,
     supply: Callable[[int, StepIterator], Element],
-) -> tuple[Plan, Template]:
-    """Traces the body once.
+) -> tuple[Plan, Template | Traced]:
+    """Traces the body, once or, if it looks rows up, twice.
 
     ``supply`` gives the elements that the body draws: real ones, or ones that consist
     of ``ShapeDtypeStruct``.
@@ -178,7 +217,87 @@ def discover(
     capture, structure = found[-1]
     _refuse_leaks(step, closed, len(results), capture.updates)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
+    if plan.lookups:
+        return _traced(plan, template, call, elements)
     return plan, _empty(template, [element.treedef for element in elements])
+
+
+def _traced(
+    plan: Plan, template: Template, call: Call, elements: Sequence[Element]
+) -> tuple[Plan, Traced]:
+    """The second trace of a body with lookups, and the plan with their levels."""
+    keys = [spec.key for spec in plan.reads]
+
+    def replayed(inputs: Any, drawn: Any, values: Any, rows: Any) -> Any:
+        known = dict(zip(keys, values, strict=True))
+        feed = Replay(plan.function, known, drawn, rows)
+        capture = Capture(feed, template.iterators)
+        structure, arrays = template.run(capture, inputs)
+        require_same(plan, capture, structure)
+        return (
+            arrays,
+            [list(update.operands) for update in capture.updates],
+            [lookup.ids for lookup in capture.lookups],
+        )
+
+    drawn = [element.treedef.unflatten(element.leaves) for element in elements]
+    values = [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads]
+    rows = [
+        _shaped((*lookup.shape, *lookup.table.shape[1:]), lookup.table.dtype)
+        for lookup in plan.lookups
+    ]
+    with _refusals.in_our_words(plan.function):
+        closed = jax.make_jaxpr(replayed)(call.inputs, drawn, values, rows)
+    inputs = len(closed.in_avals) - len(values) - len(rows)
+    kept, levels = _levels(closed, inputs, len(values), len(rows))
+    plan = replace(
+        plan,
+        reads=tuple([plan.reads[n] for n in kept]),
+        variables=tuple([plan.variables[n] for n in kept]),
+        lookups=tuple(
+            [replace(x, level=n) for x, n in zip(plan.lookups, levels, strict=True)]
+        ),
+    )
+    return plan, Traced(closed, inputs, len(values), kept)
+
+
+def _levels(
+    closed: Any, inputs: int, reads: int, lookups: int
+) -> tuple[tuple[int, ...], list[int]]:
+    """The reads that anything depends on, and the level of each lookup."""
+    flow = Flow(closed)
+    outputs = len(closed.jaxpr.outvars)
+    used = -1 if closed.effects else flow.inputs_of(range(outputs))
+    kept = tuple([n for n in range(reads) if used >> (inputs + n) & 1])
+    levels: list[int] = []
+    for number in range(lookups):
+        needs = flow.inputs_of([outputs - lookups + number]) >> inputs
+        behind = [levels[n] for n in range(number) if needs >> (reads + n) & 1]
+        if needs & ((1 << reads) - 1):
+            behind.append(0)
+        levels.append(1 + max(behind, default=-1))
+    return kept, levels
+
+
+def require_same(plan: Plan, capture: Capture, structure: Structure) -> None:
+    """Refuses a trace that is not the one that made the plan.
+
+    Raises:
+        RuntimeError: The body depends on more than its arguments.
+    """
+    made = [
+        (tuple([v.spec for v in update.variables]), update.op)
+        for update in capture.updates
+    ]
+    if made != [(update.specs, update.op) for update in plan.updates]:
+        raise _refusals.changed(plan.function, "its updates are others")
+    looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
+    if looked != [(lookup.table, lookup.shape) for lookup in plan.lookups]:
+        raise _refusals.changed(plan.function, "its lookups are others")
+    if tuple(capture.draws) != plan.draws:
+        raise _refusals.changed(plan.function, "it draws other elements")
+    if structure != plan.out_structure:
+        raise _refusals.changed(plan.function, "its result has another structure")
 
 
 def _plan(
@@ -195,11 +314,12 @@ def _plan(
         tuple(variable.spec for variable in capture.reads.values()),
         tuple(
             PlannedUpdate(
-                update.variable.spec,
+                tuple([variable.spec for variable in update.variables]),
                 update.op,
                 update.optimizer.id if update.optimizer is not None else 0,
                 tuple(shapes),
                 update.where,
+                update.table,
             )
             for update, shapes in zip(capture.updates, operands, strict=True)
         ),
@@ -210,7 +330,11 @@ def _plan(
         bool(closed.effects),
         capture.asked_context,
         tuple(capture.reads.values()),
-        tuple((update.variable, update.optimizer) for update in capture.updates),
+        tuple((update.variables, update.optimizer) for update in capture.updates),
+        tuple(
+            PlannedLookup(lookup.table, lookup.ids.shape, 0, lookup.where)
+            for lookup in capture.lookups
+        ),
     )
 
 
@@ -239,6 +363,14 @@ def _empty(template: Template, elements: Sequence[TreeDef]) -> Template:
     )
 
 
+def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    shaped: jax.ShapeDtypeStruct = made(
+        tuple(shape), jax.dtypes.canonicalize_dtype(dtype)
+    )
+    return shaped
+
+
 def _refuse_leaks(
     step: str, closed: Any, results: int, updates: Sequence[Recorded]
 ) -> None:
@@ -255,6 +387,6 @@ def _refuse_leaks(
     for number, var in enumerate(outputs):
         if var in foreign and number >= results:
             update = owners[number - results]
-            what = f"an update of {update.variable.spec}"
+            what = f"an update of {update.target}"
             raise _refusals.leaked(step, what, update.where)
     raise _refusals.leaked(step, "the body", step)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ._compile import Program
 from ._context import worker_context
 from ._iterator import Element
-from ._plan import discover
+from ._plan import Traced, discover
+from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
 
 if TYPE_CHECKING:
@@ -47,13 +48,13 @@ class Signature:
 
     draws: tuple[int, ...] = ()
     asks_context: bool = False
-    programs: dict[Hashable, Program] = field(default_factory=dict)
+    programs: dict[Hashable, Program | RowsProgram] = field(default_factory=dict)
 
-    def find(self, elements: Sequence[Element]) -> Program | None:
+    def find(self, elements: Sequence[Element]) -> Program | RowsProgram | None:
         """The program for these elements in the current worker context."""
         return self.programs.get(self._name(elements))
 
-    def add(self, elements: Sequence[Element], program: Program) -> None:
+    def add(self, elements: Sequence[Element], program: Program | RowsProgram) -> None:
         """Keeps a program that was just traced."""
         self.draws = program.plan.draws
         self.asks_context = self.asks_context or program.plan.asked_context
@@ -157,7 +158,7 @@ class Programs:
 
     def find(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Program, Draws]:
+    ) -> tuple[Program | RowsProgram, Draws]:
         """The program for a call, and the elements that it draws.
 
         Raises:
@@ -174,7 +175,7 @@ class Programs:
                     program = self._traced(call, args, kwargs, draws)
         return program, draws
 
-    def _known(self, call: Call, draws: Draws) -> Program | None:
+    def _known(self, call: Call, draws: Draws) -> Program | RowsProgram | None:
         signature = self._signatures.get(call.key)
         if signature is None:
             return None
@@ -186,15 +187,19 @@ class Programs:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         draws: Draws,
-    ) -> Program:
+    ) -> Program | RowsProgram:
         try:
             require_traceable(args, kwargs)
-            plan, template = discover(self._step, self._fn, call, draws.supply)
+            plan, body = discover(self._step, self._fn, call, draws.supply)
         except BaseException:
             draws.unread()
             raise
         draws.keep_used()
-        program = Program(plan, template)
+        program: Program | RowsProgram
+        if isinstance(body, Traced):
+            program = RowsProgram(plan, body)
+        else:
+            program = Program(plan, body)
         signature = self._signatures.setdefault(call.key, Signature())
         signature.add(draws.elements, program)
         self._forget_oldest()

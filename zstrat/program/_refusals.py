@@ -133,12 +133,31 @@ def draw_inside() -> RuntimeError:
     )
 
 
-def rows_for_an_optimizer(variable: object) -> ValueError:
-    """`IndexedSlices` as the gradient of a variable on a parameter server."""
-    return ValueError(
-        f"{here()}: the gradient of {variable} is an IndexedSlices, and the optimizers "
-        "of a parameter server take dense gradients: pass an array, "
-        "slices.to_dense() for IndexedSlices(values, indices, dense_shape=v.shape)"
+def lookup_inside(table: object) -> RuntimeError:
+    """A lookup under jax.jit, jax.grad, lax.scan and the like."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up inside a function that jax "
+        "transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan, ...), where their ids "
+        "are not known to the step. Look them up before, in the body of the "
+        "zs.function, and pass the rows in (ids may have any shape); for gradients "
+        "with respect to the table use zs.value_and_grad in place of jax.grad"
+    )
+
+
+def lookup_after_update(table: object, where: str) -> RuntimeError:
+    """The rows that a lookup gives are those before the step."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up after the same step updated it (at "
+        f"{where}). Look them up before the update, or read value(), the whole of it"
+    )
+
+
+def lookup_not_ready(table: object) -> RuntimeError:
+    """A lookup in what jax stages out, while nothing is captured."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up inside a function that jax "
+        "transforms (jax.jit, jax.vmap, jax.lax.scan, ...), so its ids have no value "
+        "now. Look them up before and pass the rows in, or do it in a zs.function"
     )
 
 

@@ -25,16 +25,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zstrat.variables import Optimizer, Recorder, Variable, read_all, recorder
+from zstrat.variables import (
+    Optimizer,
+    Recorder,
+    Table,
+    Variable,
+    read_all,
+    recorder,
+)
 
 from ._capture import Capture, Discovery, Replay
 from ._collective import AXIS, aggregate
 from ._context import asked
+from ._eager import Immediate
+from ._flow import Flow
+from ._where import claimed
 
 if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
-    from ._capture import Feed, Recorded
+    from ._capture import Feed, RecordedLookup
     from ._iterator import Element, StepIterator
 
 # jax's stubs leave it untyped.
@@ -79,30 +89,46 @@ def replicate(
     """
     shared = [jnp.asarray(x) for x in shared]
     split = [jnp.asarray(x) for x in split]
-    variables = _discover(fn, shared, split, count)
-    outside = recorder.get()
-    if outside is None:
+    found = _discover(fn, shared, split, count)
+    variables = list(found.reads.values())
+    recording = recorder.get()
+    outside = Immediate() if recording is None else recording
+    if recording is None:
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
-        values = [outside.read(variable) for variable in variables]
+        values = [recording.read(variable) for variable in variables]
     keys = [variable.spec.key for variable in variables]
+
+    def given(values: Any, rows: Any) -> Replay:
+        return Replay("strategy.run", dict(zip(keys, values, strict=True)), (), rows)
+
+    def mapped(one: Callable[..., Any], rows: Sequence[Any]) -> Any:
+        own = [*split, *rows]
+        return _mapped(one, count, devices)(values, shared, own)
+
+    rows = _looked_up(fn, found, given, mapped, len(split), outside)
     traced: list[_Traced] = []
 
     def one(values: Any, shared: Any, own: Any) -> tuple[list[Any], list[Any]]:
-        known = dict(zip(keys, values, strict=True))
-        replica = _Replica(Replay("strategy.run", known, ()))
+        own, rows = own[: len(split)], own[len(split) :]
+        replica = _Replica(given(values, rows))
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, own))
         traced[:] = [_Traced(leaves, treedef, replica.capture)]
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         return arrays, [update.operands for update in replica.capture.updates]
 
-    arrays, operands = _mapped(one, count, devices)(values, shared, split)
+    arrays, operands = mapped(one, rows)
     (region,) = traced
     if region.capture.asked_context and (tell := asked.get()) is not None:
         tell()
     for update, combined in zip(region.capture.updates, operands, strict=True):
-        _update(outside, update, tuple(combined))
+        if update.table is not None:
+            index, new = combined
+            outside.update_rows(update.table, update.op, (index, new), update.optimizer)
+        else:
+            (variable,) = update.variables
+            outside.update(variable, update.op, tuple(combined), update.optimizer)
     return region.result([Stacked(array) for array in arrays])
 
 
@@ -154,6 +180,19 @@ class _Replica:
         combined = aggregate(variable, op, operands)
         self.capture.update(variable, op, combined, optimizer)
 
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        return self.capture.lookup(table, ids)
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        index, rows = aggregate(table.components[0], op, operands)
+        self.capture.update_rows(table, op, (index, rows), optimizer)
+
     def drew(self, leaf: object) -> bool:
         del leaf  # nothing is drawn in here
         return False
@@ -171,8 +210,8 @@ class _Replica:
 
 def _discover(
     fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Any], count: int
-) -> list[Variable]:
-    """The variables that the function reads, in order of their first read.
+) -> Capture:
+    """What the function reads and looks up.
 
     The step itself is not asked inside this trace: what it handed out here would belong
     to a trace that ends before the step does.
@@ -189,7 +228,59 @@ def _discover(
         abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=count
     )
     jax.eval_shape(mapped, jnp.int8(0), list(shared), list(split))
-    return list(probes[0].capture.reads.values())
+    return probes[0].capture
+
+
+def _looked_up(
+    fn: ReplicaFunction,
+    found: Capture,
+    given: Callable[[Any, Any], Replay],
+    mapped: Callable[[Callable[..., Any], Sequence[Any]], Any],
+    own: int,
+    outside: Recorder,
+) -> list[jax.Array]:
+    """The rows of the replicas' lookups, ``[count, ...]`` each, looked up in the step.
+
+    The replicas compute the ids that need no rows, and nothing else; with these rows
+    the ids that need no others; and so on.
+    """
+    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    rows: dict[int, jax.Array] = {}
+    ready: list[int] = []
+
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
+            replica = _Replica(given(values, rows))
+            with replica.recording():
+                fn(shared, mine)
+            return [lookup.ids for lookup in replica.capture.lookups]
+
+        known = dict(zip(sorted(rows), mine[own:], strict=True))
+        own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
+        args = (values, shared, mine[:own], own_rows)
+        flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
+        unknown = sum(
+            1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+        )
+        left = [n for n in range(len(kinds)) if n not in rows]
+        ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
+        part, needed = flow.part(ready)
+        return part(*[leaves[n] for n in needed]), []
+
+    while len(rows) < len(kinds):
+        computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
+        for number, ids in zip(tuple(ready), computed, strict=True):
+            lookup = found.lookups[number]
+            with claimed(lookup.where):
+                rows[number] = outside.lookup(lookup.table, ids)
+    return [rows[n] for n in range(len(kinds))]
+
+
+def _rows_kind(lookup: RecordedLookup) -> Any:
+    table = lookup.table
+    dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return kind((*lookup.ids.shape, *table.shape[1:]), dtype)
 
 
 def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
@@ -224,14 +315,3 @@ def _mapped(
         # to say when they are summed.
         check_vma=False,
     )
-
-
-def _update(
-    outside: Recorder | None, update: Recorded, operands: tuple[jax.Array, ...]
-) -> None:
-    variable, op = update.variable, update.op
-    if outside is None:
-        plain = tuple(np.asarray(x) for x in operands)
-        variable.home.update(variable, op, plain, update.optimizer)
-    else:
-        outside.update(variable, op, operands, update.optimizer)

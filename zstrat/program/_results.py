@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import jax
     import numpy as np
 
     from zstrat.variables import VariableSpec
@@ -29,3 +32,19 @@ class StepResult(NamedTuple):
     leaves: list[np.ndarray]
     layout: ResultLayout
     updates: list[StepUpdate]
+
+
+class Computed(NamedTuple):
+    """A step that computes: its results, and all other arrays that it makes.
+    ``updates`` waits for these and makes of them what the step wants done."""
+
+    results: list[jax.Array]
+    operands: Sequence[Sequence[jax.Array]]
+    updates: Callable[[], list[StepUpdate]]
+
+    def to_host(self) -> None:
+        """Starts all transfers from an accelerator before the first is waited for."""
+        if len(self.results) + len(self.operands) > 1:
+            for arrays in (self.results, *self.operands):
+                for array in arrays:
+                    array.copy_to_host_async()

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.variables import Optimizer, Variable
+from zstrat.variables import AbstractVariable, Optimizer, Variable
 
 from . import _refusals
 from ._iterator import Element, StepIterator
@@ -90,6 +90,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             marks.append(_iterator_mark(leaf, iterators))
         elif isinstance(leaf, Variable):
             marks.append(leaf.spec)
+        elif isinstance(leaf, AbstractVariable):
+            marks.append((kind, *[part.spec for part in leaf.components]))
         elif isinstance(leaf, Optimizer):
             marks.append((Optimizer, leaf.id))
         else:
@@ -189,6 +191,8 @@ def _words(leaf: Any) -> str:
         return "an iterator"
     if isinstance(leaf, Variable):
         return str(leaf.spec)
+    if isinstance(leaf, AbstractVariable):
+        return str(leaf.table)
     if type(leaf) in _NUMBERS:
         return f"a Python {type(leaf).__name__}"
     return f"{type(leaf).__name__} {leaf!r:.60}"

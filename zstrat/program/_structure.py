@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from zstrat.variables import Variable
+from zstrat.variables import AbstractVariable, Variable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +87,8 @@ def split(
     for path, leaf in paths:
         if isinstance(leaf, Variable):
             leaf = read(leaf)
+        elif isinstance(leaf, AbstractVariable):
+            leaf = leaf.value()
         if isinstance(leaf, _STATIC) and not isinstance(leaf, np.generic):
             slots.append(Static(_static(leaf, path)))
             continue

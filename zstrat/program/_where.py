@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import sysconfig
 import traceback
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +19,7 @@ import jax
 import jaxlib
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
 _MACHINERY: Final = tuple(
@@ -35,8 +37,23 @@ _LIBRARY: Final = tuple(
 _PACKAGES: Final = ("/site-packages/", "/dist-packages/")
 
 
+_claimed: Final[ContextVar[str | None]] = ContextVar("zstrat_claimed", default=None)
+
+
+@contextmanager
+def claimed(where: str) -> Iterator[None]:
+    """What is done inside is done on behalf of another line, which `here` tells."""
+    before = _claimed.set(where)
+    try:
+        yield
+    finally:
+        _claimed.reset(before)
+
+
 def here() -> str:
     """``file:line (function)`` of the user's code that is running now."""
+    if (where := _claimed.get()) is not None:
+        return where
     walked = traceback.walk_stack(inspect.currentframe())
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in walked]
     return _chosen(frames[::-1])

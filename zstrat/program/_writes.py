@@ -12,30 +12,68 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from zstrat.variables import TableLayout
 from zstrat.wire._messages import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.variables import Optimizer, Table, Variable
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One update: what the step did, and the user's line that did it."""
+    """One update: what the step did, and the user's line that did it.
 
-    variable: Variable
+    ``variables`` is the one that is updated or, with a ``table``, its components.
+    """
+
+    variables: tuple[Variable, ...]
     op: UpdateOp
     operands: tuple[jax.Array, ...]
     optimizer: Optimizer | None
     where: str
+    table: Table | None = None
+
+    @property
+    def variable(self) -> Variable:
+        """The variable, or the first component."""
+        return self.variables[0]
+
+    @property
+    def target(self) -> str:
+        """What is updated, in words."""
+        return str(self.variables[0].spec if self.table is None else self.table)
 
 
-def written(value: jax.Array, writes: Sequence[Recorded]) -> jax.Array:
+Write = tuple[Recorded, int]
+"""An update, and which of its variables is meant."""
+
+
+def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
     """``value`` after the updates, in order. Shape and dtype stay as they are."""
-    for write in writes:
-        value = _after(value, write.op, write.operands)
+    for update, number in writes:
+        operands = update.operands
+        if update.table is not None and len(update.variables) > 1:
+            operands = (
+                rows_of_component(update.table, number, operands[0]),
+                operands[1],
+            )
+        value = _after(value, update.op, operands)
     return value
+
+
+def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:
+    """Indices of the table as rows of one component; those of others are behind its
+    last row, where jax drops them."""
+    height = table.components[component].shape[0]
+    indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
+    if table.layout is TableLayout.MOD:
+        count = len(table.components)
+        return jnp.where(indices % count == component, indices // count, height)
+    first = int(table.offsets[component])
+    inside = (indices >= first) & (indices < first + height)
+    return jnp.where(inside, indices - first, height)
 
 
 def _after(

@@ -1,0 +1,75 @@
+"""Updates of rows on their way out of a step: which component gets which of them.
+
+Gradients and sums are added up here, one row per index: they travel once, and the
+optimizer takes one step for each row. What is not additive keeps its duplicates, in
+their order, and of rows that replace only the last one is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.rows import runs, sums
+from zstrat.wire._messages import UpdateOp
+
+from ._results import StepUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.variables import VariableSpec
+
+    from ._plan import PlannedUpdate
+
+SUMMED: Final = frozenset(
+    {UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_ADD, UpdateOp.SCATTER_SUB}
+)
+"""Updates in which the rows of one index are added."""
+
+Part = tuple["VariableSpec", slice, np.ndarray]
+"""A component, and which of the summed rows are its, for which of its own rows."""
+
+
+def parted(
+    update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
+) -> list[StepUpdate]:
+    """The updates of components whose share of summed rows is known."""
+    return [
+        StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
+        for spec, where, indices in parts
+    ]
+
+
+def split(
+    update: PlannedUpdate, indices: np.ndarray, rows: np.ndarray
+) -> list[StepUpdate]:
+    """The updates of the components, from indices ``[n]`` of the table and rows.
+
+    Raises:
+        IndexError: The table has no such row. Names it and the user's line.
+    """
+    table = update.table
+    assert table is not None
+    try:
+        table.require_inside(indices)
+    except IndexError as error:
+        raise IndexError(f"{update.where}: {error}") from None
+    found = runs(indices)
+    if update.op in SUMMED:
+        ordered, rows = found.unique, sums(found, rows)
+    elif update.op is UpdateOp.SCATTER_UPDATE:
+        last = found.order[found.starts + found.counts - 1]
+        ordered, rows = found.unique, rows[last]
+    else:
+        ordered, rows = indices[found.order].astype(np.int64), rows[found.order]
+    return [
+        StepUpdate(
+            update.specs[piece.component],
+            update.op,
+            update.optimizer,
+            (piece.local, rows[piece.positions]),
+        )
+        for piece in table.pieces(ordered)
+    ]
