@@ -164,10 +164,7 @@ class _Gathered:
         return parts
 
     def _of_leaf(
-        self,
-        array: Any,
-        variable: AbstractVariable | None,
-        numbers: Iterator[int] | None,
+        self, variable: AbstractVariable | None, numbers: Iterator[int] | None
     ) -> Any:
         if isinstance(variable, Variable) or variable is None:
             number = None if numbers is None else next(numbers)

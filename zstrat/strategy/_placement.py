@@ -192,7 +192,7 @@ class ServerVariables:
         Raises:
             NotFoundError: Names the variables and optimizers.
         """
-        specs = (*plan.reads, *(update.spec for update in plan.updates))
+        specs = plan.specs
         strangers = [
             f"{spec} (key {spec.key})"
             for spec in specs
