@@ -23,6 +23,9 @@ A host buffer that goes to XLA is read there, never donated: donation of memory 
 numpy owns is declined by XLA, and afterwards the cell is in the device state, where
 nobody writes the old buffer. Going back, a plain update computes from the device value
 into a new host buffer.
+
+A *pin* (`zstrat.ps._pins`) keeps a value for longer than a lease, and for less: updates
+of rows go on in place while it saves what they overwrite, all others go beside.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from typing import Any, Final
 import numpy as np
 
 from zstrat.errors import UnavailableError
+
+from ._pins import Pin
 
 ALIGNMENT: Final = 64
 """XLA shares host memory so aligned, in place of copying it; also a cache line."""
@@ -92,6 +97,7 @@ class Cell:
         "_device",
         "_idle",
         "_lost",
+        "_pins",
         "_spare",
         "_writing",
         "dtype",
@@ -135,6 +141,9 @@ class Cell:
         self._buffer, self._device = buffer, device
         self._spare: _Buffer | None = None
         self._writing: _Buffer | None = None
+        self._pins: tuple[Pin, ...] = ()
+        """Those that share the buffer with the value: none while it is on the device.
+        """
         self._idle = 0
         self._lost = ""
 
@@ -145,8 +154,29 @@ class Cell:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the next plain update cannot work in place."""
-        return self._buffer is None or self._buffer.is_leased
+        """Whether the next update of rows cannot work in place."""
+        buffer = self._buffer
+        return buffer is None or buffer.is_leased or not self._logs_rows()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether an update of the whole value, too, has to go beside it."""
+        if self._pins:
+            self._pins = tuple(pin for pin in self._pins if not pin.is_over)
+        return bool(self._pins)
+
+    def pin(self) -> Pin:
+        """Keeps the value as it is now, until the pin is over. Costs nothing yet.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        self.require()
+        if self._buffer is None:
+            return Pin(self._view(), frozen=True)
+        pin = Pin(self._buffer.array, frozen=False)
+        self._pins = (*self._pins, pin)
+        return pin
 
     def lease(self) -> np.ndarray:
         """The value, read-only and without a copy; it never changes afterwards."""
@@ -154,11 +184,12 @@ class Cell:
             return self._buffer.lease()
         return self._view()
 
-    def reserve(self, *, anew: bool) -> None:
+    def reserve(self, *, anew: bool, rows: bool = False) -> None:
         """Makes sure that the next update by numpy can begin.
 
         Args:
             anew: It does not need the old value.
+            rows: It is an update of rows (`begin_rows`).
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -166,7 +197,8 @@ class Cell:
         """
         if not anew:
             self.require()
-        if self.is_shared and (self._spare is None or self._spare.is_leased):
+        beside = self.is_shared or (self.is_pinned and not rows)
+        if beside and (self._spare is None or self._spare.is_leased):
             self._spare = _Buffer(aligned(self.shape, self.dtype))
 
     def require(self) -> None:
@@ -194,6 +226,13 @@ class Cell:
             Where they are, among all the others: to be read and written, and nothing
             but those rows; then `settle`.
         """
+        buffer = self._buffer
+        if buffer is not None and not buffer.is_leased and self._logs_rows():
+            for pin in self._pins:
+                pin.save(indices)
+            self._rest()
+            self._writing = buffer
+            return buffer.array
         source, out = self.begin()
         if out is not source:
             np.copyto(out, source)
@@ -206,7 +245,7 @@ class Cell:
     def overwrite(self) -> np.ndarray:
         """Starts an update that does not need the old value; `settle` ends it too."""
         buffer = self._buffer
-        if buffer is not None and not buffer.is_leased:
+        if buffer is not None and not buffer.is_leased and not self.is_pinned:
             self._rest()
             self._writing = buffer
         else:
@@ -220,6 +259,7 @@ class Cell:
         """Makes the array that `begin` handed out the value."""
         assert self._writing is not None, "settle() without begin()"
         if self._buffer is not None and self._buffer is not self._writing:
+            self._leave(self._buffer)
             self._spare = self._buffer
         self._buffer, self._device, self._writing = self._writing, None, None
         self._lost = ""
@@ -235,11 +275,22 @@ class Cell:
 
     def take_back(self, value: object) -> None:
         """Makes a fresh, immutable array of XLA's the value."""
+        if self._buffer is not None:
+            self._leave(self._buffer)
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
         """XLA failed while it wrote in place: nothing is there until it is assigned."""
         self._device, self._lost = None, why
+
+    def _logs_rows(self) -> bool:
+        return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
+
+    def _leave(self, buffer: _Buffer) -> None:
+        """The value goes elsewhere; what was pinned stays."""
+        for pin in self._pins:
+            pin.freeze(buffer.lease())
+        self._pins = ()
 
     def _view(self) -> np.ndarray:
         self.require()
