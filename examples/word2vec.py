@@ -319,7 +319,7 @@ def main():
             return 130
         seconds = time.perf_counter() - began
         vectors = training.words.numpy()
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     print(f"{len(history)} steps in {seconds:.1f} s")
     for word in options.words:
         found = nearest(vectors, corpus, word, 8, options.common)
