@@ -12,10 +12,14 @@ import platform
 import statistics
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES
+
+if TYPE_CHECKING:
+    from benchmarks.case import Case
 
 LONGEST = 300.0
 """Seconds that one run of a case may take."""
@@ -25,7 +29,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.one is not None:
         reading = CASES[arguments.one].measure()
-        print(json.dumps({"value": reading.value, "limit": reading.limit}))
+        print(json.dumps(asdict(reading)))
         return 0
     rows: list[dict[str, Any]] = []
     failed = False
@@ -43,6 +47,8 @@ def main() -> int:
     print("\nLimits, measured in the same runs:")
     for row in rows:
         print(f"  {row['name']}: {row['limit_is']}")
+        if row["also_is"]:
+            print(f"    {row['also_is']}: {_spread(row['also'])} {row['unit']}")
     return int(failed)
 
 
@@ -55,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(number: int) -> dict[str, float] | None:
+def _run(number: int) -> dict[str, Any] | None:
     command = [sys.executable, "-m", "benchmarks", "--one", str(number)]
     try:
         done = subprocess.run(
@@ -67,11 +73,11 @@ def _run(number: int) -> dict[str, float] | None:
     except subprocess.TimeoutExpired:
         print(f"{CASES[number].name}: not done in {LONGEST:g} s", file=sys.stderr)
         return None
-    reading: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    reading: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return reading
 
 
-def _row(case: Case, readings: list[dict[str, float]]) -> dict[str, Any]:
+def _row(case: Case, readings: list[dict[str, Any]]) -> dict[str, Any]:
     values = [reading["value"] for reading in readings]
     limits = [reading["limit"] for reading in readings]
     ratios = [value / limit for value, limit in zip(values, limits, strict=True)]
@@ -84,6 +90,8 @@ def _row(case: Case, readings: list[dict[str, float]]) -> dict[str, Any]:
         "limit_is": case.limit,
         "values": values,
         "limits": limits,
+        "also_is": case.also,
+        "also": [reading["also"] for reading in readings],
         "ratios": ratios,
     }
 

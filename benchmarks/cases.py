@@ -6,81 +6,27 @@ fresh processes and prints the table.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import raw
+from benchmarks import raw, saving, tables
+from benchmarks.case import Case, Reading, cluster, per_second, rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 MiB = 2**20
 LAYERS = (784, 512, 512, 10)
 MLP_SIZES = [4 * n for a, b in pairwise(LAYERS) for n in (a * b, b)]
 BATCH = 256
-
-
-@dataclass(frozen=True)
-class Reading:
-    value: float
-    limit: float
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    unit: str
-    reach: float
-    """The target: at least this, at most if ``lower``; of the limit if ``of_limit``."""
-    limit: str
-    """What the limit is, in words."""
-    measure: Callable[[], Reading]
-    lower: bool = False
-    of_limit: bool = False
-
-    @property
-    def target(self) -> str:
-        sign = "<=" if self.lower else ">="
-        if self.of_limit:
-            return f"{sign} {self.reach:g} of the limit"
-        return f"{sign} {self.reach:,g} {self.unit}"
-
-    def is_reached(self, value: float, ratio: float) -> bool:
-        got = ratio if self.of_limit else value
-        return got <= self.reach if self.lower else got >= self.reach
-
-
-@contextlib.contextmanager
-def cluster(
-    num_ps: int, num_workers: int, lane: str | None = None
-) -> Iterator[tuple[Any, Any]]:
-    """A local cluster on its default lane, with its strategy and coordinator."""
-    import zstrat as zs
-
-    with zs.LocalCluster(num_ps, num_workers, lane=lane) as local:
-        with zs.ParameterServerStrategy(local.resolver) as strategy:
-            yield strategy, zs.ClusterCoordinator(strategy)
-
-
-def _per_second(coordinator: Any, function: Any, count: int) -> float:
-    for _ in range(count // 5):
-        coordinator.schedule(function)
-    coordinator.join()
-    began = time.perf_counter()
-    for _ in range(count):
-        coordinator.schedule(function)
-    coordinator.join()
-    return count / (time.perf_counter() - began)
 
 
 def _trivial() -> Any:
@@ -97,7 +43,7 @@ def _trivial() -> Any:
 
 def closures() -> Reading:
     with cluster(1, 2) as (_, coordinator):
-        value = _per_second(coordinator, _trivial(), 30_000)
+        value = per_second(coordinator, _trivial(), 30_000)
     return Reading(value, raw.round_trips_per_second(2))
 
 
@@ -112,7 +58,7 @@ def scalar_reads() -> Reading:
         def read() -> Any:
             return scalar.value()
 
-        value = _per_second(coordinator, read, 10_000)
+        value = per_second(coordinator, read, 10_000)
     return Reading(value, raw.round_trips_per_second(1))
 
 
@@ -154,17 +100,6 @@ def push_64mb(lane: str) -> Reading:
     return Reading(value / 1e9, limit / 1e9)
 
 
-def _rate(amount: float, once: Callable[[], None], repeats: int) -> float:
-    for _ in range(3):
-        once()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - began)
-    return amount / statistics.median(times)
-
-
 def _mlp_parameters() -> list[np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = []
@@ -203,7 +138,7 @@ def mlp_pull_push() -> Reading:
             for weight in weights:
                 weight.assign_sub(weight.value() * 1e-6)
 
-        value = _per_second(coordinator, move, 1000)
+        value = per_second(coordinator, move, 1000)
     return Reading(value, raw.pull_push_per_second(MLP_SIZES, 300))
 
 
@@ -230,15 +165,7 @@ def mlp_training() -> Reading:
             return loss
 
         iterator = iter(coordinator.create_per_worker_dataset(dataset))
-        for _ in range(100):
-            coordinator.schedule(step, args=(iterator,))
-        coordinator.join()
-        count = 1000
-        began = time.perf_counter()
-        for _ in range(count):
-            coordinator.schedule(step, args=(iterator,))
-        coordinator.join()
-        value = count / (time.perf_counter() - began)
+        value = per_second(coordinator, step, 1000, (iterator,))
     return Reading(value, _local_gradients())
 
 
@@ -249,7 +176,7 @@ def _local_gradients() -> float:
     gradient = jax.jit(jax.value_and_grad(_mlp_loss))
     parameters = [jax.device_put(array) for array in _mlp_parameters()]
     x, y = _batch()
-    return _rate(1, lambda: jax.block_until_ready(gradient(parameters, x, y)), 300)
+    return rate(1, lambda: jax.block_until_ready(gradient(parameters, x, y)), 300)
 
 
 _FIRST_RESULT = """
@@ -406,4 +333,6 @@ CASES = [
         idle_worker,
         lower=True,
     ),
+    *tables.CASES,
+    *saving.CASES,
 ]
