@@ -127,7 +127,7 @@ def test_indices_too_large_for_the_fast_sort_are_sorted_too():
     found = runs(indices)
     assert found.unique.tolist() == [5, 7, 2**62 - 1]
     assert found.counts.tolist() == [1, 1, 2]
-    assert runs.order.tolist() == [1, 3, 0, 2]
+    assert found.order.tolist() == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, FP8, np.dtype(bool)])

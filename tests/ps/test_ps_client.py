@@ -16,14 +16,18 @@ from zstrat.errors import (
     ProtocolError,
     PSUnavailableError,
 )
-from zstrat.ps import PsClient, PsService, PsUpdate, Ref
+from zstrat.ps import PsClient, PsService, PsUpdate, Ref, RowsRef
 from zstrat.ps._known import Known, Value
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
 from zstrat.wire import (
     Done,
     Hello,
+    InitialEntry,
+    InitializeVariables,
     OpenSession,
+    Pull,
     Pulled,
+    PullRows,
     Pushed,
     UpdateOp,
     VariableEntry,
@@ -279,6 +283,131 @@ async def test_an_answer_to_another_question_is_a_protocol_error(answer):
         ProtocolError, match="/job:ps/task:0 answered Pull with something else"
     ):
         await pulling
+
+
+def rows(ps, key, *indices):
+    return RowsRef(ps, key, np.array(indices, np.int64))
+
+
+async def test_values_and_rows_take_one_message_per_server():
+    links = [Script(), Script()]
+    pulling = PsClient(links, 7).pull(
+        [Ref(0, 1), Ref(1, 2), Ref(0, 3)], [rows(0, 4, 5, 9), rows(0, 6), rows(1, 4, 0)]
+    )
+    ((first, reply),), ((second, other),) = links[0].asked, links[1].asked
+    assert isinstance(first, PullRows)
+    assert [read.key for read in first.reads] == [1, 3]
+    assert (first.rows, [a.tolist() for a in first.arrays]) == ([4, 6], [[5, 9], []])
+    assert ([read.key for read in second.reads], second.rows) == ([2], [4])
+    found, nothing = np.array([[1.0], [2.0]]), np.zeros((0, 1))
+    other.set_result(Pulled([1], (B, np.array([[3.0]]))))
+    reply.set_result(Pulled([1, 1], (A, A + 2, found, nothing)))
+    values = await pulling
+    assert [v.tolist() for v in values[:3]] == [[0, 0], [1, 1], [2, 2]]
+    assert values[3] is found
+    assert (values[4].shape, values[5].tolist()) == ((0, 1), [[3.0]])
+
+
+async def test_a_pull_without_rows_is_a_plain_one_and_rows_alone_are_no_reads():
+    links = [Script(), Script()]
+    client = PsClient(links, 7)
+    pulling = client.pull([Ref(0, 1)], [rows(1, 2, 3)])
+    (((plain, first),), ((named, second),)) = links[0].asked, links[1].asked
+    assert isinstance(plain, Pull)
+    assert (named.reads, named.rows) == ([], [2])
+    first.set_result(Pulled([1], (A,)))
+    second.set_result(Pulled([], (B[:1],)))
+    assert [v.tolist() for v in await pulling] == [[0, 0], [1]]
+
+
+async def test_rows_are_asked_for_again_beside_a_value_that_did_not_change():
+    link = Script()
+    client = PsClient([link], 7)
+    for turn, arrays in enumerate([(A, B[:1]), (B[:1],)]):
+        pulling = client.pull([Ref(0, 1)], [rows(0, 2, 4)])
+        link.asked[turn][1].set_result(Pulled([8], arrays))
+        assert [v.tolist() for v in await pulling] == [[0, 0], [1]]
+    assert link.asked[1][0].reads[0].known == 8
+
+
+async def test_a_remembered_value_does_not_keep_the_rows_beside_it():
+    link = Script()
+    client = PsClient([link], 7)
+    body = np.zeros(2**20, np.uint8)
+    value, found = body[: 2**17], body[2**17 :].reshape(7, -1)
+    pulling = client.pull([Ref(0, 1)], [rows(0, 2, *range(7))])
+    link.asked[0][1].set_result(Pulled([1], (value, found)))
+    kept, given = await pulling
+    assert not np.shares_memory(kept, body)
+    assert given is found
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Done(),
+        Pulled([1], (A,)),
+        Pulled([1], ()),
+        Pulled([1], (A, A, A)),
+        Pulled([1], (A, np.zeros((2, 3)))),
+        Pulled([1], (A, np.zeros(()))),
+        Pulled([], (A, A)),
+    ],
+)
+async def test_an_answer_without_the_rows_is_a_protocol_error(answer):
+    link = Script()
+    pulling = PsClient([link], 7).pull([Ref(0, 1)], [rows(0, 2, 3)])
+    link.asked[0][1].set_result(answer)
+    with pytest.raises(ProtocolError, match="answered PullRows with something else"):
+        await pulling
+
+
+async def test_rows_of_thousands_of_variables_are_cut_into_messages():
+    link = Script()
+    client = PsClient([link], 7)
+    refs, some = [Ref(0, n) for n in range(5000)], [rows(0, n, n) for n in range(1500)]
+    pulling = client.pull(refs, some)
+    assert [(len(m.reads), len(m.rows)) for m, _ in link.asked] == [
+        (4096, 1024),
+        (904, 476),
+    ]
+    for message, reply in reversed(link.asked):
+        whole = [np.full(1, read.key) for read in message.reads]
+        parts = [np.full((1, 1), -key) for key in message.rows]
+        reply.set_result(Pulled([1] * len(whole), (*whole, *parts)))
+    values = np.concatenate([value.ravel() for value in await pulling])
+    np.testing.assert_array_equal(values, [*range(5000), *(-np.arange(1500))])
+
+
+async def test_initializers_go_to_the_servers_of_their_variables():
+    links = [Script(), Script()]
+
+    def entry(key):
+        return InitialEntry(key, f"w/{key}", True, True, "float32", [4], [8], [0])
+
+    entries = [(key % 2, entry(key)) for key in range(1030)]
+    making = asyncio.ensure_future(PsClient(links, 7).initialize(entries, b"code"))
+    await asyncio.sleep(0)
+    asked = [message for link in links for message, _ in link.asked]
+    assert asked[:2] == [
+        InitializeVariables(7, [entry(k) for k in range(0, 1024, 2)], b"code"),
+        InitializeVariables(7, [entry(k) for k in range(1024, 1030, 2)], b"code"),
+    ]
+    assert sum(len(message.variables) for message in asked) == 1030
+    for link in links:
+        for _, reply in link.asked:
+            reply.set_result(Done())
+    await making
+
+
+async def test_an_initializer_that_a_server_refuses_says_why():
+    link = Script()
+    entry = InitialEntry(1, "w", True, False, "float32", [4], [4], [0])
+    making = asyncio.ensure_future(PsClient([link], 7).initialize([(0, entry)], b""))
+    await asyncio.sleep(0)
+    link.asked[0][1].set_exception(InvalidArgumentError("'w': it returned (3,)"))
+    with pytest.raises(InvalidArgumentError, match="it returned"):
+        await making
 
 
 async def test_the_first_error_is_the_outcome_and_nobody_hears_the_second():

@@ -337,16 +337,6 @@ def test_ids_name_one_optimizer_and_gradients_must_fit():
         store.push(optimize(grads, optimizer=5))
     with pytest.raises(InvalidArgumentError, match=r"'v2', optimizer 'sgd'.*got int32"):
         store.push(optimize({2: np.ones(7, "i4")}))
-    rows = Push(
-        7,
-        -1,
-        0,
-        0,
-        [Update(2, int(UpdateOp.OPTIMIZE_ROWS), 1, 2)],
-        (np.zeros(1, int), np.ones(1)),
-    )
-    with pytest.raises(InvalidArgumentError, match="sharded tables"):
-        store.push(rows)
     store.clear()
     assert store.statistics()["slot_bytes"] == 0
 

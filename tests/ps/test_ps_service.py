@@ -371,9 +371,12 @@ async def test_statistics_are_plain_and_complete(rig):
         "pulls": 0,
         "reads": 0,
         "unchanged": 0,
+        "rows": 0,
         "pushes": 0,
         "updates": 0,
         "duplicates": 0,
         "remembered_steps": 0,
         "low_water": 0,
+        "snapshots": 0,
+        "undo_bytes": 0,
     }

@@ -263,6 +263,7 @@ def test_statistics_count_what_happened(store):
         "pulls": 1,
         "reads": 2,
         "unchanged": 1,
+        "rows": 0,
         "pushes": 1,
         "updates": 2,
         "duplicates": 0,

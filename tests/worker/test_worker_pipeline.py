@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.worker._pipeline import Costs, Do, Pipeline
+from zstrat.worker._closure import Costs, Do
+from zstrat.worker._pipeline import Pipeline
 
 W, B = "weights", "bias"
 
@@ -210,7 +211,7 @@ def optimizer_steps(drive, *numbers):
 
 
 def test_with_prefetch_the_values_of_the_next_optimizer_step_travel_meanwhile():
-    drive = Drive(Pipeline(prefetch=True))
+    drive = Drive(Pipeline(prefetch=1))
     optimizer_steps(drive, 1, 2, 3, 4)
     first, second = drive.rest()
     assert (pulled(first), pulled(second)) == ([[1]], [[2]])
@@ -224,14 +225,14 @@ def test_with_prefetch_the_values_of_the_next_optimizer_step_travel_meanwhile():
 
 
 def test_with_prefetch_the_first_post_of_a_step_is_its_pull_alone():
-    drive = Drive(Pipeline(prefetch=True))
+    drive = Drive(Pipeline(prefetch=1))
     optimizer_steps(drive, 1, 2)
     drive.rest()
     assert drive.did == ["prepare 1", "post", "prepare 2", "post"]
 
 
 def test_without_prefetch_optimizer_steps_wait_for_the_push():
-    drive = Drive(Pipeline(prefetch=False))
+    drive = Drive(Pipeline(prefetch=0))
     optimizer_steps(drive, 1, 2)
     (post,) = drive.rest()
     assert pulled(post) == [[1]]
@@ -251,7 +252,7 @@ def test_without_prefetch_optimizer_steps_wait_for_the_push():
     ],
 )
 def test_with_prefetch_other_steps_see_what_was_written_before_them(before, behind):
-    drive = Drive(Pipeline(prefetch=True))
+    drive = Drive(Pipeline(prefetch=1))
     drive.dispatch([1], reads=W, **before)
     drive.dispatch([2], reads=W, **behind)
     (post,) = drive.rest()
@@ -263,7 +264,7 @@ def test_with_prefetch_other_steps_see_what_was_written_before_them(before, behi
 
 
 def test_cancel_forgets_what_was_fetched_early():
-    drive = Drive(Pipeline(prefetch=True))
+    drive = Drive(Pipeline(prefetch=1))
     optimizer_steps(drive, 1, 2, 3)
     posts = drive.rest()
     prepared, queued = drive.pipeline.cancelled()
@@ -279,7 +280,7 @@ def test_cancel_forgets_what_was_fetched_early():
 
 
 def test_a_failed_early_pull_fails_its_step_and_no_other():
-    drive = Drive(Pipeline(prefetch=True))
+    drive = Drive(Pipeline(prefetch=1))
     optimizer_steps(drive, 1, 2)
     first, second = drive.rest()
     lost = OSError("ps 0")

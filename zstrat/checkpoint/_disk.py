@@ -67,6 +67,12 @@ def write_all(descriptor: int, data: Buffer) -> None:
         view = view[os.write(descriptor, view) :]
 
 
+def send_off(descriptor: int, start: int, stop: int) -> None:
+    """Has the system begin to bring these bytes to the disk, without waiting for it."""
+    with contextlib.suppress(OSError):  # a hint, and some file systems take none
+        os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_DONTNEED)
+
+
 def bytes_of(data: Buffer) -> memoryview:
     """A view of contiguous data, byte by byte."""
     view = data.data if isinstance(data, np.ndarray) else memoryview(data)

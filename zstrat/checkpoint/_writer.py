@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from zstrat.wire import raw
 
 from ._digest import Digest
-from ._disk import blamed, bytes_of, create, sync_folder, write_all
+from ._disk import blamed, bytes_of, create, send_off, sync_folder, write_all
 from ._header import encode_header
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._header import TensorInfo
+
+AHEAD: Final = 32 * 2**20
+"""Bytes after which the disk begins to work, while the next ones are written: left to
+itself the system gathers gigabytes, and then makes the writer wait for them."""
 
 
 class TensorWriter:
@@ -57,6 +61,7 @@ class TensorWriter:
         self._missing = sum(self._sizes)
         self._digests: list[str] = []
         self._digest = Digest()
+        self._written = self._sent = 0
         self._left = 0
         """Bytes that the tensor in work lacks."""
         with blamed(path, "writing"):
@@ -134,6 +139,10 @@ class TensorWriter:
         with blamed(self.path, "writing"):
             try:
                 write_all(self._file, data)
+                self._written += bytes_of(data).nbytes
+                if self._written - self._sent >= AHEAD:
+                    send_off(self._file, self._sent, self._written)
+                    self._sent = self._written
             except BaseException:  # half a file is no use to anybody
                 self.abort()
                 raise

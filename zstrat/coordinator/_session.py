@@ -11,12 +11,12 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from zstrat.ps import PsUpdate, Ref
 from zstrat.transport import Link, Security, hello, new_incarnation
-from zstrat.wire import Job, UpdateOp, VariableEntry
+from zstrat.wire import Job
 
 from ._cluster import Cluster
 from ._portal import Portal
+from ._servers import Servers, initializing_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping, Sequence
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
+    from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
+    from zstrat.wire import InitialEntry, UpdateOp
 
     from ._lane import MakeLink
+    from ._servers import SpecUpdate
 
 T = TypeVar("T")
 
@@ -48,6 +51,7 @@ class ClusterSession:
     def __init__(self, cluster: Cluster, portal: Portal, settings: Settings) -> None:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
+        self.servers = Servers(cluster)
         self.faces: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.next_step = 1
@@ -133,23 +137,63 @@ class ClusterSession:
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
         """Creates the variables with these values, where their specs say."""
-        self._run(self._create(variables), "creating variables")
+        self.run(self.servers.create(variables), "creating variables")
 
     async def create_variables_async(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
-        await self._run_async(self._create(variables), "creating variables")
+        work = self.servers.create(variables)
+        await self.run_async(work, "creating variables")
+
+    def initialize_variables(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
+    ) -> None:
+        """Has the servers make the variables, where their specs say, by one shipped
+        initializer; no value travels.
+
+        Waits for ``timeouts.request`` and besides as long as so many bytes may take.
+
+        Raises:
+            InvalidArgumentError: The initializer failed there, or its result has
+                another shape or dtype.
+        """
+        timeout = initializing_timeout(entries, self.settings.timeouts.request)
+        work = self.servers.initialize(entries, code, timeout)
+        self.run(work, "initializing variables", timeout)
+
+    async def initialize_variables_async(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
+    ) -> None:
+        timeout = initializing_timeout(entries, self.settings.timeouts.request)
+        work = self.servers.initialize(entries, code, timeout)
+        await self.run_async(work, "initializing variables")
 
     def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
         """Frees the variables."""
-        self._run(self._delete(specs), "deleting variables")
+        self.run(self.servers.delete(specs), "deleting variables")
 
     def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
         """The values, in order; read-only arrays. One request per server."""
-        return self._run(self._read(specs), "reading variables")
+        return self.run(self.servers.read(specs), "reading variables")
 
     async def read_async(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        return await self._run_async(self._read(specs), "reading variables")
+        return await self.run_async(self.servers.read(specs), "reading variables")
+
+    def read_rows(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Rows of variables, ``[n, ...]`` for each of ``parts``: a variable and the
+        indices ``[n]`` of its first axis. One request per server.
+
+        Raises:
+            InvalidArgumentError: A row is not there; names the variable and the index.
+        """
+        return self.run(self.servers.read_rows(parts), "reading rows")
+
+    async def read_rows_async(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        return await self.run_async(self.servers.read_rows(parts), "reading rows")
 
     def update(
         self,
@@ -163,7 +207,7 @@ class ClusterSession:
         Args:
             optimizer_id: 0 unless ``op`` is one of the OPTIMIZE kinds.
         """
-        self._run(self._update(spec, op, optimizer_id, arrays), "updating a variable")
+        self.update_many([(spec, op, optimizer_id, arrays)])
 
     async def update_async(
         self,
@@ -172,19 +216,57 @@ class ClusterSession:
         optimizer_id: int,
         arrays: Sequence[np.ndarray],
     ) -> None:
-        work = self._update(spec, op, optimizer_id, arrays)
-        await self._run_async(work, "updating a variable")
+        await self.update_many_async([(spec, op, optimizer_id, arrays)])
+
+    def update_many(self, updates: Sequence[SpecUpdate]) -> None:
+        """Applies updates, each with the number of its optimizer (0 for none), in one
+        request per server: on each server all of its own, or none.
+
+        Raises:
+            ValueError: The updates of one server do not fit one message.
+        """
+        self.run(self.servers.update(updates), "updating variables")
+
+    async def update_many_async(self, updates: Sequence[SpecUpdate]) -> None:
+        await self.run_async(self.servers.update(updates), "updating variables")
 
     def create_optimizer(self, optimizer_id: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
-        work = self._create_optimizer(optimizer_id, name, code)
-        self._run(work, "creating an optimizer")
+        work = self.servers.create_optimizer(optimizer_id, name, code)
+        self.run(work, "creating an optimizer")
 
     async def create_optimizer_async(
         self, optimizer_id: int, name: str, code: bytes
     ) -> None:
-        work = self._create_optimizer(optimizer_id, name, code)
-        await self._run_async(work, "creating an optimizer")
+        work = self.servers.create_optimizer(optimizer_id, name, code)
+        await self.run_async(work, "creating an optimizer")
+
+    # ---- coroutines of others ------------------------------------------------------
+
+    @property
+    def client(self) -> PsClient:
+        """The client of the parameter servers, for coroutines that `run` carries out.
+
+        Raises:
+            PSUnavailableError: A parameter server is lost, and what it held.
+        """
+        return self.servers.client
+
+    def run(
+        self, work: Coroutine[Any, Any, T], what: str, timeout: float | None = None
+    ) -> T:
+        """Runs a coroutine on the loop that owns the links; blocks until it has ended.
+
+        Args:
+            what: Names it in errors.
+            timeout: Seconds; None: ``timeouts.request``.
+        """
+        if timeout is None:
+            timeout = self.settings.timeouts.request
+        return self.portal.run(work, timeout, what)
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        return await self.portal.run_async(work, what)
 
     # ---- the end ---------------------------------------------------------------------
 
@@ -197,57 +279,6 @@ class ClusterSession:
         if exit and not self.portal.is_closed:
             self.portal.at_close(partial(self.cluster.close, True))
         self.portal.close()
-
-    # ---- private ---------------------------------------------------------------------
-
-    def _run(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        return self.portal.run(work, self.settings.timeouts.request, what)
-
-    async def _run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
-        return await self.portal.run_async(work, what)
-
-    def _require_ps(self) -> None:
-        broken = self.cluster.broken
-        if broken is not None:
-            raise broken
-
-    async def _create(
-        self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
-    ) -> None:
-        self._require_ps()
-        await self.cluster.client.create(
-            [
-                (
-                    spec.ps,
-                    VariableEntry(spec.key, spec.name, spec.trainable, False),
-                    array,
-                )
-                for spec, array in variables
-            ]
-        )
-
-    async def _delete(self, specs: Sequence[VariableSpec]) -> None:
-        self._require_ps()
-        await self.cluster.client.delete([Ref(spec.ps, spec.key) for spec in specs])
-
-    async def _read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        self._require_ps()
-        return await self.cluster.client.pull([Ref(s.ps, s.key) for s in specs])
-
-    async def _update(
-        self,
-        spec: VariableSpec,
-        op: UpdateOp,
-        optimizer: int,
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        self._require_ps()
-        update = PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
-        await self.cluster.client.push(-1, 0, 0, [update])
-
-    async def _create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
-        self._require_ps()
-        await self.cluster.client.create_optimizer(optimizer, name, code)
 
 
 def _parameter_servers(spec: ClusterSpec) -> list[str]:

@@ -31,3 +31,5 @@ from ._results import StepUpdate as StepUpdate
 from ._structure import ResultLayout as ResultLayout
 from ._structure import Structure as Structure
 from ._structure import rebuild as rebuild
+from ._wanted import Wanted as Wanted
+from ._wanted import WantedRows as WantedRows

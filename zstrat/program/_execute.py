@@ -21,6 +21,7 @@ from ._refusals import variables_in_our_words
 from ._results import StepResult, StepUpdate
 from ._signature import cut
 from ._structure import ResultLayout, split
+from ._wanted import Wanted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -76,9 +77,26 @@ class Prepared:
         self._draws = draws
 
     @property
+    def wanted(self) -> Wanted:
+        """What the step asks for now; at first, what it can know without an answer."""
+        return Wanted(self.plan.reads)
+
+    @property
     def reads(self) -> tuple[VariableSpec, ...]:
         """The variables whose values `run` takes, in order."""
         return self.plan.reads
+
+    def advance(self, values: Sequence[np.ndarray]) -> Wanted | None:
+        """Takes the answer to `wanted`; returns what the step asks for next.
+
+        None if that was the last answer, which is `run`'s then: a plan of ``levels``
+        requests advances one time less. The answer may be used until the step has run.
+
+        Raises:
+            IndexError: The step looks up a row that is not there.
+        """
+        del values
+        return None
 
     def unread(self) -> None:
         """Gives the drawn elements back, because the step will not run. Of several

@@ -92,6 +92,16 @@ class Plan:
     targets: tuple[tuple[Variable, Optimizer | None], ...]
 
     @property
+    def has_lookups(self) -> bool:
+        """Whether it reads rows of tables, which each run asks for anew."""
+        return False
+
+    @property
+    def levels(self) -> int:
+        """Requests, one after the other, before it can run."""
+        return 1
+
+    @property
     def read_only(self) -> bool:
         """Whether it updates nothing."""
         return not self.updates

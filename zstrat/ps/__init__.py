@@ -2,7 +2,9 @@
 
 from ._client import PsClient as PsClient
 from ._client import PsUpdate as PsUpdate
-from ._client import Ref as Ref
 from ._engine import OptimizerEngine as OptimizerEngine
+from ._reading import Ref as Ref
+from ._reading import RowsRef as RowsRef
 from ._service import PsService as PsService
+from ._snapshot_client import PinnedTensor as PinnedTensor
 from ._store import Store as Store

@@ -24,6 +24,8 @@ from zstrat.errors import InvalidArgumentError
 from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
+from ._rows import are_increasing, as_rows, gather
+
 Operands = Sequence[np.ndarray]
 Compute = Callable[[np.ndarray, Operands, np.ndarray], None]
 
@@ -89,20 +91,47 @@ def _check_scatter(
     op: UpdateOp, operands: Operands, shape: tuple[int, ...], name: str
 ) -> None:
     indices, rows = operands
-    if not shape:
-        raise _wrong(name, op, "a variable that has rows", "one of shape ()")
-    if indices.ndim != 1 or not is_integer(indices.dtype):
-        got = f"{indices.dtype.name} of shape {indices.shape}"
-        raise _wrong(name, op, "integer indices of shape (n,)", got)
-    if rows.shape != (len(indices), *shape[1:]):
-        want = f"rows of shape {(len(indices), *shape[1:])}"
-        raise _wrong(name, op, want, f"shape {rows.shape}")
-    if len(indices):
-        for index in (int(indices.min()), int(indices.max())):
-            if not 0 <= index < shape[0]:
-                raise _wrong(name, op, f"indices in [0, {shape[0]})", f"{index}")
+    check_rows(indices, rows.shape, shape, f"variable {name!r}: {op.name}")
     if op is UpdateOp.SCATTER_DIV and is_integer(rows.dtype) and not rows.all():
         raise _wrong(name, op, "integer divisors other than 0", "a 0")
+
+
+def check_rows(
+    indices: np.ndarray, rows: tuple[int, ...], shape: tuple[int, ...], who: str
+) -> None:
+    """Whether ``indices`` name rows of a variable of this ``shape``, and an array of
+    the shape ``rows`` can hold them. ``who`` begins what is said if not.
+
+    Raises:
+        InvalidArgumentError: They do not; an index that is outside is named.
+    """
+    if not shape:
+        raise InvalidArgumentError(
+            f"{who} expects a variable that has rows, got one of shape ()"
+        )
+    if indices.ndim != 1 or not is_integer(indices.dtype):
+        raise InvalidArgumentError(
+            f"{who} expects integer indices of shape (n,), got {indices.dtype.name} of "
+            f"shape {indices.shape}"
+        )
+    if rows != (len(indices), *shape[1:]):
+        raise InvalidArgumentError(
+            f"{who} expects rows of shape {(len(indices), *shape[1:])}, got shape "
+            f"{rows}"
+        )
+    if not len(indices):
+        return
+    if indices.dtype.itemsize == 8:
+        # One pass: as unsigned numbers, negative ones are too large.
+        inside = bool(indices.view(np.uint64).max() < shape[0])
+    else:
+        inside = int(indices.min()) >= 0 and int(indices.max()) < shape[0]
+    if not inside:
+        wrong = np.flatnonzero((indices < 0) | (indices >= shape[0]))
+        raise InvalidArgumentError(
+            f"{who} expects indices in [0, {shape[0]}), got {indices[wrong[0]]} at "
+            f"place {wrong[0]}"
+        )
 
 
 def compute(
@@ -126,21 +155,26 @@ def _scatter(
 ) -> None:
     # As intp, because uint64 indices would be refused by fancy indexing.
     indices = indices.astype(np.intp, copy=False)
-    if op is UpdateOp.SCATTER_UPDATE:
-        out[indices] = rows  # numpy promises that the last of equal indices wins
-        return
     if not rows.size:
         return
-    found = runs(indices)
-    ufunc = _UFUNCS[op]
+    table = as_rows(out)
+    ufunc = _UFUNCS.get(op)
+    if ufunc is None:
+        # numpy promises that the last of equal indices wins.
+        table[indices] = as_rows(np.ascontiguousarray(rows))
+        return
     if op is UpdateOp.SCATTER_DIV and is_integer(out.dtype):
-        _divide_integers(out, found, rows)
-    elif found.are_distinct:
-        out[indices] = ufunc(out[indices], rows)
-    elif ufunc is np.add or ufunc is np.subtract:
-        out[found.unique] = ufunc(out[found.unique], sums(found, rows))
-    else:
-        ufunc.at(out, indices, rows)
+        _divide_integers(out, runs(indices), rows)
+        return
+    if not are_increasing(indices):
+        found = runs(indices)
+        if not found.are_distinct and ufunc not in (np.add, np.subtract):
+            ufunc.at(out, indices, rows)
+            return
+        indices, rows = found.unique, sums(found, rows)
+    new = gather(out, indices)
+    ufunc(new, rows, out=new)
+    table[indices] = as_rows(new)
 
 
 def _divide_integers(out: np.ndarray, found: Runs, rows: np.ndarray) -> None:

@@ -23,16 +23,22 @@ A host buffer that goes to XLA is read there, never donated: donation of memory 
 numpy owns is declined by XLA, and afterwards the cell is in the device state, where
 nobody writes the old buffer. Going back, a plain update computes from the device value
 into a new host buffer.
+
+A *pin* (`zstrat.ps._pins`) keeps a value for longer than a lease, and for less: updates
+of rows go on in place while it saves what they overwrite, all others go beside.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from zstrat.errors import UnavailableError
+
+from ._pins import Pin
 
 ALIGNMENT: Final = 64
 """XLA shares host memory so aligned, in place of copying it; also a cache line."""
@@ -44,7 +50,7 @@ updates come back within a few steps, a reader that came once does not."""
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
@@ -55,8 +61,9 @@ class _Buffer:
 
     __slots__ = ("_bytes", "_window", "array")
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.array = aligned(shape, dtype)
+    def __init__(self, array: np.ndarray) -> None:
+        """``array``: of our own, writable and in C order."""
+        self.array = array
         # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
         self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
         self._window: weakref.ref[np.ndarray] | None = None
@@ -80,7 +87,8 @@ class _Buffer:
 class Cell:
     """The value of one variable, with copy-on-write. One user at a time: no locks.
 
-    An update by numpy is ``source, out = begin()``, compute, ``settle()``; by XLA it is
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; one of some
+    rows is ``out = begin_rows(indices)``, write those, ``settle()``; and one by XLA is
     ``give()``, compute, ``take_back()``.
     """
 
@@ -89,6 +97,7 @@ class Cell:
         "_device",
         "_idle",
         "_lost",
+        "_pins",
         "_spare",
         "_writing",
         "dtype",
@@ -98,18 +107,45 @@ class Cell:
 
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
-        self.shape, self.dtype, self.nbytes = (
-            initial.shape,
-            initial.dtype,
-            initial.nbytes,
-        )
-        self._buffer: _Buffer | None = _Buffer(self.shape, self.dtype)
-        self._device: object = None
+        array = aligned(initial.shape, initial.dtype)
+        np.copyto(array, initial)
+        self._start(array.shape, array.dtype, _Buffer(array), None)
+
+    @classmethod
+    def around(cls, array: np.ndarray) -> Cell:
+        """Makes ``array`` itself the value, without a copy.
+
+        It is writable, in C order, owns its memory, and nobody else refers to it. It
+        need not be aligned: XLA then copies it when it first reads it.
+        """
+        cell = cls.__new__(cls)
+        cell._start(array.shape, array.dtype, _Buffer(array), None)
+        return cell
+
+    @classmethod
+    def on_device(cls, value: Any) -> Cell:
+        """Makes an immutable array of XLA's the value, without a copy."""
+        cell = cls.__new__(cls)
+        cell._start(tuple(value.shape), np.dtype(value.dtype), None, value)
+        return cell
+
+    def _start(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        buffer: _Buffer | None,
+        device: object,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self._buffer, self._device = buffer, device
         self._spare: _Buffer | None = None
         self._writing: _Buffer | None = None
+        self._pins: tuple[Pin, ...] = ()
+        """Those that share the buffer with the value: none while it is on the device.
+        """
         self._idle = 0
         self._lost = ""
-        np.copyto(self._buffer.array, initial)
 
     @property
     def held_bytes(self) -> int:
@@ -118,8 +154,29 @@ class Cell:
 
     @property
     def is_shared(self) -> bool:
-        """Whether the next plain update cannot work in place."""
-        return self._buffer is None or self._buffer.is_leased
+        """Whether the next update of rows cannot work in place."""
+        buffer = self._buffer
+        return buffer is None or buffer.is_leased or not self._logs_rows()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether an update of the whole value, too, has to go beside it."""
+        if self._pins:
+            self._pins = tuple(pin for pin in self._pins if not pin.is_over)
+        return bool(self._pins)
+
+    def pin(self) -> Pin:
+        """Keeps the value as it is now, until the pin is over. Costs nothing yet.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        self.require()
+        if self._buffer is None:
+            return Pin(self._view(), frozen=True)
+        pin = Pin(self._buffer.array, frozen=False)
+        self._pins = (*self._pins, pin)
+        return pin
 
     def lease(self) -> np.ndarray:
         """The value, read-only and without a copy; it never changes afterwards."""
@@ -127,11 +184,12 @@ class Cell:
             return self._buffer.lease()
         return self._view()
 
-    def reserve(self, *, anew: bool) -> None:
+    def reserve(self, *, anew: bool, rows: bool = False) -> None:
         """Makes sure that the next update by numpy can begin.
 
         Args:
             anew: It does not need the old value.
+            rows: It is an update of rows (`begin_rows`).
 
         Raises:
             UnavailableError: The value was lost (`lose`).
@@ -139,8 +197,9 @@ class Cell:
         """
         if not anew:
             self.require()
-        if self.is_shared and (self._spare is None or self._spare.is_leased):
-            self._spare = _Buffer(self.shape, self.dtype)
+        beside = self.is_shared or (self.is_pinned and not rows)
+        if beside and (self._spare is None or self._spare.is_leased):
+            self._spare = _Buffer(aligned(self.shape, self.dtype))
 
     def require(self) -> None:
         """Raises UnavailableError if the value was lost (`lose`)."""
@@ -158,19 +217,41 @@ class Cell:
             if nobody looks at it, and otherwise memory that becomes the value by
             `settle`.
         """
-        source = self._view() if self._buffer is None else self._buffer.array
-        return source, self.overwrite()
+        return self.look(), self.overwrite()
+
+    def begin_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Starts an update of the rows ``indices`` ([n], inside, maybe repeated).
+
+        Returns:
+            Where they are, among all the others: to be read and written, and nothing
+            but those rows; then `settle`.
+        """
+        buffer = self._buffer
+        if buffer is not None and not buffer.is_leased and self._logs_rows():
+            for pin in self._pins:
+                pin.save(indices)
+            self._rest()
+            self._writing = buffer
+            return buffer.array
+        source, out = self.begin()
+        if out is not source:
+            np.copyto(out, source)
+        return out
+
+    def look(self) -> np.ndarray:
+        """The value, for as long as nothing is done to this cell: no lease."""
+        return self._view() if self._buffer is None else self._buffer.array
 
     def overwrite(self) -> np.ndarray:
         """Starts an update that does not need the old value; `settle` ends it too."""
         buffer = self._buffer
-        if buffer is not None and not buffer.is_leased:
+        if buffer is not None and not buffer.is_leased and not self.is_pinned:
             self._rest()
             self._writing = buffer
         else:
             spare, self._spare, self._idle = self._spare, None, 0
             if spare is None or spare.is_leased:
-                spare = _Buffer(self.shape, self.dtype)
+                spare = _Buffer(aligned(self.shape, self.dtype))
             self._writing = spare
         return self._writing.array
 
@@ -178,6 +259,7 @@ class Cell:
         """Makes the array that `begin` handed out the value."""
         assert self._writing is not None, "settle() without begin()"
         if self._buffer is not None and self._buffer is not self._writing:
+            self._leave(self._buffer)
             self._spare = self._buffer
         self._buffer, self._device, self._writing = self._writing, None, None
         self._lost = ""
@@ -193,11 +275,22 @@ class Cell:
 
     def take_back(self, value: object) -> None:
         """Makes a fresh, immutable array of XLA's the value."""
+        if self._buffer is not None:
+            self._leave(self._buffer)
         self._device, self._buffer, self._spare = value, None, None
 
     def lose(self, why: str) -> None:
         """XLA failed while it wrote in place: nothing is there until it is assigned."""
         self._device, self._lost = None, why
+
+    def _logs_rows(self) -> bool:
+        return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
+
+    def _leave(self, buffer: _Buffer) -> None:
+        """The value goes elsewhere; what was pinned stays."""
+        for pin in self._pins:
+            pin.freeze(buffer.lease())
+        self._pins = ()
 
     def _view(self) -> np.ndarray:
         self.require()

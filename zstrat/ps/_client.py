@@ -21,20 +21,22 @@ from zstrat.wire import (
     CreateVariables,
     DeleteVariables,
     Hello,
+    InitialEntry,
+    InitializeVariables,
     Inspect,
     Message,
-    Pull,
     Pulled,
     Push,
     Pushed,
-    Read,
     Statistics,
     Update,
     UpdateOp,
     VariableEntry,
 )
 
-from ._known import Known, Value
+from ._known import Known
+from ._reading import Reading, Ref, RowsRef
+from ._snapshot_client import SnapshotCalls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,24 +48,11 @@ if TYPE_CHECKING:
 BATCH: Final = 512
 """Variables created by one message: their names fit the header by far."""
 
-SMALL: Final = 64 * 1024
-"""Bytes below which an array is copied out of a larger message."""
-
-READS: Final = 4096
-"""Variables read by one message: what the answer says of them fits the header."""
-
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-
-class Ref(NamedTuple):
-    """A variable: which parameter server, and its key there."""
-
-    ps: int
-    key: int
 
 
 class PsUpdate(NamedTuple):
@@ -86,7 +75,7 @@ class Line(Protocol):
     ) -> asyncio.Future[Message]: ...
 
 
-class PsClient:
+class PsClient(SnapshotCalls):
     """Pulls from and pushes to all parameter servers of one session.
 
     Args:
@@ -104,63 +93,41 @@ class PsClient:
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self._links)
 
+    @property
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self._links)
+
     # ---- values ------------------------------------------------------------------
 
     def pull(
-        self, refs: Sequence[Ref], *, deadline: float | None = None
+        self,
+        refs: Sequence[Ref],
+        rows: Sequence[RowsRef] = (),
+        *,
+        deadline: float | None = None,
     ) -> asyncio.Future[list[np.ndarray]]:
-        """Reads variables: read-only arrays in the order of ``refs``.
+        """Reads variables, and rows of variables: read-only arrays, first the values in
+        the order of ``refs``, then ``[n, ...]`` for each of ``rows``.
 
-        Each is a whole version of its variable; together they are no snapshot.
+        Each is of one whole version of its variable; together they are no snapshot.
 
         Args:
             deadline: Loop time; None: the default of the link.
 
         Raises (in the future):
             PSUnavailableError: A parameter server is gone.
+            InvalidArgumentError: Indices are no integers, or of rows that are not
+                there; names the variable.
             NotFoundError, StaleSessionError: As the server says.
         """
         self._forget_restarted()
-        places: dict[int, list[int]] = {}
-        for place, ref in enumerate(refs):
-            places.setdefault(ref[0], []).append(place)
-        values: list[np.ndarray | None] = [None] * len(refs)
-        parts: list[_Part[Pulled]] = []
-        for ps, mine in places.items():
-            for at in range(0, len(mine), READS):
-                some = mine[at : at + READS]
-                known = [self._known.get(refs[place]) for place in some]
-                reads = [
-                    Read(refs[place][1], -1 if value is None else value.version)
-                    for place, value in zip(some, known, strict=True)
-                ]
-                take = partial(self._pulled, values, refs, some, known)
-                parts.append(_Part(ps, Pull(self._session, reads), Pulled, take))
-        return self._ask(parts, lambda: [v for v in values if v is not None], deadline)
-
-    def _pulled(
-        self,
-        values: list[np.ndarray | None],
-        refs: Sequence[Ref],
-        places: list[int],
-        known: list[Value | None],
-        answer: Pulled,
-    ) -> None:
-        arrays = iter(answer.arrays)
-        # They are views of one body: a small one that is remembered for long must not
-        # keep the memory of all.
-        copies = sum(array.nbytes for array in answer.arrays) > SMALL
-        for place, old, version in zip(places, known, answer.versions, strict=True):
-            # What was known when the request was sent: by now it may have been dropped,
-            # or replaced by a later one.
-            if old is not None and old.version == version:
-                values[place] = old.array
-                continue
-            values[place] = array = next(arrays)
-            if copies and array.nbytes < SMALL:
-                array = values[place] = array.copy()
-                array.flags.writeable = False
-            self._known.put(refs[place], Value(version, array))
+        reading = Reading(refs, rows, self._known)
+        parts = [
+            _Part(ps, message, Pulled, take)
+            for ps, message, take in reading.messages(self._session)
+        ]
+        return self._ask(parts, reading.result, deadline)
 
     def push(
         self,
@@ -232,6 +199,41 @@ class PsClient:
                 parts.append(_Part(ps, message))
         await self._ask(parts, _nothing)
 
+    async def initialize(
+        self,
+        variables: Sequence[tuple[int, InitialEntry]],
+        code: bytes,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Has the servers make variables, ``(ps, entry)`` each, with one shipped
+        initializer; no value travels.
+
+        One of the same key, shape and dtype that is there already stays as it is.
+
+        Args:
+            deadline: Loop time; None: the default of the link, which is too short for
+                tables of many gigabytes.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            InvalidArgumentError: The initializer failed or returned something else;
+                says what.
+            AlreadyExistsError: A key is taken by another variable.
+
+        Cancellation: variables may have been created.
+        """
+        mine: dict[int, list[InitialEntry]] = {}
+        for ps, entry in variables:
+            mine.setdefault(ps, []).append(entry)
+        parts: list[_Part[Message]] = []
+        for ps, entries in mine.items():
+            for at in range(0, len(entries), BATCH):
+                some = entries[at : at + BATCH]
+                message = InitializeVariables(self._session, some, code)
+                parts.append(_Part(ps, message))
+        await self._ask(parts, _nothing, deadline)
+
     async def delete(self, refs: Sequence[Ref]) -> None:
         """Deletes variables with their optimizer slots.
 
@@ -287,6 +289,34 @@ class PsClient:
         return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
 
     # ---- asking several at once ------------------------------------------------------
+
+    async def each(
+        self,
+        messages: Sequence[tuple[int, Message]],
+        want: type[M],
+        *,
+        deadline: float | None = None,
+    ) -> list[M]:
+        """Sends messages, ``(ps, message)``, all at once; their answers, in order.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            ProtocolError: An answer is none of ``want``.
+            Exception: The first that a server answers with.
+
+        Cancellation: what was sent is carried out.
+        """
+        answers: dict[int, M] = {}
+        parts = [
+            _Part(ps, message, want, partial(answers.__setitem__, place))
+            for place, (ps, message) in enumerate(messages)
+        ]
+        return await self._ask(
+            parts, lambda: [answers[at] for at in range(len(parts))], deadline
+        )
 
     def _ask(
         self,

@@ -8,6 +8,8 @@ writes where they are; a reader's lease turns that into an update beside it
 parts of a larger one on several threads, and waking those costs more than starting
 four small programs (110 us against 40 for four arrays of 512 floats).
 
+Gradients of some rows are gathered, updated and scattered (`zstrat.ps._xla_rows`).
+
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
 is never asked to optimise never imports them. They live behind `zstrat.ps._xla`.
 """
@@ -23,14 +25,14 @@ import numpy as np
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.wire import UpdateOp, VariableEntry
 
-from ._arithmetic import is_floating
+from ._arithmetic import check_rows, is_floating
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ._cell import Cell
-    from ._slots import Slots, Step
+    from ._slots import RowStep, Slots, Step
     from ._xla import Programs
 
 
@@ -57,14 +59,41 @@ class Registered:
         for step in steps:
             self.programs.prepare(step)
 
-    def is_prepared(self, slots: dict[int, Slots], gradient: np.ndarray) -> bool:
-        """Whether `prepare` for such a step would have nothing to do."""
-        mine = slots.get(self.optimizer)
-        return mine is not None and self.programs.has(mine.layout, gradient.dtype)
+    def make_slots(self, cell: Cell) -> Slots:
+        """New slots for a variable.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to this shape.
+        """
+        return self.programs.make_slots(cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes."""
+        self.programs.retype(slots, dtypes)
+
+    def is_prepared(self, steps: Sequence[Step]) -> bool:
+        """Whether `prepare` for such steps would have nothing to do."""
+        for step in steps:
+            mine = step.slots.get(self.optimizer)
+            if mine is None or not self.programs.has(mine.layout, step.gradient.dtype):
+                return False
+        return True
 
     def apply(self, steps: Sequence[Step]) -> None:
         """Applies one gradient to each variable (which occurs once), and waits."""
         self.programs.apply(steps)
+
+    def prepare_rows(self, steps: Sequence[RowStep]) -> None:
+        """`prepare` for gradients of rows, which are sorted and distinct."""
+        self.programs.rows.prepare(steps)
+
+    def is_prepared_rows(self, steps: Sequence[RowStep]) -> bool:
+        """Whether `prepare_rows` would have nothing to compile and no slots to make."""
+        return self.programs.rows.is_prepared(steps)
+
+    def apply_rows(self, steps: Sequence[RowStep]) -> None:
+        """Applies gradients to rows of each variable (which occurs once)."""
+        self.programs.rows.apply(steps)
 
 
 class OptimizerEngine:
@@ -73,7 +102,7 @@ class OptimizerEngine:
 
     def __init__(self, load_code: Callable[[bytes], object]) -> None:
         """``load_code`` turns shipped bytes into an optax GradientTransformation."""
-        self._load_code = load_code
+        self.load_code = load_code
         self._registered: dict[int, Registered] = {}
 
     def __contains__(self, optimizer: int) -> bool:
@@ -95,18 +124,29 @@ class OptimizerEngine:
                 it sees one variable at a time; says what to write instead.
             Exception: Whatever loading the code raises.
         """
+        from ._layouts import Transformation
         from ._probe import probe
-        from ._xla import Programs, Transformation
+        from ._xla import Programs
 
         if optimizer <= 0:
             raise InvalidArgumentError(
                 f"optimizer {name!r}: id {optimizer} is not above 0"
             )
-        transformation = Transformation.check(name, self._load_code(code))
+        transformation = Transformation.check(name, self.load_code(code))
         rows = probe(name, transformation)
         digest = _digest(code)
         programs = Programs(optimizer, name, transformation)
         return Registered(optimizer, name, digest, rows, programs)
+
+    def get(self, optimizer: int) -> Registered:
+        """
+        Raises:
+            NotFoundError: The optimizer does not exist.
+        """
+        known = self._registered.get(optimizer)
+        if known is None:
+            raise NotFoundError(f"no optimizer with id {optimizer} is there")
+        return known
 
     def register(self, new: Registered) -> None:
         """Makes a loaded optimizer known under its id. The same again is no error.
@@ -158,28 +198,26 @@ class OptimizerEngine:
                 f"variable {entry.name!r}: no optimizer with id {optimizer} is there"
             )
         who = f"variable {entry.name!r}, optimizer {known.name!r}"
-        if op is not UpdateOp.OPTIMIZE:
-            raise InvalidArgumentError(
-                f"{who}: gradients of rows arrive with sharded tables; send a dense one"
-            )
-        if len(operands) != 1:
-            raise InvalidArgumentError(
-                f"{who}: expected 1 gradient, got {len(operands)}"
-            )
-        if entry.sharded and not known.rows:
+        rows = op is UpdateOp.OPTIMIZE_ROWS
+        if len(operands) != 1 + rows:
+            want = "indices and gradient rows" if rows else "1 gradient"
+            raise InvalidArgumentError(f"{who}: expected {want}, got {len(operands)}")
+        if (entry.sharded or rows) and not known.rows:
             raise InvalidArgumentError(
                 f"{who}: it looks at more than one row at a time (a norm, a trust "
-                "ratio, factored moments), so on the parts of a sharded variable it "
-                "would compute something else; keep this variable in one piece, or use "
-                "an optimizer that works element by element (sgd, adam, adagrad, "
-                "rmsprop, lion, ...)"
+                "ratio, factored moments), so on the parts of a sharded variable or on "
+                "some rows it would compute something else; keep this variable in one "
+                "piece and send a dense gradient, or use an optimizer that works "
+                "element by element (sgd, adam, adagrad, rmsprop, lion, ...)"
             )
-        (gradient,) = operands
-        if gradient.shape != cell.shape:
+        if rows:
+            check_rows(operands[0], operands[1].shape, cell.shape, who)
+        elif operands[0].shape != cell.shape:
             raise InvalidArgumentError(
                 f"{who}: expected a gradient of shape {cell.shape}, got "
-                f"{gradient.shape}"
+                f"{operands[0].shape}"
             )
+        gradient = operands[-1]
         if not _is_differentiable(cell.dtype, gradient.dtype):
             raise InvalidArgumentError(
                 f"{who}: expected a floating-point gradient for {cell.dtype.name}, got "

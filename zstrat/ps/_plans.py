@@ -8,21 +8,23 @@ on any thread; it fails as a whole or succeeds as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
 from ._cell import Cell
 from ._engine import OptimizerEngine, Registered, fitting
-from ._slots import Slots, Step
+from ._initial import made
+from ._rows import are_increasing, gather
+from ._slots import RowStep, Slots, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    import numpy as np
-
-    from zstrat.wire import Push, VariableEntry
+    from zstrat.wire import InitialEntry, Push, VariableEntry
 
 
 @dataclass(slots=True)
@@ -47,10 +49,55 @@ class PlannedUpdate:
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
+        elif self.op in SCATTERS:
+            source = out = cell.begin_rows(self.operands[0])
         else:
             source, out = cell.begin()
         compute(self.op, source, self.operands, out)
         cell.settle()
+
+    def reserve(self) -> None:
+        """Makes sure that the value can be written."""
+        if self.op is UpdateOp.OPTIMIZE:
+            self.held.cell.require()
+        else:
+            rows = self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS
+            self.held.cell.reserve(anew=self.op is UpdateOp.ASSIGN, rows=rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Updates that may be made in any order: those of one optimizer, of whole variables
+    and of rows, or plain ones (in their order)."""
+
+    optimizer: Registered | None
+    steps: list[Step] = field(default_factory=list)
+    rows: list[RowStep] = field(default_factory=list)
+    plain: list[PlannedUpdate] = field(default_factory=list)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` would have next to nothing to do."""
+        optimizer = self.optimizer
+        return optimizer is None or (
+            not any(step.mixed for step in self.rows)
+            and optimizer.is_prepared(self.steps)
+            and optimizer.is_prepared_rows(self.rows)
+        )
+
+    def prepare(self) -> None:
+        """What can fail: compiling, slots, memory."""
+        if self.optimizer is not None:
+            self.rows[:] = [step.distinct() for step in self.rows]
+            self.optimizer.prepare(self.steps)
+            self.optimizer.prepare_rows(self.rows)
+
+    def compute(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.apply(self.steps)
+            self.optimizer.apply_rows(self.rows)
+        for update in self.plain:
+            update.compute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,73 +108,72 @@ class PushPlan:
     push: Push
     updates: Sequence[PlannedUpdate]
     work: int
-    optimizes: bool
+    runs: Sequence[Run]
 
     def compute(self) -> None:
         """Applies the updates in order. What can fail comes before the first is
         written: a value that was lost, memory for values beside those that readers look
         at, compiling."""
         self._reserve()
-        if not self.optimizes:
-            for update in self.updates:
-                update.compute()
-            return
-        runs = list(self._runs())
-        for optimizer, steps, _ in runs:
-            if optimizer is not None:
-                optimizer.prepare(steps)
-        for optimizer, steps, plain in runs:
-            if optimizer is not None:
-                optimizer.apply(steps)
-            for update in plain:
-                update.compute()
-
-    def _reserve(self) -> None:
-        met = set[int]()
-        for update in self.updates:
-            cell, key = update.held.cell, update.held.entry.key
-            if key in met:
-                continue
-            met.add(key)
-            if update.optimizer is None:
-                cell.reserve(anew=update.op is UpdateOp.ASSIGN)
-            else:
-                cell.require()
+        for run in self.runs:
+            run.prepare()
+        for run in self.runs:
+            run.compute()
 
     @property
     def is_compiled(self) -> bool:
         """Whether every program that it needs is there already."""
-        return all(
-            update.optimizer is None
-            or update.optimizer.is_prepared(update.held.slots, update.operands[0])
-            for update in self.updates
-        )
+        return all(run.is_prepared for run in self.runs)
 
-    def _runs(self) -> Iterable[_Run]:
-        """Neighbours of one optimizer, in any order, and what is between them."""
-        run = _Run(None, [], [])
-        seen = set[int]()
+    def _reserve(self) -> None:
+        met = set[int]()
         for update in self.updates:
-            held, key = update.held, update.held.entry.key
-            if update.optimizer is not run.optimizer or key in seen:
-                yield run
-                run = _Run(update.optimizer, [], [])
-                seen.clear()
-            if update.optimizer is None:
-                run.plain.append(update)
-            else:
-                seen.add(key)
-                gradient = fitting(update.operands[0], held.cell.dtype)
-                run.steps.append(Step(held.cell, held.slots, gradient))
-        yield run
+            key = update.held.entry.key
+            if key not in met:
+                met.add(key)
+                update.reserve()
 
 
-class _Run(NamedTuple):
-    """The steps of one optimizer, or updates that are plain."""
+def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
+    """Neighbours of one optimizer on different variables, and what is between them."""
+    found = [Run(None)]
+    seen = set[int]()
+    for update in updates:
+        held, key, run = update.held, update.held.entry.key, found[-1]
+        if update.optimizer is not run.optimizer or key in seen:
+            run = Run(update.optimizer)
+            found.append(run)
+            seen.clear()
+        if update.optimizer is None:
+            run.plain.append(update)
+            continue
+        seen.add(key)
+        gradient = fitting(update.operands[-1], held.cell.dtype)
+        if update.op is UpdateOp.OPTIMIZE:
+            run.steps.append(Step(held.cell, held.slots, gradient))
+        else:
+            indices = update.operands[0].astype(np.intp, copy=False)
+            mixed = not are_increasing(indices)
+            run.rows.append(RowStep(held.cell, held.slots, indices, gradient, mixed))
+    return found
 
-    optimizer: Registered | None
-    steps: list[Step]
-    plain: list[PlannedUpdate]
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """Validated reads: values that are leased already, and rows to gather of others.
+    ``work`` is the bytes of the rows."""
+
+    generation: int
+    versions: list[int]
+    leases: Sequence[np.ndarray]
+    wanted: Sequence[tuple[Held, np.ndarray]]
+    work: int
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Gathers; raises UnavailableError for a value that was lost."""
+        for held, indices in self.wanted:
+            self.rows.append(gather(held.cell.look(), indices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +206,34 @@ class OptimizerPlan:
         self.loaded = self.engine.load(self.optimizer, self.name, self.code)
 
 
-Plan = PushPlan | CreatePlan | OptimizerPlan
+@dataclass(frozen=True, slots=True)
+class InitializePlan:
+    """Validated new variables, whose values a shipped initializer will make."""
+
+    generation: int
+    entries: Sequence[InitialEntry]
+    code: bytes
+    load_code: Callable[[bytes], object]
+    cells: list[Cell] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Raises InvalidArgumentError for values that are not what was announced."""
+        if self.entries:
+            initialize = self.load_code(self.code)
+            self.cells.extend(made(initialize, entry) for entry in self.entries)
+
+
+Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan
 
 
 def work_of(op: UpdateOp, held: Held, operands: Sequence[np.ndarray]) -> int:
-    """Bytes moved, roughly: a scatter costs its rows, and all if it must copy."""
-    if op not in SCATTERS:
-        return held.cell.nbytes
-    rows = 16 * operands[0].size + 8 * operands[-1].nbytes
-    return rows + (held.cell.nbytes if held.cell.is_shared else 0)
+    """Bytes moved, roughly, by numpy in the same time: a scatter costs its rows, and
+    all if it must copy; Adam with what XLA takes to start is 16 times an addition, and
+    on rows half a scatter, which goes through fresh memory."""
+    if op is UpdateOp.OPTIMIZE:
+        return 16 * held.cell.nbytes
+    if op in SCATTERS or op is UpdateOp.OPTIMIZE_ROWS:
+        factor = 8 if op in SCATTERS else 4
+        rows = 16 * operands[0].size + factor * operands[-1].nbytes
+        return rows + (held.cell.nbytes if held.cell.is_shared else 0)
+    return held.cell.nbytes

@@ -23,7 +23,7 @@ from zstrat.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ._xla import Transformation
+    from ._layouts import Transformation
 
 STEPS: Final = 6
 """Enough for algorithms that estimate their step size to begin to move."""

@@ -31,51 +31,86 @@ from zstrat.wire import (
     DeleteVariables,
     Done,
     Hello,
+    InitializeVariables,
     Inspect,
     Job,
+    LoadTensors,
     Message,
     OpenSession,
     Ownership,
+    PinSnapshot,
     PlainTree,
     Pull,
     Pulled,
+    PullRows,
     Push,
     Pushed,
+    ReadSnapshot,
+    ReleaseSnapshot,
     SessionOpened,
     Statistics,
+    StoreTensors,
+    WriteSnapshot,
 )
 
 from ._engine import OptimizerEngine
 from ._ledger import UNNAMED
-from ._plans import CreatePlan, OptimizerPlan, Plan, PushPlan
+from ._plans import (
+    CreatePlan,
+    InitializePlan,
+    OptimizerPlan,
+    Plan,
+    PushPlan,
+    RowsPlan,
+)
+from ._snapshot_service import SnapshotRequest, SnapshotService
 from ._store import Store
 from ._thread import ComputeThread
 from ._turns import Ticket, Turns
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Hashable,
+        Sequence,
+    )
 
     from zstrat.config import Settings
 
 INLINE: Final = 4 * 2**20
-"""Bytes of arithmetic that the loop does by itself: 0.1 to 0.4 ms; a thread takes about
-0.1 ms to wake and as much to report."""
-
-INLINE_COMPILED: Final = 256 * 1024
-"""The same for what XLA has compiled already: Adam takes less than 0.2 ms for it."""
+"""Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to
+0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
     CloseSession: frozenset({Job.CHIEF}),
     CreateVariables: frozenset({Job.CHIEF}),
+    InitializeVariables: frozenset({Job.CHIEF}),
     DeleteVariables: frozenset({Job.CHIEF}),
     CreateOptimizer: frozenset({Job.CHIEF}),
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
+    PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),
+    PinSnapshot: frozenset({Job.CHIEF}),
+    WriteSnapshot: frozenset({Job.CHIEF}),
+    ReadSnapshot: frozenset({Job.CHIEF}),
+    ReleaseSnapshot: frozenset({Job.CHIEF}),
+    LoadTensors: frozenset({Job.CHIEF}),
+    StoreTensors: frozenset({Job.CHIEF}),
     Inspect: frozenset(Job),
 }
 
-Stored = CreateVariables | DeleteVariables | CreateOptimizer | Pull | Push
+Stored = (
+    CreateVariables
+    | InitializeVariables
+    | DeleteVariables
+    | CreateOptimizer
+    | Pull
+    | PullRows
+    | Push
+)
 """Requests that use the store, and so take turns."""
 
 
@@ -92,9 +127,10 @@ class Caller(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """A request that is not answered yet."""
+    """A request that is not answered yet; without a message: somebody who takes turns
+    by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
 
-    message: Stored
+    message: Stored | None
     answer: asyncio.Future[Message]
 
 
@@ -102,8 +138,8 @@ class PsService:
     """Answers the messages of one parameter server.
 
     Args:
-        load_code: Turns shipped bytes into an optax transformation; runs on the compute
-            thread, and only for code that a coordinator has sent.
+        load_code: Turns shipped bytes into an optax transformation or an initializer;
+            runs on the compute thread, and only for code that a coordinator has sent.
         task: Names this server in errors: ``"/job:ps/task:0"``.
         on_exit: Called once, on the loop, when the coordinator ends the process.
     """
@@ -124,10 +160,13 @@ class PsService:
         self._on_exit = on_exit
         self._clock, self._started_at = clock, clock()
         self._engine = OptimizerEngine(load_code)
-        self._store = Store(self._engine, task=task)
+        self._store = Store(self._engine, task=task, largest=settings.limits.body)
         self._ownership = Ownership(task)
         self._turns: Turns[_Waiting] = Turns()
         self._thread = ComputeThread(f"compute {task}")
+        self._snapshots = SnapshotService(
+            task, self._store, self._turn, self._ownership.check, self._thread
+        )
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -150,6 +189,10 @@ class PsService:
                     return self._close(session, leave)
                 case Inspect():
                     return Statistics(self.statistics())
+                case _ if isinstance(message, SnapshotRequest):
+                    self._ownership.check(message.session)
+                    self._require_open()
+                    return self._snapshots.handle(message)
                 case _:
                     assert isinstance(message, Stored)  # by the table of roles
                     return self._take_turn(message)
@@ -158,8 +201,10 @@ class PsService:
             raise
 
     def lost(self, remote: Caller, reason: str) -> None:
-        """A connection ended. What its session has here stays until another opens."""
-        self._ownership.lost(remote)
+        """A connection ended. What its session has here stays until another opens, but
+        for its snapshots: nobody might ever release them."""
+        if self._ownership.lost(remote):
+            self._snapshots.clear()
 
     async def drain(self) -> bool:
         """Refuses new requests, finishes those that were accepted, ends the thread.
@@ -174,8 +219,9 @@ class PsService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
                 await self._idle.wait()
+        saved = await self._snapshots.close(deadline)
         ended = await self._thread.close(deadline)
-        return ended and self._idle.is_set()
+        return saved and ended and self._idle.is_set()
 
     def statistics(self) -> dict[str, PlainTree]:
         """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
@@ -194,25 +240,33 @@ class PsService:
             "failed": self._failed,
         }
         values.update(self._store.statistics())
+        values.update(self._snapshots.statistics())
         return values
 
     # ---- sessions ----------------------------------------------------------------
 
     def _open(self, session: int, remote: Caller) -> SessionOpened:
-        if self._draining:
-            raise UnavailableError(f"{self._task} is shutting down")
+        self._require_open()
         new = self._ownership.open(session, remote, remote.hello)
         if new:
-            self._store.clear()
+            self._clear()
         return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):
-            self._store.clear()
+            self._clear()
         if leave and self._on_exit is not None:
             on_exit, self._on_exit = self._on_exit, None
             on_exit()
         return Done()
+
+    def _clear(self) -> None:
+        self._snapshots.clear()
+        self._store.clear()
+
+    def _require_open(self) -> None:
+        if self._draining:
+            raise UnavailableError(f"{self._task} is shutting down")
 
     # ---- turns -------------------------------------------------------------------
 
@@ -230,16 +284,43 @@ class PsService:
         return ticket.request.answer
 
     def _enter(self, message: Stored) -> Ticket[_Waiting]:
-        if self._draining:
-            raise UnavailableError(f"{self._task} is shutting down")
+        self._require_open()
+        return self._queue(message, _names(message))
+
+    def _queue(
+        self, message: Stored | None, names: Sequence[Hashable]
+    ) -> Ticket[_Waiting]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        ticket = self._turns.enter(_Waiting(message, answer), _names(message))
+        ticket = self._turns.enter(_Waiting(message, answer), names)
         self._idle.clear()
         return ticket
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, names: Sequence[Hashable]) -> AsyncIterator[None]:
+        """Has names for itself, behind those who came before."""
+        ticket = self._queue(None, names)
+        if not self._turns.is_turn(ticket):
+            turn = ticket.request.answer
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it had come already; else see `_resume`
+                    self._leave(ticket)
+                raise
+        try:
+            yield
+        finally:
+            self._leave(ticket)
+
     def _resume(self, ticket: Ticket[_Waiting]) -> None:
         """The turn of a request has come that had to wait."""
-        message = ticket.request.message
+        message, turn = ticket.request.message, ticket.request.answer
+        if message is None:
+            if turn.cancelled():
+                self._leave(ticket)
+            else:
+                turn.set_result(Done())
+            return
         try:
             self._ownership.check(message.session)
             served = self._begin(message)
@@ -260,8 +341,12 @@ class PsService:
                 return Pulled(versions, arrays)
             case Push():
                 plan: Pushed | Done | Plan = store.plan_push(message)
+            case PullRows(reads=reads, rows=rows, arrays=arrays):
+                plan = store.plan_rows(reads, rows, arrays)
             case CreateVariables(variables=entries, arrays=arrays):
                 plan = store.plan_create(entries, arrays)
+            case InitializeVariables(variables=initial, code=code):
+                plan = store.plan_initialize(initial, code)
             case CreateOptimizer(optimizer=optimizer, name=name, code=code):
                 plan = store.plan_optimizer(optimizer, name, code)
             case DeleteVariables(keys=keys):
@@ -303,6 +388,9 @@ class PsService:
                 answer.set_exception(outcome)
         elif not answer.done():
             answer.set_result(outcome)
+        self._leave(ticket)
+
+    def _leave(self, ticket: Ticket[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
         for following in self._turns.leave(ticket):
             # Not at once: a long queue of short requests must not hold up the loop.
@@ -316,6 +404,8 @@ def _names(message: Stored) -> list[Hashable]:
     match message:
         case Pull(reads=reads):
             return [read.key for read in reads]
+        case PullRows(reads=reads, rows=rows):
+            return [*(read.key for read in reads), *rows]
         case Push(step=step, part=part, updates=updates):
             names: list[Hashable] = [update.key for update in updates]
             names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
@@ -324,6 +414,8 @@ def _names(message: Stored) -> list[Hashable]:
             return names
         case CreateVariables(variables=entries):
             return [entry.key for entry in entries]
+        case InitializeVariables(variables=initial):
+            return [entry.key for entry in initial]
         case DeleteVariables(keys=keys):
             return list(keys)
         case CreateOptimizer(optimizer=optimizer):
@@ -335,12 +427,10 @@ def _names(message: Stored) -> list[Hashable]:
 def _is_short(plan: Plan) -> bool:
     match plan:
         case PushPlan(work=work):
-            if plan.optimizes:
-                return work <= INLINE_COMPILED and plan.is_compiled
+            return work <= INLINE and plan.is_compiled
+        case CreatePlan(work=work) | RowsPlan(work=work):
             return work <= INLINE
-        case CreatePlan(work=work):
-            return work <= INLINE
-        case OptimizerPlan():
+        case InitializePlan() | OptimizerPlan():
             return False
         case _:
             assert_never(plan)

@@ -16,31 +16,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, assert_never
 
+import numpy as np
+
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     NotFoundError,
     StaleSessionError,
 )
-from zstrat.wire import Done, Push, Pushed, Read, UpdateOp, VariableEntry
+from zstrat.wire import (
+    Done,
+    InitialEntry,
+    Pulled,
+    Push,
+    Pushed,
+    Read,
+    UpdateOp,
+    VariableEntry,
+    dtype_named,
+)
 
-from ._arithmetic import OPTIMIZERS, check
+from ._arithmetic import OPTIMIZERS, check, check_rows
 from ._ledger import Ledger
 from ._plans import (
     CreatePlan,
     Held,
+    InitializePlan,
     OptimizerPlan,
     Plan,
     PlannedUpdate,
     PushPlan,
+    RowsPlan,
+    runs_of,
     work_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import numpy as np
-
+    from ._cell import Cell
     from ._engine import OptimizerEngine
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
@@ -53,6 +67,7 @@ class Counts:
     pulls: int = 0
     reads: int = 0
     unchanged: int = 0
+    rows: int = 0
     pushes: int = 0
     updates: int = 0
     duplicates: int = 0
@@ -61,12 +76,15 @@ class Counts:
 class Store:
     """All variables that one task holds for one session.
 
-    ``task`` names the parameter server in errors.
+    ``task`` names the parameter server in errors; ``largest`` bounds the bytes of rows
+    that one request may ask for.
     """
 
-    def __init__(self, engine: OptimizerEngine, *, task: str = "ps") -> None:
-        self._task = task
-        self._engine = engine
+    def __init__(
+        self, engine: OptimizerEngine, *, task: str = "ps", largest: int = 2**36
+    ) -> None:
+        self._task, self._largest = task, largest
+        self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
         self._ledger = Ledger()
         self._generation = 0
@@ -103,9 +121,55 @@ class Store:
         counts.unchanged += len(versions) - len(arrays)
         return versions, tuple(arrays)
 
+    def find(self, keys: Iterable[int]) -> list[Held]:
+        """The variables themselves, for their owner of the moment.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        found: list[Held] = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            found.append(held)
+        return found
+
     def nbytes(self, keys: Iterable[int]) -> int:
         """Bytes of those variables that exist."""
         return sum(held.cell.nbytes for key in keys if (held := self._held.get(key)))
+
+    def plan_rows(
+        self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
+    ) -> RowsPlan:
+        """`read`, and rows of variables besides: a plan, because many rows take long.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: Some indices are none of the variable's rows, they are
+                not one array per variable, or the answer would be too large.
+        """
+        if len(rows) != len(indices):
+            raise InvalidArgumentError(
+                f"{self._task}: rows of {len(rows)} variables are wanted by "
+                f"{len(indices)} arrays of indices"
+            )
+        wanted, work = [], 0
+        for key, at in zip(rows, indices, strict=True):
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            shape, who = held.cell.shape, f"variable {held.entry.name!r}: a lookup"
+            check_rows(at, (at.size, *shape[1:]), shape, who)
+            wanted.append((held, at.astype(np.intp, copy=False)))
+            work += len(at) * (held.cell.nbytes // max(1, shape[0]) + 16)
+        if work > self._largest:
+            raise InvalidArgumentError(
+                f"{self._task}: a lookup asks for {work} bytes of rows, the limit is "
+                f"{self._largest}: ask for fewer at a time"
+            )
+        versions, leases = self.read(reads)
+        return RowsPlan(self._generation, versions, leases, wanted, work)
 
     # ---- creating ----------------------------------------------------------------
 
@@ -132,11 +196,32 @@ class Store:
         if len({entry.key for entry in entries}) != len(entries):
             raise InvalidArgumentError(f"{self._task}: a key of new variables repeats")
         new = [
-            pair for pair in zip(entries, arrays, strict=True) if self._is_new(*pair)
+            (entry, array)
+            for entry, array in zip(entries, arrays, strict=True)
+            if self._is_new(entry, array.shape, array.dtype)
         ]
         values = [array for _, array in new]
         work = sum(array.nbytes for array in values)
         return CreatePlan(self._generation, [entry for entry, _ in new], values, work)
+
+    def plan_initialize(
+        self, entries: Sequence[InitialEntry], code: bytes
+    ) -> InitializePlan:
+        """Like `plan_create`; the values are made by shipped code.
+
+        Raises:
+            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            InvalidArgumentError: Keys repeat.
+            ProtocolError: No such dtype travels.
+        """
+        if len({entry.key for entry in entries}) != len(entries):
+            raise InvalidArgumentError(f"{self._task}: a key of new variables repeats")
+        new = [
+            entry
+            for entry in entries
+            if self._is_new(entry, tuple(entry.shape), dtype_named(entry.dtype))
+        ]
+        return InitializePlan(self._generation, new, code, self._engine.load_code)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -204,7 +289,7 @@ class Store:
 
     # ---- committing --------------------------------------------------------------
 
-    def commit(self, plan: Plan) -> Done | Pushed:
+    def commit(self, plan: Plan) -> Done | Pushed | Pulled:
         """Makes what a plan has computed true: versions, keys, the memory of steps.
 
         Raises:
@@ -218,15 +303,23 @@ class Store:
         match plan:
             case PushPlan():
                 return self._commit_push(plan)
+            case RowsPlan(versions=versions, leases=leases, rows=rows):
+                self.counts.rows += sum(map(len, rows))
+                return Pulled(versions, (*leases, *rows))
             case CreatePlan(entries=entries, cells=cells):
-                for entry, cell in zip(entries, cells, strict=True):
-                    self._held[entry.key] = Held(entry, cell, self._first_version)
+                self._hold(entries, cells)
+            case InitializePlan(entries=new, cells=cells):
+                self._hold([VariableEntry(*entry[:4]) for entry in new], cells)
             case OptimizerPlan(loaded=loaded):
                 assert loaded is not None, "commit before compute"
                 self._engine.register(loaded)
             case _:
                 assert_never(plan)
         return Done()
+
+    def _hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
+        for entry, cell in zip(entries, cells, strict=True):
+            self._held[entry.key] = Held(entry, cell, self._first_version)
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
@@ -237,7 +330,7 @@ class Store:
         return Pushed(applied=True, versions=self._versions(plan.push))
 
     def _validated(self, push: Push) -> PushPlan:
-        arrays, at, work, optimizes = push.arrays, 0, 0, False
+        arrays, at, work = push.arrays, 0, 0
         planned: list[PlannedUpdate] = []
         for key, code, optimizer, count in push.updates:
             held = self._held.get(key)
@@ -253,7 +346,6 @@ class Store:
             at += count
             work += work_of(op, held, operands)
             if op in OPTIMIZERS:
-                optimizes = True
                 known = self._engine.check(
                     optimizer, op, held.entry, held.cell, operands
                 )
@@ -265,7 +357,7 @@ class Store:
             raise InvalidArgumentError(
                 f"{self._task}: a push has {len(arrays)} arrays, its updates take {at}"
             )
-        return PushPlan(self._generation, push, planned, work, optimizes)
+        return PushPlan(self._generation, push, planned, work, runs_of(planned))
 
     def _check_plain(
         self, optimizer: int, op: UpdateOp, held: Held, operands: Sequence[np.ndarray]
@@ -292,6 +384,7 @@ class Store:
             "pulls": counts.pulls,
             "reads": counts.reads,
             "unchanged": counts.unchanged,
+            "rows": counts.rows,
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
@@ -299,17 +392,22 @@ class Store:
             "low_water": self._ledger.low_water,
         }
 
-    def _is_new(self, entry: VariableEntry, array: np.ndarray) -> bool:
+    def _is_new(
+        self,
+        entry: VariableEntry | InitialEntry,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+    ) -> bool:
         held = self._held.get(entry.key)
         if held is None:
             return True
         cell = held.cell
-        if (cell.shape, cell.dtype) == (array.shape, array.dtype):
+        if (cell.shape, cell.dtype) == (shape, dtype):
             return False
         raise AlreadyExistsError(
             f"{self._task} holds key {entry.key} as {held.entry.name!r}, "
             f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
-            f"{array.dtype.name}{list(array.shape)}, cannot be created under it"
+            f"{dtype.name}{list(shape)}, cannot be created under it"
         )
 
     def _versions(self, push: Push) -> list[int]:

@@ -1,68 +1,28 @@
-"""optax behind XLA: the only module that imports optax, and never at start-up.
+"""Whole gradients behind XLA. Imported with the first optimizer, never at start-up.
 
-`Programs` holds those of one optimizer. A program updates one variable: ``(value,
-slots, gradient) -> (value, slots)``, with value and slots donated. It is compiled ahead
-of its first use, so that a transformation which cannot be traced for a shape is refused
-before anything has changed.
+`Programs` holds what one optimizer has compiled. A program updates one variable:
+``(value, slots, gradient) -> (value, slots)``, with value and slots donated. It is
+compiled ahead of its first use, so that a transformation which cannot be traced for a
+shape is refused before anything has changed. Gradients of some rows have programs of
+their own (`zstrat.ps._xla_rows`), and the same slots.
 """
 
 from __future__ import annotations
 
-import contextlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import optax
 
-from zstrat.errors import BusyError, InvalidArgumentError
-
-from ._slots import LAYOUTS, Slots, Step, is_wide
+from ._cell import Cell
+from ._layouts import Layout, Layouts, Transformation, precision, shape, spec
+from ._slots import Slots, Step, is_wide
+from ._xla_rows import RowPrograms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
-
-    from ._cell import Cell
-
-Shapes = tuple[jax.ShapeDtypeStruct, ...]
-Context = contextlib.AbstractContextManager[object]
-
-
-@dataclass(frozen=True, slots=True)
-class Transformation:
-    """An optax transformation, with its functions checked to be there."""
-
-    init: Any
-    update: Any
-
-    @staticmethod
-    def check(name: str, loaded: object) -> Transformation:
-        """
-        Raises:
-            InvalidArgumentError: ``loaded`` is no optax transformation.
-        """
-        if not isinstance(loaded, optax.GradientTransformation):
-            raise InvalidArgumentError(
-                f"optimizer {name!r}: expected an optax.GradientTransformation, got "
-                f"{type(loaded).__module__}.{type(loaded).__qualname__}"
-            )
-        return Transformation(loaded.init, loaded.update)
-
-    def step(self, value: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
-        updates, state = self.update(gradient, state, value)
-        return optax.apply_updates(value, updates), state
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """What the slots of a variable look like; equal ones share programs."""
-
-    value: jax.ShapeDtypeStruct
-    structure: Any
-    leaves: Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +36,16 @@ class Program:
     def start(self, optimizer: int, step: Step) -> Any:
         """Hands the work to XLA, which may do it later; returns the new value."""
         cell, slots = step.cell, step.slots[optimizer]
-        with _precision(self.wide):
-            value, leaves = self.call(cell.give(), slots.leaves, step.gradient)
+        with precision(self.wide):
+            given = tuple([leaf.give() for leaf in slots.cells])
+            value, leaves = self.call(cell.give(), given, step.gradient)
         cell.take_back(value)
-        slots.leaves, slots.layout = leaves, self.after
+        if slots.layout == self.after:
+            for leaf, new in zip(slots.cells, leaves, strict=True):
+                leaf.take_back(new)
+        else:
+            slots.cells = tuple(map(Cell.on_device, leaves))
+            slots.layout = self.after
         return value
 
 
@@ -89,18 +55,17 @@ class Programs:
     def __init__(
         self, optimizer: int, name: str, transformation: Transformation
     ) -> None:
-        self._optimizer, self._name = optimizer, name
+        self._optimizer = optimizer
+        self._layouts = Layouts(name, transformation)
         self._transformation = transformation
-        self._device = jax.local_devices(backend="cpu")[0]
         self._programs: dict[object, Program] = {}
-        self._initials: dict[object, tuple[Any, int]] = {}
-        self._numbers: dict[_Layout, int] = {}
-        self._layouts: list[_Layout] = []
+        self._initials: dict[int, Any] = {}
+        self.rows = RowPrograms(optimizer, self._layouts)
 
     @property
     def count(self) -> int:
         """How many have been compiled."""
-        return len(self._programs) + len(self._initials)
+        return len(self._programs) + len(self._initials) + self.rows.count
 
     def has(self, layout: int, gradient: np.dtype) -> bool:
         """Whether the program for slots of this layout is compiled."""
@@ -131,21 +96,43 @@ class Programs:
             # Goes to the caller. Only XLA itself can fail here (it is out of memory,
             # say), and it may have been writing in place: what it had is lost.
             for step, value in started:
-                if value is None and _is_whole(step.cell.give()):
+                if value is None and _is_whole(step, self._optimizer):
                     continue
                 step.cell.lose(str(error))
                 step.slots.pop(self._optimizer, None)
             raise
 
+    def make_slots(self, cell: Cell) -> Slots:
+        """New slots for a variable, by rows if they have them.
+
+        Raises: As `prepare`.
+        """
+        layout = self._layouts[self._layouts.initial(cell)]
+        return self.rows.initial(cell) if layout.by_rows else self._initial(cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        layout = self._layouts[slots.layout]
+        leaves = tuple(
+            shape(leaf.shape, dtypes.get(place, leaf.dtype))
+            for place, leaf in enumerate(layout.leaves)
+        )
+        number = self._layouts.number(replace(layout, leaves=leaves))
+        self.rows.convert(slots, number)
+
     def _initial(self, cell: Cell) -> Slots:
-        key = (cell.shape, cell.dtype)
-        entry = self._initials.get(key)
-        if entry is None:
-            entry = self._initials[key] = self._compile_initial(cell)
-        call, layout = entry
-        with _precision(is_wide(cell.dtype)):
+        number = self._layouts.initial(cell)
+        call = self._initials.get(number)
+        wide = is_wide(cell.dtype)
+        if call is None:
+            initial = jax.jit(self._transformation.leaves)
+            with precision(wide), self._layouts.words(cell), self._layouts.here():
+                call = initial.lower(spec(cell)).compile()
+            self._initials[number] = call
+        with precision(wide):
             leaves = call(cell.give())
-        return Slots(leaves, layout, sum(leaf.nbytes for leaf in leaves))
+        cells = tuple(map(Cell.on_device, leaves))
+        return Slots(cells, self._layouts[number].about, number)
 
     def _program(self, step: Step) -> Program:
         key = (step.slots[self._optimizer].layout, step.gradient.dtype)
@@ -154,84 +141,32 @@ class Programs:
             program = self._programs[key] = self._compile(step)
         return program
 
-    def _compile_initial(self, cell: Cell) -> tuple[Any, int]:
-        init = self._transformation.init
-
-        def initial(value: Any) -> tuple[Any, ...]:
-            # Copies, because a leaf that *is* the value (an average that starts there)
-            # would be donated twice by the first step.
-            return tuple(jnp.copy(leaf) for leaf in jax.tree.leaves(init(value)))
-
-        value = _spec(cell)
-        with _precision(is_wide(cell.dtype)), self._words(cell), self._here():
-            structure = jax.tree.structure(jax.eval_shape(init, value))
-            leaves = tuple(map(_spec, jax.eval_shape(initial, value)))
-            call = jax.jit(initial).lower(value).compile()
-        return call, self._number(_Layout(value, structure, leaves))
-
     def _compile(self, step: Step) -> Program:
         layout = self._layouts[step.slots[self._optimizer].layout]
 
         def update(value: Any, leaves: Any, gradient: Any) -> tuple[Any, Any]:
-            state = jax.tree.unflatten(layout.structure, leaves)
-            new, state = self._transformation.step(value, state, gradient)
-            leaves, structure = jax.tree.flatten(state)
-            if structure != layout.structure:
-                raise TypeError(
-                    f"its state changes from {layout.structure} to {structure}"
-                )
-            return new, tuple(leaves)
+            return self._transformation.step(layout.structure, value, leaves, gradient)
 
         wide = is_wide(step.cell.dtype)
-        gradient = _spec(step.gradient)
-        with _precision(wide), self._words(step.cell), self._here():
+        gradient = spec(step.gradient)
+        with precision(wide), self._layouts.words(step.cell), self._layouts.here():
             new, leaves = jax.eval_shape(update, layout.value, layout.leaves, gradient)
-            if _spec(new) != layout.value:
-                raise TypeError(f"it turns a {layout.value} into a {_spec(new)}")
-            after = tuple(map(_spec, leaves))
+            if spec(new) != layout.value:
+                raise TypeError(f"it turns a {layout.value} into a {spec(new)}")
+            after = tuple(map(spec, leaves))
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
             # its first step) have no output that they could be donated to.
             donated = (0, 1) if after == layout.leaves else (0,)
             jitted = jax.jit(update, donate_argnums=donated)
             call = jitted.lower(layout.value, layout.leaves, gradient).compile()
-        number = self._number(_Layout(layout.value, layout.structure, after))
-        return Program(call, number, wide)
-
-    def _number(self, layout: _Layout) -> int:
-        number = self._numbers.get(layout)
-        if number is None:
-            if len(self._layouts) >= LAYOUTS:
-                raise BusyError(
-                    f"{LAYOUTS} shapes have optimizer slots in this session already"
-                )
-            number = self._numbers[layout] = len(self._layouts)
-            self._layouts.append(layout)
-        return number
-
-    def _here(self) -> Context:
-        """A parameter server computes on the CPU, whatever else the machine has."""
-        return cast("Context", jax.default_device(self._device))
-
-    @contextlib.contextmanager
-    def _words(self, cell: Cell) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # goes to the caller, with the optimizer's name
-            raise InvalidArgumentError(
-                f"optimizer {self._name!r} cannot be applied to {cell.dtype.name}"
-                f"{list(cell.shape)}: {type(error).__name__}: {error}"
-            ) from error
+        return Program(call, self._layouts.number(_with(layout, after)), wide)
 
 
-def _precision(wide: bool) -> Context:
-    """Without this, jax would take a float64 variable and give back a float32 one."""
-    return cast("Context", jax.enable_x64(True)) if wide else contextlib.nullcontext()
+def _with(layout: Layout, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Layout:
+    return Layout(layout.value, layout.structure, leaves, layout.about, layout.by_rows)
 
 
-def _is_whole(value: object) -> bool:
-    return not (isinstance(value, jax.Array) and value.is_deleted())
-
-
-def _spec(array: Any) -> jax.ShapeDtypeStruct:
-    """Without a weak type, which would make equal slots look different."""
-    return jax.ShapeDtypeStruct(array.shape, array.dtype)  # type: ignore[no-untyped-call]
+def _is_whole(step: Step, optimizer: int) -> bool:
+    """Whether XLA has not begun to write where the value or its slots are."""
+    given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
+    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)

@@ -398,19 +398,26 @@ class TensorEntry(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class PinSnapshot:
     """Keeps values and slots of variables as they are now, until `ReleaseSnapshot`;
-    updates go on beside. ``optimizers``: whose slots. Answered by `SnapshotPinned`."""
+    updates go on beside. ``optimizers``: whose slots. Answered by `SnapshotPinned`.
+
+    ``first`` above 0 pins nothing, but asks for those from that place on of a snapshot
+    that is there: thousands do not fit into one answer."""
 
     kind: ClassVar = 40
     session: int
     snapshot: int
     keys: list[int]
     optimizers: list[int]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPinned:
+    """Tensors from ``first`` on, and how many there are in all."""
+
     kind: ClassVar = 41
     tensors: list[TensorEntry]
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,7 +472,8 @@ class ReleaseSnapshot:
 class LoadEntry(NamedTuple):
     """Rows ``[start, stop)`` of tensor ``name`` in the file ``path`` go to rows from
     ``at`` on of a variable's value or slot (as in `TensorEntry`). A tensor without the
-    variable's rows goes whole (``start``, ``stop`` and ``at`` are 0)."""
+    variable's rows goes whole (``start``, ``stop`` and ``at`` are 0). ``name`` "":
+    nothing is read, and all that is asked is whether the file is there."""
 
     key: int
     optimizer: int

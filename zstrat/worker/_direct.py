@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import NotFoundError
 from zstrat.program import not_shared
-from zstrat.ps import PsUpdate, Ref
+from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.variables import LOCAL
 
 if TYPE_CHECKING:
     import asyncio
+    from collections.abc import Sequence
 
     import numpy as np
 
@@ -76,10 +77,33 @@ class Direct:
         self._part = 0
 
     def read(self, variable: Variable) -> np.ndarray:
-        spec = _shared(variable)
-        refs = [Ref(spec.ps, spec.key)]
-        with _named(spec):
-            return self._ask(lambda client: client.pull(refs))[0]
+        return self.read_many([variable])[0]
+
+    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        """One request per server."""
+        specs = [_shared(variable) for variable in variables]
+        refs = [Ref(spec.ps, spec.key) for spec in specs]
+        with _named(*specs):
+            return self._ask(lambda client: client.pull(refs))
+
+    def read_rows(
+        self, parts: Sequence[tuple[Variable, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
+        server.
+
+        Raises:
+            InvalidArgumentError: A row is not there.
+        """
+        named = [(_shared(variable), indices) for variable, indices in parts]
+        rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in named]
+        with _named(*[spec for spec, _ in named]):
+            return self._ask(lambda client: client.pull((), rows))
+
+    async def read_rows_async(
+        self, parts: Sequence[tuple[Variable, np.ndarray]]
+    ) -> list[np.ndarray]:
+        raise _not_here(*[variable for variable, _ in parts])
 
     async def read_async(self, variable: Variable) -> np.ndarray:
         raise _not_here(variable)
@@ -91,13 +115,32 @@ class Direct:
         operands: tuple[np.ndarray, ...],
         optimizer: Optimizer | None,
     ) -> None:
+        self.update_many([(variable, op, operands, optimizer)])
+
+    def update_many(
+        self,
+        updates: Sequence[
+            tuple[Variable, UpdateOp, tuple[np.ndarray, ...], Optimizer | None]
+        ],
+    ) -> None:
+        """Applies all in one request per server; on each one all of its own or none."""
         part, self._part = self._part, self._part + 1
-        spec, rule = _shared(variable), 0 if optimizer is None else optimizer.id
-        update = PsUpdate(spec.ps, spec.key, op, rule, operands)
-        with _named(spec):
+        pushed = [
+            _update(_shared(variable), op, operands, optimizer)
+            for variable, op, operands, optimizer in updates
+        ]
+        with _named(*[variable.spec for variable, *_ in updates]):
             self._ask(
-                lambda client: client.push(self._step, part, self._low_water, [update])
+                lambda client: client.push(self._step, part, self._low_water, pushed)
             )
+
+    async def update_many_async(
+        self,
+        updates: Sequence[
+            tuple[Variable, UpdateOp, tuple[np.ndarray, ...], Optimizer | None]
+        ],
+    ) -> None:
+        raise _not_here(*[variable for variable, *_ in updates])
 
     async def update_async(
         self,
@@ -124,16 +167,27 @@ def _shared(variable: Variable) -> VariableSpec:
     return variable.spec
 
 
+def _update(
+    spec: VariableSpec,
+    op: UpdateOp,
+    operands: tuple[np.ndarray, ...],
+    optimizer: Optimizer | None,
+) -> PsUpdate:
+    rule = 0 if optimizer is None else optimizer.id
+    return PsUpdate(spec.ps, spec.key, op, rule, operands)
+
+
 @contextmanager
-def _named(spec: VariableSpec) -> Iterator[None]:
+def _named(*specs: VariableSpec) -> Iterator[None]:
     """A ps knows what it does not hold by its number alone."""
     try:
         yield
     except NotFoundError as error:
-        raise NotFoundError(f"{spec}: {error}") from error
+        raise NotFoundError(f"{', '.join(map(str, specs))}: {error}") from error
 
 
-def _not_here(variable: Variable) -> RuntimeError:
+def _not_here(*variables: Variable) -> RuntimeError:
+    names = ", ".join([str(variable.spec) for variable in variables])
     return RuntimeError(
-        f"{variable.spec}: a step is no coroutine: use the blocking forms in it"
+        f"{names}: a step is no coroutine: use the blocking forms in it"
     )

@@ -17,10 +17,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, assert_never, final
 
-from ._pipeline import Do
+from ._closure import Do
 
 if TYPE_CHECKING:
-    from ._pipeline import Pipeline, Post, Step
+    from ._closure import Post, Step
+    from ._pipeline import Pipeline
 
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -39,6 +40,11 @@ class Shop(Protocol):
 
     def prepare(self, step: Step, began: float) -> float:
         """Prepares or refuses the step; returns the time at its end."""
+        ...
+
+    def advance(self, step: Step, began: float) -> float:
+        """Gives the step its values and asks what it reads next; returns the time at
+        its end."""
         ...
 
     def run(self, step: Step, began: float) -> float:
@@ -135,6 +141,9 @@ class Executor:
             elif do is Do.PREPARE:
                 assert step is not None
                 now = shop.prepare(step, now)
+            elif do is Do.ADVANCE:
+                assert step is not None
+                now = shop.advance(step, now)
             elif do is Do.POST:
                 self._call(shop.carry, pipeline.post())
                 now = clock()

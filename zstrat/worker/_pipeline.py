@@ -9,15 +9,24 @@ Theory of operation:
 - Order. Closures run in the order of dispatch. A closure reads what those before it
   wrote: its pull is posted only after their pushes, on the same links, which keep
   order. So of the line everything up to the first *writer* may be pulled, and one
-  closure behind it may be prepared while the writer waits or runs (``_after``). When
+  closure behind it may be prepared while the writer waits or runs (``_held``). When
   the writer has run, its push and the pull of the next one leave in one post: a
   training step costs one hop each way and one round trip.
-- With ``prefetch``, a step that only feeds optimizers does not wait for the push of
-  another one: its values are pulled while that one computes. They are then older by
-  one step of this worker, as those of the other workers are anyway.
+- With a ``prefetch`` of n, steps that only feed optimizers do not wait for each other's
+  pushes: the values of the next n are pulled while one computes. They are then older by
+  up to n steps of this worker, as those of the other workers are anyway.
+- Levels. The rows that a step looks up may say which rows it needs next. Its answer
+  is then given back to the program (*advance*), which names what to pull; it may run
+  after its last answer. A step that may be pulled may be pulled again at any time, so
+  steps advance wherever in the line they stand, and before the head runs.
 - Read-only closures may be prepared ``window`` ahead. Those that read the same
   variables share one pull: each of them was dispatched before that pull, so a value
-  read by it is as fresh as its own pull could promise.
+  read by it is as fresh as its own pull could promise. Rows are never shared.
+- The values that wait in the line are bounded: beyond ``budget`` nothing is prepared or
+  advanced but what the head needs, and the one step behind it.
+- A closure that cannot be prepared ends when those before it have run, and nothing is
+  prepared behind it until then: a dataset that has ended must not cost the closures
+  that still had an element.
 - An outbox is posted when nothing else can be done, when a pull in it is what the
   head of the line waits for, or when the next piece of work would end after the oldest
   entry has waited for ``interval``. Work that was never measured counts as endless, so
@@ -29,14 +38,16 @@ closure leaves in exactly one ending (by `ran`, `refused` or `cancelled`).
 
 from __future__ import annotations
 
-import enum
 import math
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
+
+from ._closure import Do, Post, Pull, Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from ._closure import Costs
 
 WINDOW: Final = 32
 """Read-only closures prepared ahead: at 20 µs each, half of them hide a round trip of
@@ -49,79 +60,14 @@ BUDGET: Final = 64 * 2**20
 ahead would fill the memory to save a round trip that is short beside the transfer."""
 
 
-class Do(enum.Enum):
-    """What the executor is to do now."""
-
-    PREPARE = enum.auto()
-    RUN = enum.auto()
-    POST = enum.auto()
-    WAIT = enum.auto()
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Costs:
-    """The seconds that the last preparation and the last run of a function took."""
-
-    prepare: float = math.inf
-    run: float = math.inf
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Step:
-    """One closure on its way: the executor says what it is, the pipeline where."""
-
-    number: int
-    task: Any
-    """What to run; shared by the steps of a batch."""
-    costs: Costs
-    work: Any = None
-    """What the executor made of the task when it prepared the step."""
-    reads: Any = None
-    """What is pulled for it, compared by identity; None: nothing."""
-    nbytes: int = 0
-    writes: bool = False
-    optimizes: bool = False
-    """All that it writes are gradients for optimizers."""
-    alone: bool = False
-    ready: bool = False
-    values: Any = None
-    error: BaseException | None = None
-    """Why its values did not come: it cannot run."""
-    dropped: bool = False
-
-
-@final
-@dataclass(slots=True, eq=False)
-class Pull:
-    """One request for values, on behalf of the steps that read the same variables."""
-
-    reads: Any
-    steps: list[Step]
-
-
-@final
-@dataclass(slots=True)
-class Post:
-    """What crosses to the loop: pushes first, then pulls, so that these read those."""
-
-    pushes: list[tuple[Any, Any]] = field(default_factory=list)
-    """Pairs of push and the ending that its acknowledgement releases."""
-    pulls: list[Pull] = field(default_factory=list)
-    endings: list[Any] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.pushes or self.pulls or self.endings)
-
-
 @final
 class Pipeline:
     """The closures of one session on their way through one worker."""
 
     __slots__ = (
-        "_after", "_budget", "_bytes", "_early", "_interval", "_line", "_oldest",
-        "_outbox", "_prefetch", "_queue", "_refilling", "_window", "_writer",
+        "_answered", "_behind", "_budget", "_bytes", "_depth", "_held", "_interval",
+        "_line", "_oldest", "_outbox", "_queue", "_refilling", "_stuck", "_window",
+        "_writer",
     )  # fmt: skip
 
     def __init__(
@@ -130,9 +76,9 @@ class Pipeline:
         window: int = WINDOW,
         interval: float = INTERVAL,
         budget: int = BUDGET,
-        prefetch: bool = False,
+        prefetch: int = 0,
     ) -> None:
-        self._prefetch: Final = prefetch
+        self._depth: Final = prefetch
         self._window: Final = window
         self._interval: Final = interval
         self._budget: Final = budget
@@ -140,10 +86,14 @@ class Pipeline:
         self._line: Final[deque[Step]] = deque()
         self._writer: Step | None = None
         """First of the line that writes."""
-        self._after: Step | None = None
-        """The one step behind the writer; its pull has to wait for that one's push,"""
-        self._early = False
-        """unless this says that it was fetched before."""
+        self._behind = 0
+        """Steps of the line behind the writer, fetched before its push,"""
+        self._held: Step | None = None
+        """but for the last one if this is it: its pull waits for all their pushes."""
+        self._answered: Final[deque[Step]] = deque()
+        """Steps that have to advance before they can be pulled again."""
+        self._stuck = False
+        """The first of the queue was refused, and ends behind the line."""
         self._bytes = 0
         self._refilling = False
         self._outbox = Post()
@@ -167,43 +117,78 @@ class Pipeline:
         cost: float = 0.0,
         reads: Any = None,
         nbytes: int = 0,
+        levels: int = 0,
         writes: bool = False,
         optimizes: bool = False,
         alone: bool = False,
     ) -> None:
         """The step that `next` named has what it needs but for the values it reads.
 
-        ``alone``: it talks to the parameter servers by itself while it runs, so that
-        all before it must have been posted.
+        Args:
+            levels: How often it has to advance before it can run.
+            alone: It talks to the parameter servers by itself while it runs, so that
+                all before it must have been posted.
         """
         assert self._queue.popleft() is step
         step.costs.prepare = cost
         step.reads, step.writes, step.alone = reads, writes, alone
-        step.optimizes = optimizes
-        shared = self._line and self._line[-1].reads is reads
+        step.optimizes, step.levels = optimizes, levels
+        writer, line = self._writer, self._line
+        shared = writer is None and line and line[-1].reads is reads
         step.nbytes = 0 if shared else nbytes
         self._bytes += step.nbytes
-        self._line.append(step)
-        if self._writer is None:
+        line.append(step)
+        if writer is None:
             self._open(step, now)
+            return
+        self._behind += 1
+        if self._depth and writer.optimizes and optimizes:
+            self._fetch(step, now)
         else:
-            self._after = step
-            self._early = self._prefetch and self._writer.optimizes and optimizes
-            if self._early:
-                self._fetch(step, now)
+            self._held = step
 
     def refused(self, step: Step, ending: Any, now: float) -> None:
         """The step that `next` named could not be prepared."""
-        assert self._queue.popleft() is step
-        self.leave(ending, now)
+        assert self._queue[0] is step
+        step.ending, self._stuck = ending, True
+        if not self._line:
+            self._release(now)
 
     def arrived(
         self, pull: Pull, values: Any, error: BaseException | None = None
     ) -> None:
         """The answer to a pull; of steps that were cancelled it is ignored."""
         for step in pull.steps:
-            if not step.dropped:
-                step.values, step.error, step.ready = values, error, True
+            if step.dropped:
+                continue
+            step.values, step.error = values, error
+            if step.levels and error is None:
+                self._answered.append(step)
+            else:
+                step.ready = True
+
+    def advanced(
+        self,
+        step: Step,
+        now: float,
+        *,
+        cost: float = 0.0,
+        reads: Any = None,
+        nbytes: int = 0,
+    ) -> None:
+        """The step that `next` named has used its values, and reads these now."""
+        self._answered.remove(step)
+        step.costs.advance = cost
+        step.levels -= 1
+        step.values, step.reads = None, reads
+        step.nbytes += nbytes
+        self._bytes += nbytes
+        self._fetch(step, now)
+
+    def broke(self, step: Step, ending: Any) -> None:
+        """The step that `next` named could not advance; it ends when its turn comes."""
+        self._answered.remove(step)
+        step.ending, step.ready = ending, True
 
     def ran(
         self, step: Step, ending: Any, now: float, *, cost: float, push: Any = None
@@ -218,12 +203,9 @@ class Pipeline:
             self._outbox.pushes.append((push, ending))
             self._oldest = min(self._oldest, now)
         if step is self._writer:
-            self._writer = None
-            after, self._after = self._after, None
-            if after is not None and self._early:
-                self._writer, self._early = after, False
-            elif after is not None:
-                self._open(after, now)
+            self._pass_on(now)
+        if self._stuck and not self._line:
+            self._release(now)
 
     def cancelled(self) -> tuple[list[Step], list[Step]]:
         """Gives up all that has not run.
@@ -237,9 +219,11 @@ class Pipeline:
             step.dropped = True
         self._line.clear()
         self._queue.clear()
+        self._answered.clear()
         self._outbox.pulls.clear()
-        self._writer = self._after = None
-        self._bytes, self._refilling, self._early = 0, False, False
+        self._writer = self._held = None
+        self._bytes = self._behind = 0
+        self._refilling = self._stuck = False
         if not self._outbox:
             self._oldest = math.inf
         return prepared, queued
@@ -252,7 +236,7 @@ class Pipeline:
     # What to do
 
     def next(self, now: float) -> tuple[Do, Step | None]:
-        """The next thing to do; with its step for `Do.PREPARE` and `Do.RUN`."""
+        """The next thing to do; with its step unless that is to post or to wait."""
         do, step = self._choose()
         if self._oldest < math.inf and self._must_post(do, step, now):
             return Do.POST, None
@@ -268,22 +252,27 @@ class Pipeline:
         """Asserts what must hold between any two calls."""
         line = list(self._line)
         writers = [step for step in line if step.writes]
-        if self._writer is None:
-            assert not writers
-            assert self._after is None
-        else:
-            assert writers[0] is self._writer
-            behind = line[line.index(self._writer) + 1 :]
-            assert behind == ([] if self._after is None else [self._after])
-        assert len(line) <= self._window + 1
+        place = line.index(writers[0]) + 1 if writers else len(line)
+        behind = line[place:]
+        assert self._writer is (writers[0] if writers else None)
+        assert len(behind) == self._behind <= max(1, self._depth)
+        early = behind if self._held is None else behind[:-1]
+        assert self._held is None or behind[-1] is self._held
+        assert not early or all(step.optimizes for step in (*writers[:1], *early))
+        assert place <= self._window + 1
         assert self._bytes == sum(step.nbytes for step in line) >= 0
         assert (self._oldest < math.inf) == bool(self._outbox)
-        unposted = {id(s) for pull in self._outbox.pulls for s in pull.steps}
-        late = None if self._early else self._after
-        assert unposted <= {id(step) for step in line if step is not late}
+        posted = {id(step) for step in line if step is not self._held}
+        assert {id(s) for pull in self._outbox.pulls for s in pull.steps} <= posted
+        assert {id(step) for step in self._answered} <= posted
+        assert all(step.levels and not step.ready for step in self._answered)
+        assert not self._stuck or (line and self._queue[0].ending is not None)
 
     def _choose(self) -> tuple[Do, Step | None]:
         head = self._line[0] if self._line else None
+        step = self._advances(head) if self._answered else None
+        if step is not None:
+            return Do.ADVANCE, step
         if head is None or not head.ready:
             if self._queue and self._may_prepare():
                 return Do.PREPARE, self._queue[0]
@@ -292,10 +281,27 @@ class Pipeline:
             return Do.PREPARE, self._queue[0]
         return Do.RUN, head
 
+    def _advances(self, head: Step | None) -> Step | None:
+        """Which step to advance now, so that its pull is under way meanwhile: one that
+        was never measured only when nothing can run, and one that is not the head only
+        while there is room for what it asks for."""
+        if head in self._answered:
+            return head
+        step = self._answered[0]
+        if self._bytes > self._budget:
+            return None
+        assert head is not None
+        return step if step.costs.advance < math.inf or not head.ready else None
+
     def _may_prepare(self) -> bool:
-        if self._writer is not None:
-            return self._after is None
-        return len(self._line) < self._window and self._bytes <= self._budget
+        if self._stuck:
+            return False
+        if self._writer is None:
+            return len(self._line) < self._window and self._bytes <= self._budget
+        if not self._behind:
+            return True
+        more = self._held is None and self._behind < self._depth
+        return more and self._bytes <= self._budget
 
     def _refills(self, head: Step) -> bool:
         """Whether to prepare the next half window before running on, so that its pull
@@ -311,27 +317,28 @@ class Pipeline:
         return self._refilling
 
     def _looks_ahead(self, head: Step) -> bool:
-        """Whether to prepare the step behind an optimizer step before that runs, so
-        that its pull is under way meanwhile: values that came early would else make
-        every second round trip visible."""
+        """Whether to prepare a step behind an optimizer step before that runs, so that
+        its pull is under way meanwhile: values that came early would else make every
+        second round trip visible."""
         return (
-            self._prefetch
+            self._depth > 0
             and head is self._writer
             and head.optimizes
-            and self._after is None
             and bool(self._queue)
+            and self._may_prepare()
             and self._queue[0].costs.prepare < math.inf
         )
 
     def _must_post(self, do: Do, step: Step | None, now: float) -> bool:
         pulls = self._outbox.pulls
         match do:
-            case Do.PREPARE:
+            case Do.PREPARE | Do.ADVANCE:
                 assert step is not None
                 # A writer ends what may be pulled together: nothing can join any more.
                 if pulls and self._writer is not None:
                     return True
-                cost = step.costs.prepare
+                costs = step.costs
+                cost = costs.prepare if do is Do.PREPARE else costs.advance
             case Do.RUN:
                 assert step is not None
                 if pulls or step.alone:
@@ -347,10 +354,31 @@ class Pipeline:
             self._writer = step
         self._fetch(step, now)
 
+    def _pass_on(self, now: float) -> None:
+        """The writer has run: the next in line, if any, is one or was held by it."""
+        self._writer = None
+        if not self._behind:
+            return
+        self._behind -= 1
+        head = self._line[0]
+        if head is self._held:
+            self._held = None
+            self._open(head, now)
+        else:
+            self._writer = head
+
+    def _release(self, now: float) -> None:
+        """The line has run: what could not be prepared behind it ends."""
+        self._stuck = False
+        self.leave(self._queue.popleft().ending, now)
+
     def _fetch(self, step: Step, now: float) -> None:
         """Has the values of the step pulled."""
         if step.reads is None:
-            step.ready = True
+            if step.levels:
+                self._answered.append(step)
+            else:
+                step.ready = True
             return
         pulls = self._outbox.pulls
         if pulls and pulls[-1].reads is step.reads:

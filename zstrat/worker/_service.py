@@ -206,7 +206,7 @@ class WorkerService:
             home=partial(Direct, asking),
             carry=tenancy.carry,
             inline=self._settings.limits.inline,
-            prefetch=opening.prefetch > 0,
+            prefetch=opening.prefetch,
         )
 
     def _close(self, message: CloseSession) -> Done:

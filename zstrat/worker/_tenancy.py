@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from zstrat.transport import Link, Remote
     from zstrat.wire import Batch, Dispatch, Layout
 
+    from ._closure import Post, Pull
     from ._ending import Ending
     from ._executor import Executor
-    from ._pipeline import Post, Pull
     from ._workshop import Workshop
 
 MAX_OPEN: Final = 16384
@@ -172,7 +172,7 @@ class Tenancy:
     def _pull(self, pull: Pull) -> None:
         self._counts["pulls"] += 1
         try:
-            future = self.client.pull(pull.reads)
+            future = self.client.pull(*pull.reads)
         except Exception as error:  # goes to the coordinator as the steps' outcome
             self._arrived(pull, None, error)
         else:

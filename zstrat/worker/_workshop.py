@@ -12,24 +12,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 from zstrat.program import Function, WorkerContext, worker_context
-from zstrat.ps import PsUpdate, Ref
+from zstrat.ps import PsUpdate
 from zstrat.variables import creator
-from zstrat.wire import UpdateOp
 
 from . import _ending
+from ._closure import Costs
 from ._ending import Ending, Layouts
-from ._pipeline import Costs, Pipeline
+from ._needs import Catalog
+from ._pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from zstrat.errors import ZstratError
-    from zstrat.program import Plan, Prepared, StepResult
+    from zstrat.program import Prepared, StepResult
     from zstrat.variables import Home, Optimizer, Request, Variable
     from zstrat.wire import Batch, BuildResource, Layout, PlainTree
 
+    from ._closure import Post, Step
     from ._executor import Clock
-    from ._pipeline import Post, Step
+    from ._needs import Needs
     from ._resources import Resources
 
 
@@ -63,20 +65,8 @@ class _Task:
     arguments: int
     context: WorkerContext
     low_water: int
-    once: tuple[Prepared, _Needs] | None = None
-    """Of a batch whose steps draw nothing: the preparation, which serves all."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """What the pipeline has to know of a plan. Compared by identity: one per plan."""
-
-    plan: Plan  # held, so that its identity is not given to another
-    reads: tuple[Ref, ...] | None
-    nbytes: int
-    writes: bool
-    optimizes: bool
+    once: tuple[Prepared, Needs] | None = None
+    """Of a batch whose steps draw and look up nothing: the preparation of all."""
 
 
 @final
@@ -89,7 +79,7 @@ class Workshop:
             the low water.
         carry: Takes posts over, on the loop.
         inline: Bytes of a result that travel with the completion.
-        prefetch: Fetch the values of an optimizer step while the one before computes.
+        prefetch: Optimizer steps whose values are fetched while one computes.
     """
 
     def __init__(
@@ -103,7 +93,7 @@ class Workshop:
         home: Callable[[int, int], Home],
         carry: Callable[[Post], None],
         inline: int,
-        prefetch: bool = False,
+        prefetch: int = 0,
         clock: Clock = time.monotonic,
     ) -> None:
         self.clock: Final = clock
@@ -114,8 +104,7 @@ class Workshop:
         self._home, self._carry = home, carry
         self._layouts: Final = Layouts(inline)
         self._costs: Final[dict[bytes, Costs]] = {}
-        self._needs: Final[dict[int, _Needs]] = {}
-        self._refs: Final[dict[tuple[Ref, ...], tuple[Ref, ...]]] = {}
+        self._catalog: Final = Catalog()
 
     def carry(self, post: Post) -> None:
         self._carry(post)
@@ -188,30 +177,54 @@ class Workshop:
                 self.pipeline.prepared(step, began, writes=True, alone=True)
                 return began
             prepared = self._prepare(function, args, kwargs)
+            needs = self._catalog.of(prepared.plan)
         except BaseException as error:  # goes to the coordinator as this step's outcome
             now = self.clock()
             self.pipeline.refused(step, _ending.failed(step.number, error), now)
             return now
         finally:
             worker_context.reset(before)
-        step.work, needs = prepared, self._needs_of(prepared.plan)
-        if not prepared.plan.draws:
+        step.work = prepared
+        reads, nbytes = needs.reads, needs.nbytes
+        if prepared.plan.has_lookups:
+            reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
+        elif not prepared.plan.draws:
             task.once = (prepared, needs)
         now = self.clock()
         self.pipeline.prepared(
             step,
             now,
             cost=now - began,
-            reads=needs.reads,
-            nbytes=needs.nbytes,
+            reads=reads,
+            nbytes=nbytes,
+            levels=needs.advances,
             writes=needs.writes,
             optimizes=needs.optimizes,
         )
         return now
 
+    def advance(self, step: Step, began: float) -> float:
+        task: _Task = step.task
+        before = worker_context.set(task.context)
+        try:
+            wanted = step.work.advance(step.values or ())
+            assert wanted is not None, "a plan has one level less than it says"
+            needs = self._catalog.of(step.work.plan)
+            reads, nbytes = self._catalog.wanted(needs, wanted)
+        except BaseException as error:  # goes to the coordinator as the outcome
+            self.pipeline.broke(step, _ending.failed(step.number, error))
+            return self.clock()
+        finally:
+            worker_context.reset(before)
+        now = self.clock()
+        self.pipeline.advanced(step, now, cost=now - began, reads=reads, nbytes=nbytes)
+        return now
+
     def run(self, step: Step, began: float) -> float:
         push: list[PsUpdate] | None = None
-        if step.error is not None:
+        if step.ending is not None:
+            ending = step.ending
+        elif step.error is not None:
             ending = self._not_run(step, step.error)
         else:
             task: _Task = step.task
@@ -244,19 +257,6 @@ class Workshop:
         if step.work is not None:
             step.work.unread()
         return _ending.failed(step.number, error)
-
-    def _needs_of(self, plan: Plan) -> _Needs:
-        needs = self._needs.get(id(plan))
-        if needs is None:
-            refs = tuple([Ref(spec.ps, spec.key) for spec in plan.reads])
-            # One object for equal reads, whosever plan: they share a pull.
-            refs = self._refs.setdefault(refs, refs)
-            nbytes = sum(spec.nbytes for spec in plan.reads)
-            optimizes = all(u.op is UpdateOp.OPTIMIZE for u in plan.updates)
-            writes = bool(plan.updates)
-            needs = _Needs(plan, refs or None, nbytes, writes, writes and optimizes)
-            self._needs[id(plan)] = needs
-        return needs
 
 
 class _Refusing:

@@ -1,0 +1,572 @@
+"""Snapshots through the service and the client: files, faults, roles. No sockets."""
+
+import asyncio
+import inspect
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+from zstrat.config import Settings, Timeouts
+from zstrat.errors import (
+    AlreadyExistsError,
+    BusyError,
+    DataLossError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.ps import PinnedTensor, PsClient, PsService, PsUpdate, Ref
+from zstrat.ps import _disk as disk_module
+from zstrat.ps import _probe as probe_module
+from zstrat.ps import _snapshot as snapshot_module
+from zstrat.ps import _snapshot_service as service_module
+from zstrat.wire import (
+    Hello,
+    Job,
+    LoadEntry,
+    OpenSession,
+    PinSnapshot,
+    ReleaseSnapshot,
+    StoreEntry,
+    UpdateOp,
+    VariableEntry,
+    WriteSnapshot,
+)
+
+SESSION, TASK = 7, "/job:ps/task:0"
+OPTIMIZERS = {
+    b"adam": lambda: optax.adam(0.1),
+    b"momentum": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+
+@dataclass(eq=False)
+class Peer:
+    role: Job = Job.CHIEF
+    incarnation: int = SESSION
+    name: str = field(init=False)
+    hello: Hello = field(init=False)
+
+    def __post_init__(self):
+        self.name = f"{self.role}:0"
+        self.hello = Hello(2, str(self.role), 0, self.incarnation, "here", 11)
+
+
+class Line:
+    """A link without sockets: the service answers in this process."""
+
+    def __init__(self, service, peer):
+        self.service, self.peer, self.remote = service, None, peer
+
+    def submit(self, message, *, deadline=None):
+        answer = asyncio.get_running_loop().create_future()
+        try:
+            outcome = self.service.handle(self.remote, message)
+        except Exception as error:
+            answer.set_exception(error)
+            return answer
+        if inspect.isawaitable(outcome):
+            return asyncio.ensure_future(outcome)
+        answer.set_result(outcome)
+        return answer
+
+
+class Rig:
+    def __init__(self, servers: int = 2):
+        self.chief = Peer()
+        self.services = [
+            PsService(
+                load_code=lambda code: OPTIMIZERS[code](),
+                settings=Settings(timeouts=Timeouts()),
+                task=f"/job:ps/task:{index}",
+                incarnation=5,
+            )
+            for index in range(servers)
+        ]
+        for service in self.services:
+            service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
+        lines = [Line(service, self.chief) for service in self.services]
+        self.client = PsClient(lines, SESSION)
+
+    async def create(self, ps: int, key: int, value, sharded: bool = False) -> Ref:
+        entry = VariableEntry(key, f"v{key}", True, sharded)
+        await self.client.create([(ps, entry, np.asarray(value))])
+        return Ref(ps, key)
+
+    async def update(self, ref: Ref, op: UpdateOp, *arrays, optimizer: int = 0) -> None:
+        update = PsUpdate(ref.ps, ref.key, op, optimizer, arrays)
+        await self.client.push(-1, 0, 0, [update])
+
+    async def read(self, ref: Ref) -> np.ndarray:
+        (value,) = await self.client.pull([ref])
+        return value
+
+    async def bytes_of(self, tensor: PinnedTensor, number: int = 1) -> np.ndarray:
+        dtype, shape = np.dtype(tensor.entry.dtype), tensor.entry.shape
+        size = int(np.prod(shape)) * dtype.itemsize
+        got = await self.client.read_snapshot(tensor.ps, number, tensor.place, 0, size)
+        return got.view(dtype).reshape(shape)
+
+    def statistics(self, ps: int = 0):
+        return self.services[ps].statistics()
+
+
+@pytest.fixture
+async def rig(monkeypatch):
+    # What it takes to find out what an optimizer does is no matter here.
+    monkeypatch.setattr(probe_module, "probe", lambda *_: True)
+    rig = Rig()
+    yield rig
+    for service in rig.services:
+        assert await service.drain()
+
+
+def halt(monkeypatch, name: str):
+    """Holds the writing thread up in a method of `NewFile`; gates: (reached, go on)."""
+    reached, onward = threading.Event(), threading.Event()
+    method = disk_module.NewFile.__dict__[name]
+
+    def held(file, *arguments):
+        reached.set()
+        assert onward.wait(30), "the test never went on"
+        return method(file, *arguments)
+
+    monkeypatch.setattr(disk_module.NewFile, name, held)
+    return reached, onward
+
+
+def size_of(path: str) -> int:
+    return Path(path).stat().st_size
+
+
+async def wait(gate: threading.Event) -> None:
+    assert await asyncio.to_thread(gate.wait, 30)
+
+
+# ---- pinning and reading ---------------------------------------------------------
+
+
+async def test_a_pin_names_values_and_slots_and_keeps_them(rig):
+    rows = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
+    table, bias = await rig.create(0, 1, rows), await rig.create(1, 2, np.float64(4))
+    await rig.client.create_optimizer(9, "adam", b"adam")
+    gradient = np.ones((6, 3), "f4")
+    await rig.update(table, UpdateOp.OPTIMIZE, gradient, optimizer=9)
+    value = np.array(await rig.read(table))
+    pinned = await rig.client.pin(1, [table, bias], [9, 10])
+    state = optax.adam(0.1).init(rows)
+    _, state = optax.adam(0.1).update(gradient, state, rows)
+    names = ["", "[0].count", "[0].mu", "[0].nu"]
+    assert [(t.ps, t.entry.leaf, t.entry.rows) for t in pinned] == [
+        *zip([0] * 4, names, [True, False, True, True], strict=True),
+        (1, "", False),
+    ]
+    assert [t.place for t in pinned] == [0, 1, 2, 3, 0]
+    await rig.update(table, UpdateOp.OPTIMIZE, gradient, optimizer=9)
+    await rig.update(table, UpdateOp.ASSIGN, gradient)
+    await rig.update(bias, UpdateOp.ADD, np.float64(1))
+    got = [await rig.bytes_of(tensor) for tensor in pinned]
+    np.testing.assert_array_equal(got[0], value)
+    assert got[1] == 1
+    np.testing.assert_allclose(got[2], state[0].mu, rtol=1e-6)
+    np.testing.assert_allclose(got[3], state[0].nu, rtol=1e-6)
+    assert got[4] == 4
+    await rig.client.release(1)
+    with pytest.raises(NotFoundError, match="no snapshot 1"):
+        await rig.bytes_of(pinned[0])
+    assert rig.statistics()["snapshots"] == 0
+
+
+async def test_a_pin_keeps_rows_while_rows_are_trained(rig):
+    value = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
+    table = await rig.create(0, 1, value)
+    await rig.client.create_optimizer(9, "momentum", b"momentum")
+    indices, gradient = np.array([3, 40]), np.ones((2, 4), "f4")
+    push = (UpdateOp.OPTIMIZE_ROWS, indices, gradient)
+    await rig.update(table, *push, optimizer=9)
+    before = np.array(await rig.read(table))
+    pinned = await rig.client.pin(1, [table], [9])
+    assert [t.entry.leaf for t in pinned] == ["", "[0].trace"]
+    for _ in range(3):
+        await rig.update(table, *push, optimizer=9)
+    assert rig.statistics()["undo_bytes"] > 0
+    np.testing.assert_array_equal(await rig.bytes_of(pinned[0]), before)
+    trace = np.zeros((50, 4), "f4")
+    trace[indices] = 1
+    np.testing.assert_array_equal(await rig.bytes_of(pinned[1]), trace)
+
+
+async def test_thousands_of_tensors_are_described_in_several_answers(rig, monkeypatch):
+    monkeypatch.setattr(service_module, "ENTRIES", 3)
+    refs = [await rig.create(0, key, np.full(2, key, "f4")) for key in range(1, 9)]
+    pinned = await rig.client.pin(1, refs, [])
+    assert [t.entry.key for t in pinned] == list(range(1, 9))
+    assert (await rig.bytes_of(pinned[7])).tolist() == [8, 8]
+
+
+async def test_pins_that_cannot_be_made_leave_nothing(rig, monkeypatch):
+    monkeypatch.setattr(snapshot_module, "MOST", 2)
+    ref = await rig.create(0, 1, np.ones(2))
+    with pytest.raises(NotFoundError, match="no variable with key 5"):
+        await rig.client.pin(1, [ref, Ref(0, 5)], [])
+    with pytest.raises(InvalidArgumentError, match="repeats"):
+        await rig.client.pin(1, [ref, ref], [])
+    await rig.client.pin(1, [ref], [])
+    with pytest.raises(AlreadyExistsError, match="snapshot 1"):
+        await rig.client.pin(1, [ref], [])
+    await rig.client.pin(2, [ref], [])
+    with pytest.raises(BusyError, match="release"):
+        await rig.client.pin(3, [ref], [])
+    with pytest.raises(NotFoundError, match="none at 1"):
+        await rig.client.read_snapshot(0, 1, 1, 0, 1)
+    with pytest.raises(InvalidArgumentError, match="of a tensor of 16"):
+        await rig.client.read_snapshot(0, 1, 0, 8, 9)
+    await rig.client.release(1)
+    await rig.client.release(1)
+
+
+# ---- writing ---------------------------------------------------------------------
+
+
+async def test_a_file_has_every_tensor_as_it_was(rig, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_module, "PIECE", 64)
+    rng = np.random.default_rng(1)
+    values = {
+        1: rng.normal(size=(40, 5)).astype("f4"),
+        2: np.int64(77),
+        3: rng.normal(size=(300,)).astype(ml_dtypes.bfloat16),
+        4: np.zeros((0, 3), "f4"),
+        5: rng.normal(size=(1, 200)),
+        6: np.arange(5, dtype="i1"),
+    }
+    refs = [await rig.create(0, key, value) for key, value in values.items()]
+    pinned = await rig.client.pin(1, refs, [])
+    path = str(tmp_path / "part.safetensors")
+    places, names = [t.place for t in pinned], [f"t{t.entry.key}" for t in pinned]
+    writing = asyncio.ensure_future(
+        rig.client.write_snapshot(0, 1, path, places, names)
+    )
+    for turn in range(6):
+        rows = np.arange(turn, 40, 3)
+        await rig.update(
+            refs[0], UpdateOp.SCATTER_ADD, rows, np.ones((len(rows), 5), "f4")
+        )
+        await rig.update(refs[4], UpdateOp.ADD, np.ones((1, 200)))
+    written = await writing
+    assert written.size == size_of(path)
+    assert len(set(written.digests)) == len(written.digests) == 6
+    found = load_file(path)
+    for key, value in values.items():
+        np.testing.assert_array_equal(found[f"t{key}"], np.asarray(value))
+    with pytest.raises(NotFoundError, match="written or released"):
+        await rig.client.write_snapshot(0, 1, path + "2", places, names)
+    await rig.client.release(1)
+    assert rig.statistics()["undo_bytes"] == 0
+
+
+async def test_training_goes_on_while_the_disk_hangs(rig, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_module, "PIECE", 1024)
+    value = np.arange(4096.0).reshape(512, 8)
+    ref = await rig.create(0, 1, value)
+    reached, onward = halt(monkeypatch, "write")
+    await rig.client.pin(1, [ref], [])
+    path = str(tmp_path / "part")
+    writing = asyncio.ensure_future(rig.client.write_snapshot(0, 1, path, [0], ["t"]))
+    await wait(reached)
+    for row in range(512):
+        rows = np.array([row, 511 - row])
+        await rig.update(ref, UpdateOp.SCATTER_UPDATE, rows, np.zeros((2, 8)))
+    assert not (await rig.read(ref)).any()
+    await rig.update(ref, UpdateOp.ADD, np.ones((512, 8)))
+    assert not writing.done()
+    onward.set()
+    await writing
+    np.testing.assert_array_equal(load_file(path)["t"], value)
+
+
+async def test_a_file_that_exists_is_left_alone(rig, tmp_path):
+    ref = await rig.create(0, 1, np.ones(2))
+    await rig.client.pin(1, [ref], [])
+    path = tmp_path / "part"
+    path.write_bytes(b"mine")
+    with pytest.raises(AlreadyExistsError, match=rf"{TASK}.*{path}"):
+        await rig.client.write_snapshot(0, 1, str(path), [0], ["t"])
+    assert path.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "names", "error", "words"),
+    [
+        ("part", ["t"], InvalidArgumentError, "no absolute path"),
+        ("/nowhere/at/all", ["t"], NotFoundError, f"{TASK}.*no such file or folder"),
+        ("/proc/version/x", ["t"], NotFoundError, f"{TASK}.*Not a directory"),
+        ("/tmp/x", [], InvalidArgumentError, "1 tensors come with 0 names"),
+    ],
+)
+async def test_paths_that_cannot_be_written(rig, path, names, error, words):
+    ref = await rig.create(0, 1, np.ones(2))
+    await rig.client.pin(1, [ref], [])
+    with pytest.raises(error, match=words):
+        await rig.client.write_snapshot(0, 1, path, [0], names)
+
+
+async def test_a_folder_that_is_not_ours_is_named(rig, tmp_path, monkeypatch):
+    def refused(*_: object):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(disk_module, "TensorWriter", refused)
+    ref = await rig.create(0, 1, np.ones(2))
+    await rig.client.pin(1, [ref], [])
+    with pytest.raises(PermissionDeniedError, match=f"{TASK}: writing {tmp_path}/x"):
+        await rig.client.write_snapshot(0, 1, f"{tmp_path}/x", [0], ["t"])
+
+
+async def test_a_full_disk_is_an_error_and_leaves_no_file(rig, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_module, "PIECE", 1024)
+    ref = await rig.create(0, 1, np.ones(10_000))
+    real, room = os.write, [3000]
+
+    def write(descriptor, data):
+        room[0] -= len(data)
+        if room[0] < 0:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, data)
+
+    await rig.client.pin(1, [ref], [])
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(ResourceExhaustedError, match=f"{TASK}.*{tmp_path}/part"):
+        await rig.client.write_snapshot(0, 1, f"{tmp_path}/part", [0], ["t"])
+    monkeypatch.undo()
+    await rig.services[0].drain()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", ["release", "lost", "replaced", "cancelled"])
+async def test_an_unwanted_write_leaves_no_file(rig, tmp_path, monkeypatch, end):
+    monkeypatch.setattr(snapshot_module, "PIECE", 1024)
+    ref = await rig.create(0, 1, np.ones(10_000))
+    reached, onward = halt(monkeypatch, "write")
+    await rig.client.pin(1, [ref], [])
+    message = WriteSnapshot(SESSION, 1, f"{tmp_path}/part", [0], ["t"])
+    writing = asyncio.ensure_future(rig.services[0].handle(rig.chief, message))
+    await wait(reached)
+    match end:
+        case "release":
+            await rig.client.release(1)
+        case "lost":
+            rig.services[0].lost(rig.chief, "gone")
+        case "replaced":
+            rig.services[0].lost(rig.chief, "gone")
+            rig.services[0].handle(Peer(incarnation=8), OpenSession(8, 0, 1, []))
+        case "cancelled":
+            writing.cancel()
+    onward.set()
+    with pytest.raises(asyncio.CancelledError if end == "cancelled" else NotFoundError):
+        await writing
+    if end == "cancelled":
+        await rig.client.release(1)
+    assert rig.statistics()["snapshots"] == 0
+    await rig.services[0].drain()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_drain_finishes_a_write(rig, tmp_path, monkeypatch):
+    ref = await rig.create(0, 1, np.ones(10))
+    reached, onward = halt(monkeypatch, "finish")
+    await rig.client.pin(1, [ref], [])
+    path = f"{tmp_path}/part"
+    writing = asyncio.ensure_future(rig.client.write_snapshot(0, 1, path, [0], ["t"]))
+    await wait(reached)
+    draining = asyncio.ensure_future(rig.services[0].drain())
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await rig.client.pin(2, [ref], [])
+    onward.set()
+    await writing
+    assert await draining
+    assert load_file(path)["t"].all()
+
+
+async def test_deleted_variables_stay_in_their_snapshot(rig):
+    ref = await rig.create(0, 1, np.arange(5.0))
+    pinned = await rig.client.pin(1, [ref], [])
+    await rig.client.delete([ref])
+    await rig.create(0, 1, np.zeros(3))
+    assert (await rig.bytes_of(pinned[0])).tolist() == [0, 1, 2, 3, 4]
+
+
+# ---- loading ---------------------------------------------------------------------
+
+
+async def save(rig, tmp_path, refs, optimizers=()):
+    """One file with all tensors of server 0, named key/optimizer/leaf."""
+    pinned = await rig.client.pin(99, refs, optimizers)
+    names = [f"{t.entry.key}/{t.entry.optimizer}/{t.entry.leaf}" for t in pinned]
+    path = f"{tmp_path}/part{len(os.listdir(tmp_path))}"
+    await rig.client.write_snapshot(0, 99, path, [t.place for t in pinned], names)
+    await rig.client.release(99)
+    return path, pinned
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(UpdateOp.OPTIMIZE, ml_dtypes.bfloat16), (UpdateOp.OPTIMIZE_ROWS, np.float32)],
+)
+async def test_values_and_slots_move_to_other_pieces(rig, tmp_path, op, dtype):
+    """A variable of 6 rows, trained, comes back as two of 4 and 2 that train on."""
+    value = np.random.default_rng(2).normal(size=(6, 3)).astype(dtype)
+    gradient = np.random.default_rng(3).normal(size=(6, 3)).astype("f4")
+    whole = await rig.create(0, 1, value)
+    await rig.client.create_optimizer(9, "adam", b"adam")
+
+    async def train(ref, part):
+        arrays = [part] if op is UpdateOp.OPTIMIZE else [np.arange(len(part)), part]
+        await rig.update(ref, op, *arrays, optimizer=9)
+
+    await train(whole, gradient)
+    await train(whole, gradient)
+    path, pinned = await save(rig, tmp_path, [whole], [9])
+    parts = {2: slice(0, 4), 3: slice(4, 6)}
+    refs = [
+        await rig.create(1, key, np.zeros((part.stop - part.start, 3), dtype), True)
+        for key, part in parts.items()
+    ]
+    entries = []
+    for key, part in parts.items():
+        for tensor in pinned:
+            _, optimizer, leaf, _, _, rows = tensor.entry
+            name = f"1/{optimizer}/{leaf}"
+            if not rows:
+                entries.append(LoadEntry(key, optimizer, leaf, path, name, 0, 0, 0))
+                continue
+            for at in range(part.start, part.stop):  # row by row
+                place = at - part.start
+                entries.append(
+                    LoadEntry(key, optimizer, leaf, path, name, at, at + 1, place)
+                )
+    await rig.client.load(1, entries)
+    old = await rig.read(whole)
+    new = np.concatenate(await rig.client.pull(refs))
+    np.testing.assert_array_equal(new, old)
+    await train(whole, gradient)
+    for ref, part in zip(refs, parts.values(), strict=True):
+        await train(ref, gradient[part])
+    old, new = await rig.read(whole), np.concatenate(await rig.client.pull(refs))
+    assert np.abs(old.astype("f4") - value.astype("f4")).max() > 0.2
+    np.testing.assert_array_equal(new, old)
+
+
+async def test_readers_see_what_was_loaded(rig, tmp_path):
+    ref = await rig.create(0, 1, np.arange(4.0))
+    path, _ = await save(rig, tmp_path, [ref])
+    await rig.update(ref, UpdateOp.ASSIGN, np.zeros(4))
+    lease = await rig.read(ref)
+    await rig.client.load(0, [LoadEntry(1, 0, "", path, "1/0/", 1, 3, 2)])
+    assert (await rig.read(ref)).tolist() == [0, 0, 1, 2]
+    assert lease.tolist() == [0, 0, 0, 0]
+    entry = StoreEntry(1, 0, "", 1)
+    await rig.client.store(0, [entry], [np.array([9.0])])
+    assert (await rig.read(ref)).tolist() == [0, 9, 1, 2]
+
+
+async def test_what_is_loaded_does_not_change_a_snapshot(rig, tmp_path):
+    ref = await rig.create(0, 1, np.arange(4.0))
+    pinned = await rig.client.pin(1, [ref], [])
+    await rig.client.store(0, [StoreEntry(1, 0, "", 1)], [np.array([9.0])])
+    assert (await rig.bytes_of(pinned[0])).tolist() == [0, 1, 2, 3]
+
+
+REFUSED = [
+    (StoreEntry(1, 0, "", 0), np.zeros((2, 4), "f4"), InvalidArgumentError, "'v1'"),
+    (
+        StoreEntry(1, 0, "", 5),
+        np.zeros((2, 3), "f4"),
+        InvalidArgumentError,
+        "row 5",
+    ),
+    (StoreEntry(1, 0, "", 0), np.zeros((2, 3)), InvalidArgumentError, "float64"),
+    (StoreEntry(8, 0, "", 0), np.zeros((2, 3), "f4"), NotFoundError, "key 8"),
+    (StoreEntry(1, 4, "x", 0), np.zeros((2, 3), "f4"), NotFoundError, "id 4"),
+    (
+        StoreEntry(1, 9, ".mu", 0),
+        np.zeros((2, 3), "f4"),
+        NotFoundError,
+        r"slot '.mu' of optimizer 'adam'.*'\[0\].mu'",
+    ),
+    (
+        StoreEntry(1, 9, "[0].count", 0),
+        np.zeros((2,), "i4"),
+        InvalidArgumentError,
+        r"'\[0\].count'.*int32\[\].*int32\[2\]",
+    ),
+    (
+        StoreEntry(1, 9, "[0].count", 0),
+        np.zeros((), "f4"),
+        InvalidArgumentError,
+        "does not fit",
+    ),
+]
+
+
+async def test_what_does_not_fit_is_refused_and_nothing_changes(rig):
+    ref = await rig.create(0, 1, np.ones((6, 3), "f4"))
+    await rig.client.create_optimizer(9, "adam", b"adam")
+    first, row = StoreEntry(1, 0, "", 0), np.zeros((1, 3), "f4")
+    for entry, array, error, words in REFUSED:
+        with pytest.raises(error, match=words):
+            await rig.client.store(0, [first, entry], [row, array])
+    assert (await rig.read(ref)).all()
+    assert rig.statistics()["slot_bytes"] == 0
+
+
+async def test_files_that_are_not_there_or_not_whole(rig, tmp_path):
+    ref = await rig.create(0, 1, np.arange(4.0))
+    path, _ = await save(rig, tmp_path, [ref])
+
+    async def load(path, name, start=0, stop=0):
+        await rig.client.load(0, [LoadEntry(1, 0, "", path, name, start, stop, 0)])
+
+    with pytest.raises(NotFoundError, match=f"{TASK}.*{tmp_path}/other"):
+        await load(f"{tmp_path}/other", "1/0/")
+    with pytest.raises(NotFoundError, match="no tensor 'x'"):
+        await load(path, "x")
+    with pytest.raises(InvalidArgumentError, match="no rows 3:5"):
+        await load(path, "1/0/", 3, 5)
+    with pytest.raises(InvalidArgumentError, match="no absolute path"):
+        await load("part", "1/0/")
+    os.truncate(path, size_of(path) - 1)
+    with pytest.raises(DataLossError, match=path):
+        await load(path, "1/0/")
+    assert await rig.client.sees(path) == [True, True]
+    assert await rig.client.sees(f"{tmp_path}/other") == [False, False]
+    assert (await rig.read(ref)).tolist() == [0, 1, 2, 3]
+
+
+# ---- who may ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [Job.WORKER, Job.EVALUATOR, Job.OBSERVER])
+def test_only_a_coordinator_has_snapshots(role):
+    service = PsService(load_code=lambda code: code, settings=Settings(), task=TASK)
+    for message in (
+        PinSnapshot(SESSION, 1, [], []),
+        WriteSnapshot(SESSION, 1, "/tmp/x", [], []),
+        ReleaseSnapshot(SESSION, 1),
+    ):
+        with pytest.raises(PermissionDeniedError, match="from chief"):
+            service.handle(Peer(role), message)
+
+
+async def test_another_session_has_no_snapshots_here(rig):
+    with pytest.raises(StaleSessionError):
+        rig.services[0].handle(rig.chief, PinSnapshot(8, 1, [], []))

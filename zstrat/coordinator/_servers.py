@@ -1,0 +1,121 @@
+"""What a program asks of its parameter servers, as coroutines on the cluster's loop.
+
+The translation from specs to requests, in one place: a spec says where a variable is.
+Law of the file: nothing is asked once a parameter server of the session is lost, as the
+model is broken then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.ps import PsUpdate, Ref, RowsRef
+from zstrat.wire import UpdateOp, VariableEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.ps import PsClient
+    from zstrat.variables import VariableSpec
+    from zstrat.wire import InitialEntry
+
+    from ._cluster import Cluster
+
+SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
+"""A variable, what is done to it, the optimizer (0 for none) and the operands."""
+
+_RATE: Final = 32 * 2**20
+"""Bytes per second that a parameter server fills by an initializer at the least: numpy
+draws ten times as many normal numbers on a slow core."""
+
+
+@final
+class Servers:
+    """All methods raise what a lost parameter server raises, and what the servers say.
+
+    Cancellation, all methods: what was sent is carried out.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster: Final = cluster
+
+    @property
+    def client(self) -> PsClient:
+        """The client of the session, unless a parameter server is lost.
+
+        Raises:
+            PSUnavailableError: One is; the variables that it held are gone.
+        """
+        broken = self._cluster.broken
+        if broken is not None:
+            raise broken
+        return self._cluster.client
+
+    async def create(
+        self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> None:
+        await self.client.create(
+            [
+                (
+                    spec.ps,
+                    VariableEntry(spec.key, spec.name, spec.trainable, _is_part(spec)),
+                    array,
+                )
+                for spec, array in variables
+            ]
+        )
+
+    async def initialize(
+        self,
+        entries: Sequence[tuple[VariableSpec, InitialEntry]],
+        code: bytes,
+        timeout: float,
+    ) -> None:
+        deadline = asyncio.get_running_loop().time() + timeout
+        places = [(spec.ps, entry) for spec, entry in entries]
+        await self.client.initialize(places, code, deadline=deadline)
+
+    async def delete(self, specs: Sequence[VariableSpec]) -> None:
+        await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
+
+    async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
+        return await self.client.pull([Ref(spec.ps, spec.key) for spec in specs])
+
+    async def read_rows(
+        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
+    ) -> list[np.ndarray]:
+        rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in parts]
+        return await self.client.pull((), rows)
+
+    async def update(self, updates: Sequence[SpecUpdate]) -> None:
+        await self.client.push(
+            -1,
+            0,
+            0,
+            [
+                PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
+                for spec, op, optimizer, arrays in updates
+            ],
+        )
+
+    async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+        await self.client.create_optimizer(optimizer, name, code)
+
+
+def initializing_timeout(
+    entries: Sequence[tuple[VariableSpec, InitialEntry]], request: float
+) -> float:
+    """Seconds to wait for variables that their servers make: one has ``request`` for
+    any request, and time for its bytes besides."""
+    nbytes: Counter[int] = Counter()
+    for spec, _ in entries:
+        nbytes[spec.ps] += spec.nbytes
+    return request + max(nbytes.values(), default=0) / _RATE
+
+
+def _is_part(spec: VariableSpec) -> bool:
+    return spec.part is not None

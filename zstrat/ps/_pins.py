@@ -1,0 +1,240 @@
+"""A value as it was at one moment, while updates go on: what must be kept of it.
+
+A pin costs nothing when it is made. It refers to the memory of its cell and learns from
+the cell what is about to happen to that:
+
+*rows are written in place*: the old ones go to an undo log first (`Pin.save`), those
+    that are not there already and are still wanted;
+*the cell moves on to other memory*, because a dense update of a pinned cell goes beside
+    it: the old memory is the pin's from then on, and *frozen* (`Pin.freeze`).
+
+Law: **memory of the pin, patched with its log, is the pinned value, at any time that
+the cell is not being written.** So a piece is copied between two updates of its cell
+(whoever owns the turns sees to it), or at any time once the pin is frozen.
+
+No threads and no I/O. `save` and `freeze` belong to whoever updates the cell, the rest
+to the owner of the snapshot.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+
+from zstrat.errors import NotFoundError, ResourceExhaustedError, ZstratError
+
+WIDEST: Final = 2**20
+"""Bytes of a row above which rows are not logged: an update of some of them goes beside
+the value instead, so that no row is longer than a piece of a file."""
+
+_BLOCK: Final = 16 * 2**20
+"""Bytes of the log that are allocated at a time; the system gives them page by page.
+Few blocks, because a piece is patched from each one that has rows of it."""
+
+
+class UndoLog:
+    """Old rows of a table of ``[rows]`` opaque elements, in the order they came."""
+
+    __slots__ = ("_blocks", "_count", "_most", "_places")
+
+    def __init__(self, table: np.ndarray) -> None:
+        # Zeros cost no memory until they are written.
+        self._places = np.zeros(len(table), np.int32 if len(table) < 2**31 else np.intp)
+        """By row: its place in the log from 1 on, 0 if it is not there."""
+        self._blocks: list[np.ndarray] = []
+        self._most = min(len(table), max(1, _BLOCK // table.dtype.itemsize))
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        used = self._count * self._blocks[0].dtype.itemsize if self._blocks else 0
+        return used + self._places.nbytes
+
+    def add(self, table: np.ndarray, rows: np.ndarray) -> None:
+        """Copies rows ([n], inside, maybe repeated) that are not in the log yet."""
+        rows = rows[self._places[rows] == 0]
+        if not len(rows):
+            return
+        if not (rows[1:] > rows[:-1]).all():
+            rows = np.unique(rows)
+        done = 0
+        while done < len(rows):
+            block, at = divmod(self._count, self._most)
+            if block == len(self._blocks):
+                self._blocks.append(np.empty(self._most, table.dtype))
+            some = rows[done : done + self._most - at]
+            # Clipping, because numpy buffers ``out`` when it has to be able to refuse.
+            out = self._blocks[block][at : at + len(some)]
+            table.take(some, out=out, mode="clip")
+            # Only now: a row that is said to be here is here, whatever failed.
+            self._places[some] = np.arange(self._count + 1, self._count + 1 + len(some))
+            self._count += len(some)
+            done += len(some)
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Which rows of ``[start, stop)`` are in the log."""
+        return np.flatnonzero(self._places[start:stop]) + start
+
+    def patch(self, out: np.ndarray, start: int, rows: np.ndarray) -> None:
+        """Writes logged ``rows`` to ``out``, a table that begins with row ``start``."""
+        places = self._places[rows] - 1
+        order = np.argsort(places)
+        places, rows = places[order], rows[order] - start
+        for block in range(places[0] // self._most, places[-1] // self._most + 1):
+            first, last = np.searchsorted(
+                places, (block * self._most, (block + 1) * self._most)
+            )
+            found = places[first:last] - block * self._most
+            out[rows[first:last]] = self._blocks[block][found]
+
+    def row(self, row: int) -> np.ndarray:
+        """The bytes of one logged row."""
+        block, at = divmod(int(self._places[row]) - 1, self._most)
+        return self._blocks[block][at : at + 1].view(np.uint8)
+
+
+class Pin:
+    """The value of a cell as it was when it was pinned.
+
+    Args:
+        base: The memory of the value, in C order.
+        frozen: Nobody will ever write to it.
+    """
+
+    __slots__ = (
+        "_bytes",
+        "_first",
+        "_gone",
+        "_log",
+        "dtype",
+        "is_frozen",
+        "is_over",
+        "nbytes",
+        "shape",
+        "width",
+    )
+
+    def __init__(self, base: np.ndarray, *, frozen: bool) -> None:
+        self.shape, self.dtype, self.nbytes = base.shape, base.dtype, base.nbytes
+        self.width = base.dtype.itemsize * math.prod(base.shape[1:])
+        """Bytes of a row; of a scalar: of all of it."""
+        self._bytes: np.ndarray | None = _bytes(base)
+        self._log: UndoLog | None = None
+        self._first = 0
+        """Rows before this one are not wanted any more."""
+        self._gone: ZstratError = NotFoundError(
+            "the snapshot of this value is gone: it was written or released already"
+        )
+        self.is_frozen = frozen
+        self.is_over = False
+        """Nothing of it is wanted any more: the cell may forget it."""
+
+    @property
+    def logs_rows(self) -> bool:
+        """Whether rows may be written in place after `save`."""
+        return 0 < self.width <= WIDEST
+
+    @property
+    def log_bytes(self) -> int:
+        return 0 if self._log is None else self._log.nbytes
+
+    # ---- what happens to the cell ------------------------------------------------
+
+    def save(self, rows: np.ndarray) -> None:
+        """These rows ([n], inside, maybe repeated) are about to be written."""
+        # Once: it may be released on another thread meanwhile.
+        base, log = self._bytes, self._log
+        if base is None:
+            return
+        table = base.view(np.dtype((np.void, self.width)))
+        if self._first:
+            rows = rows[rows >= self._first]
+        try:
+            if log is None:
+                log = self._log = UndoLog(table)
+            log.add(table, rows)
+        except MemoryError:
+            # The update is not to blame, and goes on.
+            self._gone = ResourceExhaustedError(
+                "the snapshot of this value is gone: there was no memory for the rows "
+                "that changed since it was taken"
+            )
+            self.release()
+
+    def freeze(self, base: np.ndarray) -> None:
+        """The cell has left this memory, which ``base`` keeps from being written."""
+        if self._bytes is not None:
+            self._bytes = _bytes(base)
+        self.is_frozen = True
+
+    # ---- what is wanted ----------------------------------------------------------
+
+    def copy(self, start: int, out: np.ndarray) -> None:
+        """Fills ``out`` (uint8 [n]) with the bytes of the pinned value from ``start``.
+
+        Raises:
+            NotFoundError: They are not kept any more (`forget`, `release`).
+            ResourceExhaustedError: There was no memory for them.
+        """
+        stop = start + len(out)
+        np.copyto(out, self._kept(start, stop))
+        if self._log is not None and len(out):
+            self._patch(self._log, start, stop, out)
+
+    def require(self) -> None:
+        """Raises what `copy` does, if any of the value is not kept any more."""
+        self._kept(0, 0)
+
+    def view(self, start: int, stop: int) -> np.ndarray | None:
+        """These bytes without a copy; None if they may change, or did.
+
+        Raises: As `copy`.
+        """
+        base = self._kept(start, stop)
+        if not self.is_frozen or self._is_patched(start, stop):
+            return None
+        base.flags.writeable = False
+        return base
+
+    def forget(self, stop: int) -> None:
+        """The bytes before ``stop`` are not wanted any more."""
+        if stop >= self.nbytes:
+            self.release()
+        elif self.width:
+            self._first = stop // self.width
+
+    def release(self) -> None:
+        """Lets go of the value."""
+        self.is_over = True
+        self._bytes = self._log = None
+
+    # ---- private -----------------------------------------------------------------
+
+    def _kept(self, start: int, stop: int) -> np.ndarray:
+        if self._bytes is None or start < self._first * self.width:
+            raise self._gone
+        return self._bytes[start:stop]
+
+    def _is_patched(self, start: int, stop: int) -> bool:
+        if self._log is None or start == stop:
+            return False
+        return len(self._log.rows(start // self.width, -(-stop // self.width))) > 0
+
+    def _patch(self, log: UndoLog, start: int, stop: int, out: np.ndarray) -> None:
+        width = self.width
+        rows = log.rows(start // width, -(-stop // width))
+        first, last = -(-start // width), stop // width
+        whole = rows[(rows >= first) & (rows < last)]
+        if len(whole):
+            inside = out[first * width - start : last * width - start]
+            log.patch(inside.view(np.dtype((np.void, width))), first, whole)
+        for row in rows[(rows < first) | (rows >= last)]:  # cut by an end: two at most
+            low, high = max(start, row * width), min(stop, (row + 1) * width)
+            part = log.row(row)[low - row * width : high - row * width]
+            out[low - start : high - start] = part
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, order="C").reshape(-1).view(np.uint8)

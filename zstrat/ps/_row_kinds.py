@@ -1,0 +1,314 @@
+"""What is compiled for gradients of rows: a kind for all tables whose rows look alike,
+and in it a program for each bucket of rows.
+
+A kind owns the memory that rows are gathered into, aligned so that XLA reads it without
+a copy. What a program leaves in one call is lent to it again as memory for the next
+(donated): fresh memory costs as much as all of the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+
+from ._cell import aligned
+from ._layouts import Layout, Layouts, Shape, precision, shape, spec
+from ._rows import CALL_BYTES, FEWEST, as_rows, bucket
+from ._slots import is_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ._cell import Cell
+
+ROUNDS: Final = 3
+"""How often the dtypes of slots may change before they have to stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What a row of a variable and of its slots looks like, and the other slots.
+
+    ``leaves`` are in the order of the state: one row of those that have ``rows``, all
+    of the others.
+    """
+
+    value: Shape
+    structure: Any
+    leaves: tuple[Shape, ...]
+    rows: tuple[bool, ...]
+    gradient: Shape
+
+    @property
+    def gathered(self) -> list[Shape]:
+        """A row of all that is gathered: value, slots with rows, gradient."""
+        return [self.value, *self.split(self.leaves)[0], self.gradient]
+
+    @property
+    def shared(self) -> list[Shape]:
+        return [
+            leaf for leaf, has in zip(self.leaves, self.rows, strict=True) if not has
+        ]
+
+    @property
+    def is_wide(self) -> bool:
+        return is_wide(np.dtype(self.value.dtype))
+
+    def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
+        """The leaves in the order of the state."""
+        rows, shared = iter(rows), iter(shared)
+        return [next(rows if has else shared) for has in self.rows]
+
+    def split(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Inverse of `merge`."""
+        pairs = list(zip(leaves, self.rows, strict=True))
+        return [x for x, has in pairs if has], [x for x, has in pairs if not has]
+
+
+@dataclass(slots=True)
+class RowProgram:
+    """A program compiled for ``size`` rows.
+
+    ``inputs`` are where value, slots with rows and gradient are put, ``opaque`` the
+    same as vectors of rows. ``scratch`` is what the last call left.
+    """
+
+    call: Any
+    size: int
+    inputs: list[np.ndarray]
+    opaque: list[np.ndarray]
+    scratch: Any
+
+    def run(
+        self, shared: Sequence[np.ndarray]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The new rows, as opaque vectors, of value and slots, which are valid until
+        the next call; and the new slots without rows."""
+        value, *rows, gradient = self.inputs
+        moved, others = self.call(value, rows, list(shared), gradient, self.scratch)
+        self.scratch = moved
+        fresh = [as_rows(np.asarray(each)) for each in moved]
+        return fresh, [np.asarray(each) for each in others]
+
+
+@dataclass(slots=True)
+class Kind:
+    """All updates whose rows look alike.
+
+    ``is_apart``: the slots without rows are computed without looking at any row.
+    ``most``: how many rows a call takes.
+    """
+
+    layout: RowLayout
+    is_apart: bool
+    most: int
+    memory: list[np.ndarray]
+    programs: dict[int, RowProgram] = field(default_factory=dict)
+
+    def sizes(self, rows: int) -> list[int]:
+        """The programs that so many rows need."""
+        calls, rest = divmod(rows, self.most)
+        sizes = [self.most] if calls else []
+        return sizes if calls and not rest else [*sizes, bucket(rest, self.most)]
+
+
+class RowKinds:
+    """The kinds and programs of one optimizer."""
+
+    def __init__(self, layouts: Layouts) -> None:
+        self.layouts = layouts
+        self._kinds: dict[tuple[int, np.dtype], Kind] = {}
+        self._alike: dict[RowLayout, Kind] = {}
+        self._steady: dict[tuple[int, np.dtype], int] = {}
+        self._initials: dict[tuple[Shape, int], Any] = {}
+
+    @property
+    def count(self) -> int:
+        """How many programs have been compiled."""
+        return len(self._initials) + sum(
+            len(kind.programs) for kind in list(self._alike.values())
+        )
+
+    def get(self, layout: int, gradient: np.dtype) -> Kind | None:
+        """The kind of updates of variables with such slots, if it is known."""
+        return self._kinds.get((layout, gradient))
+
+    def kind(self, number: int, gradient: np.dtype, cell: Cell) -> Kind:
+        """The same; slots of this layout keep their dtypes (`steady`)."""
+        key = (number, gradient)
+        kind = self._kinds.get(key)
+        if kind is None:
+            layout = _row_layout(self.layouts[number], gradient)
+            kind = self._alike.get(layout)
+            if kind is None:
+                kind = self._alike[layout] = self._new(layout, cell)
+            self._kinds[key] = kind
+        return kind
+
+    def program(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
+        """The program for ``size`` rows; ``cell`` is named if it cannot be compiled."""
+        program = kind.programs.get(size)
+        if program is None:
+            program = kind.programs[size] = self._compile(kind, size, cell)
+        return program
+
+    def steady(self, number: int, gradient: np.dtype, cell: Cell) -> int:
+        """The layout that slots have after updates with such gradients: that of a
+        bfloat16 variable changes with its first float32 gradient.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to some rows.
+        """
+        key = (number, gradient)
+        if key not in self._steady:
+            with precision(is_wide(cell.dtype)), self.layouts.words(cell):
+                self._steady[key] = self._settle(number, gradient)
+        return self._steady[key]
+
+    def initial(self, row: Shape, rows: int, cell: Cell) -> tuple[Any, int]:
+        """A program that makes the first slots of so many or fewer rows, and how many
+        it takes at a time."""
+        size = bucket(rows, _most([row]))
+        call = self._initials.get((row, size))
+        if call is None:
+            jitted = jax.jit(self.layouts.transformation.leaves)
+            with (
+                precision(is_wide(cell.dtype)),
+                self.layouts.words(cell),
+                self.layouts.here(),
+            ):
+                call = jitted.lower(_rows_of(size, row)).compile()
+            self._initials[row, size] = call
+        return call, size
+
+    def _settle(self, number: int, gradient: np.dtype) -> int:
+        for _ in range(ROUNDS):
+            layout = self.layouts[number]
+            rows = _row_layout(layout, gradient)
+            (new, *moved), shared = jax.eval_shape(
+                _update(self.layouts, rows), *_arguments(rows, FEWEST)
+            )
+            if spec(new) != _rows_of(FEWEST, rows.value):
+                raise TypeError(f"it turns rows of {rows.value} into {spec(new)}")
+            after = [
+                shape(leaf.shape, new.dtype)
+                for leaf, new in zip(
+                    layout.leaves, rows.merge(moved, shared), strict=True
+                )
+            ]
+            if tuple(after) == layout.leaves:
+                return number
+            number = self.layouts.number(
+                Layout(
+                    layout.value,
+                    layout.structure,
+                    tuple(after),
+                    layout.about,
+                    layout.by_rows,
+                )
+            )
+        raise TypeError("the dtypes of its state change with every update")
+
+    def _new(self, layout: RowLayout, cell: Cell) -> Kind:
+        most = _most(layout.gathered)
+        memory = [aligned((most * _nbytes(row),), _BYTE) for row in layout.gathered]
+        with precision(layout.is_wide), self.layouts.words(cell):
+            jaxpr = jax.make_jaxpr(_update(self.layouts, layout))(
+                *_arguments(layout, FEWEST)
+            ).jaxpr
+        return Kind(layout, _is_apart(jaxpr, layout), most, memory)
+
+    def _compile(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
+        layout = kind.layout
+        update = _update(self.layouts, layout)
+        with (
+            precision(layout.is_wide),
+            self.layouts.words(cell),
+            self.layouts.here(),
+        ):
+            arguments = _arguments(layout, size)
+            # A shape that changes with the number of rows shows only here.
+            moved, shared = jax.eval_shape(update, *arguments)
+            if [*map(spec, moved), *map(spec, shared)] != [
+                *(_rows_of(size, row) for row in layout.gathered[:-1]),
+                *layout.shared,
+            ]:
+                raise TypeError("its state changes with the number of rows")
+            jitted = jax.jit(update, donate_argnums=4, keep_unused=True)
+            call = jitted.lower(*arguments).compile()
+            scratch = [jnp.zeros(each.shape, each.dtype) for each in arguments[-1]]
+        inputs = [
+            memory[: size * _nbytes(row)].view(row.dtype).reshape((size, *row.shape))
+            for memory, row in zip(kind.memory, layout.gathered, strict=True)
+        ]
+        return RowProgram(call, size, inputs, [as_rows(x) for x in inputs], scratch)
+
+
+_BYTE: Final = np.dtype(np.uint8)
+
+
+def _update(layouts: Layouts, layout: RowLayout) -> Any:
+    def update(
+        value: Any, rows: Any, shared: Any, gradient: Any, scratch: Any
+    ) -> tuple[Any, Any]:
+        del scratch  # nothing but memory
+        new, leaves = layouts.transformation.step(
+            layout.structure, value, layout.merge(rows, shared), gradient
+        )
+        rows, shared = layout.split(leaves)
+        return [new, *rows], shared
+
+    return update
+
+
+def _arguments(layout: RowLayout, size: int) -> tuple[Any, ...]:
+    value, *rows, gradient = (_rows_of(size, row) for row in layout.gathered)
+    return value, rows, layout.shared, gradient, [value, *rows]
+
+
+def _row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
+    if not layout.by_rows:
+        raise TypeError("some of its state follows the rows, but not one to one")
+    row = layout.value.shape[1:]
+    return RowLayout(
+        shape(row, layout.value.dtype),
+        layout.structure,
+        tuple(
+            shape(leaf.shape[1:] if about.rows else leaf.shape, leaf.dtype)
+            for leaf, about in zip(layout.leaves, layout.about, strict=True)
+        ),
+        tuple(about.rows for about in layout.about),
+        shape(row, gradient),
+    )
+
+
+def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
+    """Whether no slot without rows is computed from any row. Errs on the safe side:
+    what an inner function returns is taken to depend on all that it is given."""
+    shared = len(layout.shared)
+    first = len(layout.gathered) - 1  # value and slots come before, gradient behind
+    tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
+    for equation in jaxpr.eqns:
+        variables = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]
+        if not tainted.isdisjoint(variables):
+            tainted.update(equation.outvars)
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - shared :]
+    return not any(isinstance(v, jax.extend.core.Var) and v in tainted for v in outputs)
+
+
+def _most(rows: Iterable[Shape]) -> int:
+    return max(1, CALL_BYTES // max(1, *(_nbytes(row) for row in rows)))
+
+
+def _nbytes(row: Shape) -> int:
+    return int(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
+
+
+def _rows_of(size: int, row: Shape) -> Shape:
+    return shape((size, *row.shape), row.dtype)

@@ -1,0 +1,263 @@
+"""What a coordinator asks of parameter servers to save and to restore.
+
+Snapshots are named by a number that the caller draws. A server forgets those of a
+coordinator whose connection is lost: a `NotFoundError` in the middle means "pin anew".
+Writing, loading and finding files take as long as the disk does: nothing but the loss
+of the server, or the deadline given, ends the wait for them.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+
+from zstrat.errors import NotFoundError, PermissionDeniedError, ProtocolError
+from zstrat.wire import (
+    Done,
+    LoadEntry,
+    LoadTensors,
+    Message,
+    PinSnapshot,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    SnapshotPart,
+    SnapshotPinned,
+    SnapshotWritten,
+    StoreEntry,
+    StoreTensors,
+    TensorEntry,
+    WriteSnapshot,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from ._reading import Ref
+
+M = TypeVar("M")
+
+PATIENCE: Final = 24 * 3600.0
+"""Seconds for what a disk does: the largest shard on the slowest one. A server that is
+gone is noticed by its silence, long before."""
+
+ENTRIES: Final = 512
+"""Places of one load: paths and names are long, and a header is bounded."""
+
+
+class PinnedTensor(NamedTuple):
+    """A tensor of a snapshot: on which server, and the number that it has there."""
+
+    ps: int
+    place: int
+    entry: TensorEntry
+
+
+class SnapshotCalls(abc.ABC):
+    """The part of `PsClient` that is about snapshots. Abstract: it asks by `each`.
+
+    Raises, all methods:
+        PSUnavailableError: A parameter server is gone.
+        StaleSessionError: It serves another coordinator.
+    """
+
+    _session: int
+
+    @property
+    @abc.abstractmethod
+    def count(self) -> int:
+        """How many servers there are."""
+
+    @abc.abstractmethod
+    async def each(
+        self,
+        messages: Sequence[tuple[int, Message]],
+        want: type[M],
+        *,
+        deadline: float | None = None,
+    ) -> list[M]:
+        """Sends messages to servers; their answers, in order."""
+
+    async def pin(
+        self, snapshot: int, refs: Sequence[Ref], optimizers: Sequence[int]
+    ) -> list[PinnedTensor]:
+        """Keeps values, and slots of these optimizers, as they are when the message
+        arrives: on each server at one moment.
+
+        Returns:
+            By server, in the order of ``refs``: each value, and behind it the slots
+            that are there. Slots appear with the first gradient.
+
+        Raises:
+            NotFoundError: A variable does not exist.
+            AlreadyExistsError: The number is taken.
+            BusyError: Too many snapshots are there.
+
+        Cancellation: it may have been pinned: `release` it.
+        """
+        mine: dict[int, list[int]] = {}
+        for ref in refs:
+            mine.setdefault(ref.ps, []).append(ref.key)
+        servers, wanted = list(mine), list(optimizers)
+        answers = await self.each(
+            [
+                (ps, PinSnapshot(self._session, snapshot, mine[ps], wanted))
+                for ps in servers
+            ],
+            SnapshotPinned,
+        )
+        found = []
+        for ps, answer in zip(servers, answers, strict=True):
+            entries = await self._rest(ps, snapshot, answer)
+            found += [PinnedTensor(ps, at, each) for at, each in enumerate(entries)]
+        return found
+
+    async def write_snapshot(
+        self,
+        ps: int,
+        snapshot: int,
+        path: str,
+        places: Sequence[int],
+        names: Sequence[str],
+        *,
+        deadline: float | None = None,
+    ) -> SnapshotWritten:
+        """Has a server write tensors to the new file ``path`` of its machine, and sync
+        it. They are not kept any more then, whether this succeeds or not.
+
+        Args:
+            path: Absolute.
+            places: Which tensors (`PinnedTensor.place`), and in which order.
+            deadline: Loop time; None: a day.
+
+        Raises:
+            AlreadyExistsError: There is such a file; it is left alone.
+            NotFoundError: There is no such folder, or no such snapshot any more.
+            ResourceExhaustedError: The disk is full, or memory for what changed
+                meanwhile.
+            PermissionDeniedError, UnavailableError: As the system says. After all of
+                these but the first no file is left.
+            ValueError: So many names that they do not fit a message (some thousands).
+
+        Cancellation: the server goes on, until `release`.
+        """
+        message = WriteSnapshot(
+            self._session, snapshot, path, list(places), list(names)
+        )
+        (written,) = await self.each(
+            [(ps, message)], SnapshotWritten, deadline=_patient(deadline)
+        )
+        return written
+
+    async def read_snapshot(
+        self, ps: int, snapshot: int, place: int, offset: int, size: int
+    ) -> np.ndarray:
+        """Bytes ``[offset, offset + size)`` of a tensor: uint8 [size], read-only.
+
+        Raises:
+            NotFoundError: There is no such snapshot any more, or it was written.
+            InvalidArgumentError: The tensor does not have these bytes, or they are more
+                than 64 MiB.
+
+        Cancellation: nothing is lost.
+        """
+        message = ReadSnapshot(self._session, snapshot, place, offset, size)
+        (part,) = await self.each([(ps, message)], SnapshotPart)
+        if len(part.arrays) != 1 or part.arrays[0].nbytes != size:
+            raise ProtocolError(
+                f"/job:ps/task:{ps} answered a part of a snapshot with something else "
+                f"than {size} bytes"
+            )
+        return part.arrays[0]
+
+    async def release(self, snapshot: int) -> None:
+        """Lets go of a snapshot on all servers. A file that is being written is
+        removed. It may be gone already.
+
+        Cancellation: it may be released.
+        """
+        await self.each(
+            [
+                (ps, ReleaseSnapshot(self._session, snapshot))
+                for ps in range(self.count)
+            ],
+            Done,
+        )
+
+    async def load(
+        self, ps: int, entries: Sequence[LoadEntry], *, deadline: float | None = None
+    ) -> None:
+        """Has a server read values and slots from files of its machine. Slots that do
+        not exist yet are made.
+
+        Everything of a few hundred entries is checked before anything changes; when the
+        disk fails after that, or in a later part, values are partly old and partly new.
+
+        Args:
+            deadline: Loop time; None: a day.
+
+        Raises:
+            NotFoundError: A file, a tensor in it, a variable, an optimizer, or a leaf
+                of its state does not exist.
+            InvalidArgumentError: A tensor does not fit; says which, expected and got.
+            DataLossError: A file was cut short.
+            PermissionDeniedError, UnavailableError: As the system says.
+
+        Cancellation: the server goes on.
+        """
+        for at in range(0, len(entries), ENTRIES):
+            message = LoadTensors(self._session, list(entries[at : at + ENTRIES]))
+            await self.each([(ps, message)], Done, deadline=_patient(deadline))
+
+    async def store(
+        self, ps: int, entries: Sequence[StoreEntry], arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Gives a server values and slots, one array for each place.
+
+        Raises:
+            NotFoundError, InvalidArgumentError: As `load`; nothing has changed.
+
+        Cancellation: they may have been stored.
+        """
+        message = StoreTensors(self._session, list(entries), tuple(arrays))
+        await self.each([(ps, message)], Done)
+
+    async def sees(self, path: str) -> list[bool]:
+        """Which servers find this file (absolute) on their machine, in task order.
+
+        Cancellation: nothing is lost.
+        """
+        probe = LoadEntry(0, 0, "", path, "", 0, 0, 0)
+
+        async def asks(ps: int) -> bool:
+            try:
+                await self.load(ps, [probe])
+            except (NotFoundError, PermissionDeniedError):
+                return False
+            return True
+
+        return list(await asyncio.gather(*map(asks, range(self.count))))
+
+    async def _rest(
+        self, ps: int, snapshot: int, answer: SnapshotPinned
+    ) -> list[TensorEntry]:
+        """All tensors of a snapshot: thousands do not fit one answer."""
+        entries = list(answer.tensors)
+        while len(entries) < answer.total:
+            message = PinSnapshot(self._session, snapshot, [], [], len(entries))
+            (more,) = await self.each([(ps, message)], SnapshotPinned)
+            if not more.tensors:
+                raise ProtocolError(
+                    f"/job:ps/task:{ps} describes {len(entries)} tensors of a snapshot "
+                    f"of {answer.total}"
+                )
+            entries += more.tensors
+        return entries
+
+
+def _patient(deadline: float | None) -> float:
+    if deadline is not None:
+        return deadline
+    return asyncio.get_running_loop().time() + PATIENCE

@@ -1,0 +1,322 @@
+"""Requests about snapshots: pinned, written, read, released; and loaded again.
+
+Between two pieces all others have their turn, so requests here are coroutines that take
+the turns of variables again and again, where those of `zstrat.ps._service` take them
+once. Files are touched by one thread that does nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Final, assert_never
+
+import numpy as np
+
+from zstrat.checkpoint import TensorReader
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import (
+    Done,
+    LoadEntry,
+    LoadTensors,
+    Message,
+    PinSnapshot,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    SnapshotPart,
+    SnapshotPinned,
+    SnapshotWritten,
+    StoreTensors,
+    WriteSnapshot,
+)
+
+from ._disk import Disk
+from ._loading import Loading, Move, Source
+from ._snapshot import Snapshots
+from ._snapshot_write import SnapshotWrite
+from ._thread import ComputeThread
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+
+    from zstrat.wire import StoreEntry
+
+    from ._snapshot_write import Turn
+    from ._store import Store
+
+ENTRIES: Final = 1024
+"""Tensors that one answer describes: with long names they still fit into a header."""
+
+LARGEST: Final = 64 * 2**20
+"""Bytes of a tensor that are read at a time: they are copied on the loop."""
+
+SnapshotRequest = (
+    PinSnapshot
+    | WriteSnapshot
+    | ReadSnapshot
+    | ReleaseSnapshot
+    | LoadTensors
+    | StoreTensors
+)
+
+
+class SnapshotService:
+    """The snapshots of one parameter server.
+
+    Args:
+        turn: Holds off others from names: keys of variables, optimizers.
+        check: Raises unless the session is the one that is open.
+        compute: The thread on which optimizers run.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        turn: Turn,
+        check: Callable[[int], None],
+        compute: ComputeThread,
+    ) -> None:
+        self._task, self._store = task, store
+        self._turn, self._check = turn, check
+        self._compute = compute
+        self._thread = ComputeThread(f"disk {task}")
+        self._disk = Disk(self._thread, task)
+        self._snapshots = Snapshots(task)
+        self._busy = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handle(self, message: SnapshotRequest) -> Message | Awaitable[Message]:
+        """Answers one request of the session that is open."""
+        match message:
+            case PinSnapshot():
+                return self._pin(message)
+            case WriteSnapshot():
+                return self._write(message)
+            case ReadSnapshot():
+                return self._read(message)
+            case ReleaseSnapshot(snapshot=snapshot):
+                self._snapshots.release(snapshot)
+                return Done()
+            case LoadTensors():
+                return self._load(message)
+            case StoreTensors():
+                return self._move(message)
+            case _:
+                assert_never(message)
+
+    def clear(self) -> None:
+        """Releases everything; what is being written is given up and removed."""
+        self._snapshots.clear()
+
+    async def close(self, deadline: float) -> bool:
+        """Finishes what is under way, or gives it up at the deadline (loop time).
+
+        Returns:
+            False if the thread has not ended by then.
+
+        Cancellation: gives it up at once.
+        """
+        finished = True
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._idle.wait()
+        except TimeoutError:
+            finished = False
+        finally:
+            self.clear()
+        return await self._thread.close(deadline) and finished
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "snapshots": len(self._snapshots),
+            "undo_bytes": self._snapshots.log_bytes,
+        }
+
+    # ---- snapshots ---------------------------------------------------------------
+
+    async def _pin(self, message: PinSnapshot) -> SnapshotPinned:
+        if message.first:
+            snapshot = self._snapshots.get(message.snapshot)
+        else:
+            if len(set(message.keys)) != len(message.keys):
+                raise InvalidArgumentError(f"{self._task}: a key to pin repeats")
+            async with self._turn(message.keys):
+                self._check(message.session)
+                snapshot = self._snapshots.pin(
+                    message.snapshot,
+                    self._store.find(message.keys),
+                    message.optimizers,
+                )
+        entries = [each.entry for each in snapshot.tensors]
+        some = entries[message.first : message.first + ENTRIES]
+        return SnapshotPinned(some, len(entries))
+
+    async def _write(self, message: WriteSnapshot) -> SnapshotWritten:
+        snapshot = self._snapshots.get(message.snapshot)
+        self._disk.require_absolute(message.path)
+        if len(message.names) != len(message.tensors):
+            raise InvalidArgumentError(
+                f"{self._task}: {len(message.tensors)} tensors come with "
+                f"{len(message.names)} names"
+            )
+        tensors = [
+            self._snapshots.tensor(message.snapshot, place) for place in message.tensors
+        ]
+        for tensor in tensors:
+            tensor.pin.require()
+        with self._working():
+            write = SnapshotWrite(snapshot, self._disk, self._turn)
+            return await write.run(message.path, tensors, message.names)
+
+    async def _read(self, message: ReadSnapshot) -> SnapshotPart:
+        tensor = self._snapshots.tensor(message.snapshot, message.tensor)
+        pin, start, size = tensor.pin, message.offset, message.size
+        if start < 0 or not 0 <= size <= LARGEST or start + size > pin.nbytes:
+            raise InvalidArgumentError(
+                f"{self._task}: bytes {start} to {start + size} of a tensor of "
+                f"{pin.nbytes} (at most {LARGEST} at a time)"
+            )
+        part = pin.view(start, start + size)
+        if part is None:
+            part = np.empty(size, np.uint8)
+            async with self._turn([tensor.entry.key]):
+                pin.copy(start, part)
+        return SnapshotPart((part,))
+
+    # ---- loading -----------------------------------------------------------------
+
+    async def _load(self, message: LoadTensors) -> Done:
+        for entry in message.entries:
+            self._disk.require_absolute(entry.path)
+        with self._working():
+            readers: dict[str, TensorReader] = {}
+            try:
+                opening = partial(self._open, message.entries, readers)
+                sources = await self._disk.run(opening)
+                wanted = [entry for entry in message.entries if entry.name]
+                await self._bring(message.session, wanted, sources)
+            finally:
+                with contextlib.suppress(Exception):  # the thread was closed: at exit
+                    self._disk.submit(partial(_close, readers))
+        return Done()
+
+    async def _move(self, message: StoreTensors) -> Done:
+        if len(message.entries) != len(message.arrays):
+            raise InvalidArgumentError(
+                f"{self._task}: {len(message.entries)} places came with "
+                f"{len(message.arrays)} arrays"
+            )
+        sources = [
+            Source("what was sent", array.dtype, array.shape, partial(_copy, array))
+            for array in message.arrays
+        ]
+        with self._working():
+            await self._bring(message.session, message.entries, sources)
+        return Done()
+
+    async def _bring(
+        self,
+        session: int,
+        entries: Sequence[LoadEntry] | Sequence[StoreEntry],
+        sources: Sequence[Source],
+    ) -> None:
+        places: list[LoadEntry | StoreEntry] = list(entries)
+        names: set[Hashable] = {entry.key for entry in places}
+        names |= {("optimizer", e.optimizer) for e in places if e.optimizer}
+        async with self._turn(list(names)):
+            self._check(session)
+            store, engine = self._store, self._store.engine
+            loading = Loading(
+                [
+                    Move(
+                        store.find([entry.key])[0],
+                        engine.get(entry.optimizer) if entry.optimizer else None,
+                        entry.leaf,
+                        entry.at,
+                        source,
+                    )
+                    for entry, source in zip(places, sources, strict=True)
+                ]
+            )
+            if loading.optimizes:
+                await _shielded(self._compute.submit(loading.prepare))
+            else:
+                loading.prepare()
+            try:
+                await _shielded(self._disk.submit(loading.compute))
+            finally:
+                loading.commit()
+
+    def _open(
+        self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
+    ) -> list[Source]:
+        """On the thread of the disk."""
+        sources: list[Source] = []
+        for entry in entries:
+            path = entry.path
+            with self._disk.blamed(path, "reading"):
+                if not entry.name:
+                    os.stat(path)
+                    continue
+                if path not in readers:
+                    readers[path] = TensorReader(path)
+                sources.append(self._source(readers[path], entry))
+        return sources
+
+    def _source(self, reader: TensorReader, entry: LoadEntry) -> Source:
+        info = reader.info(entry.name)
+        what, shape, start = f"{entry.name!r} of {entry.path}", info.shape, 0
+        if entry.stop:
+            start, stop = entry.start, entry.stop
+            if not shape or not 0 <= start <= stop <= shape[0]:
+                raise InvalidArgumentError(
+                    f"{self._task}: {what}, {info}, has no rows {start}:{stop}"
+                )
+            shape = (stop - start, *shape[1:])
+
+        def read_into(out: np.ndarray) -> None:
+            with self._disk.blamed(entry.path, "reading"):
+                reader.read_into(entry.name, start, out)
+
+        return Source(what, info.numpy_dtype, shape, read_into)
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self._busy += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.set()
+
+
+def _copy(array: np.ndarray, out: np.ndarray) -> None:
+    np.copyto(out, array)
+
+
+def _close(readers: dict[str, TensorReader]) -> None:
+    for reader in readers.values():
+        reader.close()
+
+
+async def _shielded(done: asyncio.Future[None]) -> None:
+    """Waits for a job even if nobody wants its outcome any more: it works on variables
+    whose turn must not go to others meanwhile.
+
+    Cancellation: is raised when the job is done.
+    """
+    cancelled = False
+    while not done.done():
+        try:
+            await asyncio.shield(asyncio.wait([done]))
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    done.result()

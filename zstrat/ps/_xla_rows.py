@@ -1,0 +1,243 @@
+"""Gradients of some rows behind XLA: gathered, updated by a program, scattered back.
+
+The rows that a gradient names, of the value and of those slots that have rows, are
+gathered into pooled, aligned buffers that XLA reads without a copy; a program computes
+the new ones; they are scattered into the cells, in place unless somebody looks. All
+other rows, and their slots, stay as they are ("lazy" updates): a momentum does not
+decay while its row has no gradient. Slots without rows (a count, a learning rate) are
+those of the variable, and every update advances them, be it of no rows.
+
+Programs are compiled for a bucket of rows and not for a table: tables whose rows look
+alike share them, and tables whose slots without rows are equal share a call, unless
+those slots are computed from rows (`zstrat.ps._row_kinds`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError
+
+from ._cell import Cell, aligned
+from ._layouts import precision, shape
+from ._row_kinds import Kind, RowKinds, RowProgram
+from ._rows import Piece, as_rows, bucket, pack
+from ._slots import RowStep, Slots, is_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._layouts import Layouts
+
+
+class _Open(NamedTuple):
+    """An update under way: where its rows are, as opaque vectors."""
+
+    step: RowStep
+    tables: list[np.ndarray]
+
+
+class RowPrograms:
+    """Applies gradients of rows with one optimizer."""
+
+    def __init__(self, optimizer: int, layouts: Layouts) -> None:
+        self._optimizer = optimizer
+        self._kinds = RowKinds(layouts)
+
+    @property
+    def count(self) -> int:
+        """How many programs have been compiled."""
+        return self._kinds.count
+
+    def is_prepared(self, steps: Sequence[RowStep]) -> bool:
+        """Whether `prepare` would have nothing to compile and no slots to make."""
+        for step in steps:
+            slots = step.slots.get(self._optimizer)
+            if slots is None:
+                return False
+            if self._kinds.get(slots.layout, step.gradient.dtype) is None:
+                return False
+        return all(
+            size in kind.programs
+            for kind, group in self._groups(steps)
+            for size in kind.sizes(_rows(group))
+        )
+
+    def prepare(self, steps: Sequence[RowStep]) -> None:
+        """Makes slots and compiles; changes no value.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to rows of this
+                shape.
+            BusyError: Too many shapes have been compiled for.
+            MemoryError: There is no memory beside slots that readers look at.
+        """
+        for step in steps:
+            self._prepare(step)
+        for kind, group in self._groups(steps):
+            for size in kind.sizes(_rows(group)):
+                self._kinds.program(kind, size, group[0].cell)
+
+    def apply(self, steps: Sequence[RowStep]) -> None:
+        """Updates the rows of variables, each of which occurs once."""
+        for kind, group in self._groups(steps):
+            self._update(kind, group)
+
+    def _prepare(self, step: RowStep) -> None:
+        slots = step.slots.get(self._optimizer)
+        if slots is None:
+            slots = step.slots[self._optimizer] = self.initial(step.cell)
+        dtype = step.gradient.dtype
+        if self._kinds.get(slots.layout, dtype) is None:
+            number = self._kinds.steady(slots.layout, dtype, step.cell)
+            if number != slots.layout:
+                self.convert(slots, number)
+            self._kinds.kind(number, dtype, step.cell)
+        for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+            if leaf.rows:
+                cell.reserve(anew=False, rows=True)
+
+    def initial(self, cell: Cell) -> Slots:
+        """New slots, made a block of rows at a time: there is no second table of them
+        on the way."""
+        layouts = self._kinds.layouts
+        number = layouts.initial(cell)
+        layout = layouts[number]
+        if not layout.by_rows:
+            raise InvalidArgumentError(
+                f"optimizer {layouts.name!r} keeps something for {cell.dtype.name}"
+                f"{list(cell.shape)} that has no row for each of its rows: send a "
+                "dense gradient"
+            )
+        value, total = cell.look(), len(cell.look())
+        call, size = self._kinds.initial(shape(cell.shape[1:], cell.dtype), total, cell)
+        if total < size:
+            value = np.zeros((size, *cell.shape[1:]), cell.dtype)
+            value[:total] = cell.look()
+        made = [aligned(tuple(s.shape), np.dtype(s.dtype)) for s in layout.leaves]
+        with precision(is_wide(cell.dtype)):
+            for start in range(0, max(total, 1), size):
+                # The last block overlaps the one before.
+                at = max(0, min(start, total - size))
+                leaves = call(value[at : at + size])
+                for out, about, leaf in zip(made, layout.about, leaves, strict=True):
+                    if about.rows:
+                        out[at : at + size] = np.asarray(leaf)[: total - at]
+                    else:
+                        out[...] = np.asarray(leaf)
+        return Slots(tuple(map(Cell.around, made)), layout.about, number)
+
+    def convert(self, slots: Slots, number: int) -> None:
+        """Gives slots the dtypes that updates will leave in them."""
+        layout = self._kinds.layouts[number]
+        cells = []
+        for cell, leaf in zip(slots.cells, layout.leaves, strict=True):
+            if cell.dtype != leaf.dtype:
+                new = aligned(cell.shape, np.dtype(leaf.dtype))
+                np.copyto(new, cell.look(), casting="unsafe")
+                cell = Cell.around(new)
+            cells.append(cell)
+        slots.cells, slots.layout = tuple(cells), number
+
+    def _groups(self, steps: Sequence[RowStep]) -> list[tuple[Kind, list[RowStep]]]:
+        """Steps that go into the same calls."""
+        groups: dict[object, tuple[Kind, list[RowStep]]] = {}
+        for number, step in enumerate(steps):
+            slots = step.slots[self._optimizer]
+            kind = self._kinds.get(slots.layout, step.gradient.dtype)
+            assert kind is not None, "apply() without prepare()"
+            same: object = number
+            if kind.is_apart:
+                same = b"".join([x.look().tobytes() for x in _shared(slots)])
+            _, group = groups.setdefault((id(kind), same), (kind, []))
+            group.append(step)
+        return list(groups.values())
+
+    def _update(self, kind: Kind, steps: list[RowStep]) -> None:
+        opened = [self._open(step) for step in steps]
+        shared = [cell.look() for cell in _shared(steps[0].slots[self._optimizer])]
+        new: list[np.ndarray] | None = None
+        for pieces in pack([len(step.indices) for step in steps], kind.most):
+            try:
+                program = _fill(self._kinds, kind, pieces, opened)
+                with precision(kind.layout.is_wide):
+                    fresh, others = program.run(shared)
+            except Exception as error:
+                # Goes to the caller. Only XLA itself can fail here, out of memory say.
+                if new is not None:  # some rows are written and others are not
+                    self._lose(steps, error)
+                raise
+            _scatter(pieces, opened, fresh)
+            if new is None:
+                new = others
+        assert new is not None
+        for step in steps:
+            self._settle(step, new)
+
+    def _open(self, step: RowStep) -> _Open:
+        slots = step.slots[self._optimizer]
+        cells = [step.cell, *_with_rows(slots)]
+        return _Open(step, [as_rows(c.begin_rows(step.indices)) for c in cells])
+
+    def _settle(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
+        slots = step.slots[self._optimizer]
+        step.cell.settle()
+        for cell in _with_rows(slots):
+            cell.settle()
+        for cell, new in zip(_shared(slots), shared, strict=True):
+            cell.overwrite()[...] = new
+            cell.settle()
+
+    def _lose(self, steps: Sequence[RowStep], error: Exception) -> None:
+        for step in steps:
+            step.cell.lose(str(error))
+            step.slots.pop(self._optimizer, None)
+
+
+def _fill(
+    kinds: RowKinds, kind: Kind, pieces: Sequence[Piece], opened: Sequence[_Open]
+) -> RowProgram:
+    """Gathers the rows of one call; the padding is zero, where nothing overflows."""
+    rows = sum([piece.stop - piece.start for piece in pieces])
+    size = bucket(rows, kind.most)
+    program = kinds.program(kind, size, opened[0].step.cell)
+    at = 0
+    for update, start, stop in pieces:
+        step, tables = opened[update]
+        indices, end = step.indices[start:stop], at + stop - start
+        for table, buffer in zip(tables, program.opaque, strict=False):
+            table.take(indices, out=buffer[at:end], mode="clip")
+        program.inputs[-1][at:end] = step.gradient[start:stop]
+        at = end
+    if rows < size:
+        for buffer in program.inputs:
+            buffer[rows:] = 0
+    return program
+
+
+def _scatter(
+    pieces: Sequence[Piece], opened: Sequence[_Open], fresh: Sequence[np.ndarray]
+) -> None:
+    at = 0
+    for update, start, stop in pieces:
+        step, tables = opened[update]
+        indices, end = step.indices[start:stop], at + stop - start
+        for table, rows in zip(tables, fresh, strict=True):
+            table[indices] = rows[at:end]
+        at = end
+
+
+def _rows(steps: Sequence[RowStep]) -> int:
+    return sum([len(step.indices) for step in steps])
+
+
+def _with_rows(slots: Slots) -> list[Cell]:
+    return [c for c, leaf in zip(slots.cells, slots.leaves, strict=True) if leaf.rows]
+
+
+def _shared(slots: Slots) -> list[Cell]:
+    return [
+        c for c, leaf in zip(slots.cells, slots.leaves, strict=True) if not leaf.rows
+    ]
