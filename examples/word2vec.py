@@ -286,7 +286,7 @@ def arguments():
     add("words", nargs="*", default=["self", "int", "return", "Lock"])
     if parser.parse_args().smoke:
         small = {"batch": 256, "negatives": 64, "min_count": 3, "common": 10}
-        parser.set_defaults(**small, subsample=1e-3, shard_bytes=64 << 10, every=50)
+        parser.set_defaults(**small, epochs=4, subsample=1e-3, shard_bytes=64 << 10)
     return parser.parse_args()
 
 
