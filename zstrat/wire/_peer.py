@@ -24,7 +24,7 @@ deadline, or lost with the connection.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, cast
+from typing import TYPE_CHECKING, Final, Generic, cast
 
 from zstrat.errors import (
     BusyError,
@@ -72,7 +72,7 @@ from ._requests import Requests
 from ._sharing import RELEASED, Sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.config import Limits, Timeouts
 
@@ -137,10 +137,8 @@ class Peer(Generic[Token]):
             announced = decode_header(frames[0], self._limits)
             life = self._life
             life.heard_at, life.broken_at = now, None
-            if not announced.request:
-                special = _SPECIAL.get(announced.message_kind)
-                if special is not None:
-                    return special(self, announced.build(()), frames[1:])
+            if not announced.request and announced.message_kind in _SPECIAL:
+                return self._outside(announced.build(()), frames[1:])
             return self._message(announced, frames)
         except ProtocolError as error:
             self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
@@ -299,6 +297,36 @@ class Peer(Generic[Token]):
 
     # ---- what is outside the order --------------------------------------------------
 
+    def _outside(
+        self, message: Message, raws: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        match message:
+            case Chunk():
+                return self._on_chunk(message, raws)
+            case Credit(chunks=chunks):
+                if chunks > 0:
+                    self.outbox.credited(chunks)
+            case Beat(wanted=wanted):
+                if wanted and self.state is _OPEN and not self.outbox.is_urgent:
+                    self.outbox.say(_BEAT)
+            case Released():
+                self._sharing.on_released(message)
+            case Hello():
+                return self._on_hello(message)
+            case Offer():
+                self._sharing.on_offer(message, self.hello)
+            case Mapped():
+                self._sharing.on_mapped(message)
+            case Goodbye(reason=reason):
+                return self._close(f"it left: {reason:.500}", left=True)
+            case Failure(error=plain):
+                error = from_wire(plain)
+                return self._close(f"it refused us: {error}", refusal=error)
+        if self.state is State.GREETING:
+            # Somebody whom we gave up long ago goes on talking: he has to hear of it.
+            raise ProtocolError(f"expected Hello, got {type(message).__name__}")
+        return ()
+
     def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
         try:
             arrived = self._inbox.take_chunk(chunk, raws)
@@ -308,7 +336,7 @@ class Peer(Generic[Token]):
         self._return_credit(self._threshold)
         return orders
 
-    def _on_hello(self, hello: Hello, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
+    def _on_hello(self, hello: Hello) -> Sequence[Order[Token]]:
         if self.state is not State.GREETING or self.hello is not None:
             raise ProtocolError("Hello on a connection that is open")
         error = self._judge(hello)
@@ -319,51 +347,6 @@ class Peer(Generic[Token]):
             return (Greeted(hello),)
         self.state = State.OPEN
         return (Opened(hello),)
-
-    def _on_beat(self, beat: Beat, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
-        if beat.wanted and self.state is State.OPEN and not self.outbox.is_urgent:
-            self.outbox.say(_BEAT)
-        return self._if_greeted("Beat")
-
-    def _on_credit(
-        self, credit: Credit, raws: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        if credit.chunks > 0:
-            self.outbox.credited(credit.chunks)
-        return self._if_greeted("Credit")
-
-    def _on_offer(self, offer: Offer, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
-        self._sharing.on_offer(offer, self.hello)
-        return ()
-
-    def _on_mapped(
-        self, mapped: Mapped, raws: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        self._sharing.on_mapped(mapped)
-        return ()
-
-    def _on_released(
-        self, released: Released, raws: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        self._sharing.on_released(released)
-        return self._if_greeted("Released")
-
-    def _if_greeted(self, got: str) -> Sequence[Order[Token]]:
-        # Somebody whom we gave up long ago goes on talking: it has to hear about it.
-        if self.state is State.GREETING:
-            raise ProtocolError(f"expected Hello, got {got}")
-        return ()
-
-    def _on_goodbye(
-        self, goodbye: Goodbye, raws: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        return self._close(f"it left: {goodbye.reason:.500}", left=True)
-
-    def _on_failure(
-        self, refused: Failure, raws: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        error = from_wire(refused.error)
-        return self._close(f"it refused us: {error}", refusal=error)
 
     # ---- credit ---------------------------------------------------------------------
 
@@ -411,15 +394,9 @@ def failure(error: BaseException) -> Failure:
     return Failure(cast("PlainTree", to_wire(error)))
 
 
-_SPECIAL: Final[dict[type[Message], Callable[..., Sequence[Order[Any]]]]] = {
-    Hello: Peer._on_hello,
-    Beat: Peer._on_beat,
-    Chunk: Peer._on_chunk,
-    Credit: Peer._on_credit,
-    Goodbye: Peer._on_goodbye,
-    Failure: Peer._on_failure,
-    Offer: Peer._on_offer,
-    Mapped: Peer._on_mapped,
-    Released: Peer._on_released,
-}
-_UNORDERED: Final = frozenset({*_SPECIAL, Placed}) - {Failure}
+_SPECIAL: Final = frozenset(
+    {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
+)
+"""What is outside the order, if its number is 0: a `Failure` has both meanings."""
+
+_UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}
