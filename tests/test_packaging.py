@@ -82,6 +82,7 @@ print(*sorted(unit.name for unit in units.iterdir()))
     where, units = out.splitlines()
     assert where.startswith(installed["PYTHONPATH"])
     assert units.split() == [
+        "zstrat-evaluator@.service",
         "zstrat-ps@.service",
         "zstrat-worker@.service",
         "zstrat.target",

@@ -140,12 +140,12 @@ def test_units(tmp_path):
     bindir.mkdir()
     ran = zstrat("units", "--bindir", str(bindir), "--to", str(tmp_path / "units"))
     assert ran.exit_code == 2
-    assert "zstrat-ps does not exist" in ran.output
-    for name in ("zstrat-ps", "zstrat-worker"):
+    assert "zstrat-evaluator does not exist" in ran.output
+    for name in ("zstrat-evaluator", "zstrat-ps", "zstrat-worker"):
         (bindir / name).touch()
     ran = zstrat("units", "--bindir", str(bindir), "--to", str(tmp_path / "units"))
     assert ran.exit_code == 0
-    assert len(ran.output.splitlines()) == 3
+    assert len(ran.output.splitlines()) == 4
 
 
 @pytest.mark.parametrize(

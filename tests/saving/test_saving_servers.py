@@ -15,8 +15,10 @@ from zstrat.checkpoint import Manifest, verify
 from zstrat.errors import PSUnavailableError, ResourceExhaustedError
 from zstrat.saving import Checkpoint, export_safetensors
 from zstrat.variables import IndexedSlices, Optimizer, Variable
+from zstrat.variables._local import _jitted
 
 ROWS = 7
+ADAM = Optimizer(optax.adam(0.1))
 layouts = st.tuples(
     st.integers(1, 3), st.integers(1, ROWS), st.sets(st.integers(0, 2), max_size=3)
 )
@@ -26,7 +28,8 @@ def program(servers: int, parts: int, shared: set[int]):
     cluster = FakeCluster(servers, shared)
     table = cluster.variable(np.zeros((ROWS, 2), "f4"), parts, "table")
     bias = cluster.variable(np.zeros(3, "f4"), 1, "bias")
-    optimizer = cluster.optimizer(optax.adam(0.1))
+    optimizer = cluster.optimizer(ADAM.transformation)
+    optimizer.compiled = _jitted(ADAM)  # compiled once for all examples
     return cluster, {"table": table, "bias": bias}, optimizer
 
 

@@ -3,7 +3,8 @@
 Decisions are `Queue`'s and `Members`'; this shell carries them out. It runs on the loop
 thread alone and takes the engine's lock once per turn and once per message, never per
 closure. A *turn* fills all workers that have room with one `Dispatch` each; it follows
-a burst of schedules, and every loop iteration that brought outcomes.
+a burst of schedules, and every loop iteration that brought outcomes while there was
+something left to do.
 """
 
 from __future__ import annotations
@@ -180,8 +181,9 @@ class Dispatcher:
                 lane.layouts.update(told)
                 if not self._stopped:
                     seat = self.seats[lane.index]
-                    self.outcomes.take(seat, message, self._now())
-                    self.turn_soon()
+                    more = self.outcomes.take(seat, message, self._now())
+                    if more or self._has_errands(seat):
+                        self.turn_soon()
             case _:
                 log.warning("%s sent a %s", lane.name, type(message).__name__)
 
@@ -308,6 +310,17 @@ class Dispatcher:
         except (PeerLostError, BusyError) as error:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", seat.lane.name, error)
+
+    def _has_errands(self, seat: Seat) -> bool:
+        """Whether a turn has something to do though no closure waits. What is found in
+        neither place can wait for the next turn."""
+        return bool(
+            self.retired
+            or self.unfetched
+            or seat.unsaid
+            or self._alarm is not None
+            or self.members.alone_since is not None
+        )
 
     def _set_timer(self, due: float | None, now: float) -> None:
         """Wakes us when a closure that came back may go again."""

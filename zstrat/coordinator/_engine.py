@@ -120,11 +120,13 @@ class Engine:
                 return
             bell = ThreadBell()
             value._listen(bell)
+        rang = False
         try:
             rang = bell.wait(timeout)
         finally:
-            with self.lock:
-                value._unlisten(bell)
+            if not rang:  # who rings forgets the bell, and holds the lock just now
+                with self.lock:
+                    value._unlisten(bell)
         if not rang and value.state is _NOT_READY:
             raise DeadlineExceededError(f"fetch: {value!r} after {timeout} s")
 

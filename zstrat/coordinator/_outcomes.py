@@ -54,8 +54,12 @@ class Outcomes:
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
 
-    def take(self, seat: Seat, message: Completions, now: float) -> None:
-        """Ends the closures of the message, or has them tried again."""
+    def take(self, seat: Seat, message: Completions, now: float) -> bool:
+        """Ends the closures of the message, or has them tried again.
+
+        Returns:
+            Whether closures wait that may go to a worker now.
+        """
         self._forgive(now)
         offset = ended = 0
         member, results = seat.member, message.results
@@ -96,6 +100,7 @@ class Outcomes:
                 self._failed(seat, closure, completion, error, now)
             self._members.ended(member, ended, now)
             self._engine.notify()
+            return queue.queued > 0
 
     def _failed(
         self,

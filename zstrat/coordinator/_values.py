@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -230,7 +231,7 @@ def cut(layout: Layout | None, data: bytes) -> list[np.ndarray]:
     """The leaves that ``data`` holds one after the other, as read-only arrays."""
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():
-        dtype, count = dtype_named(name), int(np.prod(shape, dtype=np.int64))
+        dtype, count = dtype_named(name), math.prod(shape)
         leaf = np.frombuffer(data, dtype, count, offset).reshape(shape)
         leaves.append(leaf)
         offset += leaf.nbytes

@@ -1,8 +1,6 @@
 """Step functions: captured once, planned, compiled, run."""
 
 from ._capture import Capture as Capture
-from ._capture import Discovery as Discovery
-from ._capture import Feed as Feed
 from ._capture import Recorded as Recorded
 from ._code import Resource as Resource
 from ._code import digest as digest
@@ -17,6 +15,8 @@ from ._embedding import embedding_lookup as embedding_lookup
 from ._execute import Prepared as Prepared
 from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
+from ._feeds import Discovery as Discovery
+from ._feeds import Feed as Feed
 from ._function import Function as Function
 from ._function import function as function
 from ._gradients import grad as grad

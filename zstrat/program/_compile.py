@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from . import _refusals
-from ._capture import Capture, Replay
+from ._capture import Capture
 from ._context import worker_context
-from ._plan import require_same
+from ._discover import require_same
+from ._feeds import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -50,7 +50,8 @@ class Function:
     @property
     def trace_count(self) -> int:
         """How many signatures were traced in this process. (The body runs twice for
-        each that is also run here: once to plan, once to compile.)"""
+        each that is also run here, once to plan, once to compile; and also twice for a
+        step that looks rows up, to plan.)"""
         return self.programs.trace_count
 
     @property
@@ -148,11 +149,18 @@ def function(
     - variables are read (``v.value()``, arithmetic) and updated (``assign``,
       ``scatter_...``, ``optimizer.apply_gradients``) at its top level, not under
       ``jax.grad`` or ``lax.cond``;
+    - rows of tables are looked up there too (``zs.embedding_lookup``,
+      ``v.sparse_read``), before the step updates the table; ids may be computed from
+      anything. Rows whose ids depend on values that the step reads, or on rows, cost
+      one more request to the parameter servers for each such level, all others come
+      with its other reads;
     - ``next(iterator)`` draws an element of a dataset;
     - arrays and Python ints, floats and complexes among the arguments are traced;
       booleans, strings and other hashable values are static, and each value is traced
       anew;
     - the result may be any pytree of arrays, Python numbers, strings and None.
+
+    A step that looks up, or updates, a row that is not there fails with an IndexError.
 
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for

@@ -6,6 +6,9 @@ leaf: the array itself for arrays, the value for dense variables. Variables that
 function reads by itself are differentiated by `Substitution`, a recorder that hands out
 the arrays of jax's trace in place of values read from outside.
 
+A function that looks rows up is looked through first (`_survey`), and the gradient of a
+table that it only looked up is one of those rows (`_difference`).
+
 Everything here is ordinary jax around ordinary reads, so it works inside a step (reads
 are captured) and outside of one (reads go to the home, at each call).
 """
@@ -45,21 +48,31 @@ def value_and_grad(
             variables or draw elements; return what is needed for that as ``aux``.
         argnums: Positions of the arguments to differentiate: one number, whose gradient
             is returned by itself, or several, whose gradients are a tuple. Each of
-            these arguments is an array, a `Variable` or a pytree of both; ``fn`` is
-            given arrays in place of the variables, and the gradient has the argument's
-            structure. Left out: 0, or no argument if ``variables`` is given.
+            these arguments is an array, a `Variable`, a `ShardedVariable` or a pytree
+            of them. ``fn`` is given arrays in place of variables, which
+            `embedding_lookup` takes for what they stand for, and a `ShardedVariable` as
+            itself; the gradient has the argument's structure. Left out: 0, or no
+            argument if ``variables`` is given.
         variables: A variable or a pytree of variables that ``fn`` reads by itself, with
             ``v.value()`` or in arithmetic (TF's GradientTape way); gradients have the
             same structure, and a variable that is there twice the same gradient twice.
             With ``argnums`` too, the gradients are the pair
             ``(of the arguments, of the variables)``.
 
+    The gradient of a variable is dense. That of one of which ``fn`` only looks rows up
+    is an `IndexedSlices` of these rows, in the order of the lookups, duplicates
+    included; no row of it at all for a `ShardedVariable` that is not used. Parts of a
+    list that was looked up together have dense gradients: join them in a
+    `ShardedVariable`. With lookups ``fn`` is traced a few times, and its ids are
+    computed once by themselves.
+
     Raises:
         ValueError: ``variables`` contains something else, or nothing.
 
     The function that is returned raises:
         TypeError: A differentiated leaf is not of a floating or complex dtype.
-        RuntimeError: ``fn`` updates a variable or draws an element.
+        RuntimeError: ``fn`` updates a variable or draws an element, or looks rows up
+            inside a function that jax transforms.
     """
     if variables is not None:
         _require_variables(variables)

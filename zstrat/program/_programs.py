@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
 from ._context import worker_context
+from ._discover import Traced, discover
 from ._iterator import Element
-from ._plan import Traced, discover
 from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
 

@@ -34,17 +34,19 @@ from zstrat.variables import (
     recorder,
 )
 
-from ._capture import Capture, Discovery, Replay
+from ._capture import Capture
 from ._collective import AXIS, aggregate
 from ._context import asked
 from ._eager import Immediate
+from ._feeds import Discovery, Replay
 from ._flow import Flow
 from ._where import claimed
 
 if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
-    from ._capture import Feed, RecordedLookup
+    from ._capture import RecordedLookup
+    from ._feeds import Feed
     from ._iterator import Element, StepIterator
 
 # jax's stubs leave it untyped.

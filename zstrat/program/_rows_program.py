@@ -30,8 +30,9 @@ from ._row_updates import SUMMED, parted, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from ._discover import Traced
     from ._lookups import Asked, Block
-    from ._plan import Plan, Traced
+    from ._plan import Plan
     from ._results import StepResult
 
 

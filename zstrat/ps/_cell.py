@@ -281,6 +281,8 @@ class Cell:
 
     def lose(self, why: str) -> None:
         """An optimizer failed while it wrote: nothing is there until it is assigned."""
+        if self._buffer is not None:
+            self._leave(self._buffer)
         self._device, self._buffer, self._spare, self._lost = None, None, None, why
 
     def _logs_rows(self) -> bool:

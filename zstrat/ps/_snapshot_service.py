@@ -190,6 +190,11 @@ class SnapshotService:
     # ---- loading -----------------------------------------------------------------
 
     async def _load(self, message: LoadTensors) -> Done:
+        anew = [e for e in message.entries if e.optimizer and not e.path]
+        if anew:
+            await self._forget(message.session, anew)
+            rest = [entry for entry in message.entries if entry not in anew]
+            message = LoadTensors(message.session, rest)
         for entry in message.entries:
             self._disk.require_absolute(entry.path)
         with self._working():
@@ -203,6 +208,16 @@ class SnapshotService:
                 with contextlib.suppress(Exception):  # the thread was closed: at exit
                     self._disk.submit(partial(_close, readers))
         return Done()
+
+    async def _forget(self, session: int, entries: Sequence[LoadEntry]) -> None:
+        """Slots that the next gradient makes anew."""
+        names: set[Hashable] = {entry.key for entry in entries}
+        names |= {("optimizer", entry.optimizer) for entry in entries}
+        async with self._turn(list(names)):
+            self._check(session)
+            for entry in entries:
+                (held,) = self._store.find([entry.key])
+                held.slots.pop(entry.optimizer, None)
 
     async def _move(self, message: StoreTensors) -> Done:
         if len(message.entries) != len(message.arrays):

@@ -223,10 +223,10 @@ class Endpoint:
         ):
             self._counts["impostors"] += 1
             return
-        peer = connection.outlet.peer
-        for order in peer.received(parts_of(frames[1:]), self._loop.time()):
+        outlet = connection.outlet
+        for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
-        connection.outlet.flush()
+        outlet.flush()
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
         """A connection for whoever wrote for the first time; `Peer` judges what."""

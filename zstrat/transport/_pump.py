@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import zmq
+from zmq.backend import zmq_poll
 
 if TYPE_CHECKING:
     from zstrat.wire._outbox import Frames
@@ -30,8 +31,10 @@ which timers and other sockets have their turn."""
 # As plain ints: combining and passing zmq's enums costs as much as sending.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-_EVENTS: Final = int(zmq.EVENTS)
-_POLLIN: Final = int(zmq.POLLIN)
+
+_QUESTIONS: Final = 3
+"""Messages of a drain after which it asks whether there is another one: a third of the
+price of the exception that says so, which a long drain pays only once."""
 
 _UNIT: Final = 14  # 2**14 bytes
 _COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
@@ -39,10 +42,11 @@ _COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
 Receive = Callable[[list[zmq.Frame]], None]
 
 
-def parts_of(frames: list[zmq.Frame]) -> list[bytes | memoryview]:
-    """Header and raw frames of a message, as `Peer` takes them."""
-    head, *raws = frames
-    return [head.bytes, *[raw.buffer for raw in raws]]
+def parts_of(frames: list[zmq.Frame], at: int) -> list[bytes | memoryview]:
+    """Header and raw frames of a message, as `Peer` takes them; ``at``: the header."""
+    if len(frames) == at + 1:
+        return [frames[at].bytes]
+    return [frames[at].bytes, *[raw.buffer for raw in frames[at + 1 :]]]
 
 
 class Sending(enum.Enum):
@@ -51,11 +55,18 @@ class Sending(enum.Enum):
     GONE = enum.auto()
 
 
+_DONE: Final = Sending.DONE  # a look at a member of an enum costs as much as a call
+
+
 class Pump:
     """Owns ``socket``. ``receive`` gets each message whole and must not raise."""
 
     def __init__(self, socket: zmq.Socket[bytes], receive: Receive) -> None:
         self._socket, self._receive = socket, receive
+        # What the methods of zmq.Socket add to these serves sockets of other kinds.
+        self._send: Callable[..., object] = super(zmq.Socket, socket).send
+        self._recv = super(zmq.Socket, socket).recv
+        self._self = [(socket, zmq.POLLIN)]
         self._loop = asyncio.get_running_loop()
         self._blocked: dict[Outlet, None] = {}
         self._scheduled = self._closed = False
@@ -67,14 +78,15 @@ class Pump:
         """Sends one message, whole or not at all, and never waits."""
         if self._closed:
             return Sending.GONE
-        send = self._socket.send
+        send = self._send
         if not self._scheduled:
             self._look_again()
         try:
             for frame in to:
                 send(frame, _MORE)
-            for frame in frames[:-1]:
-                send(frame, _MORE, len(frame) < _COPIED)
+            if len(frames) > 1:
+                for frame in frames[:-1]:
+                    send(frame, _MORE, len(frame) < _COPIED)
             last = frames[-1]
             send(last, _NOBLOCK, len(last) < _COPIED)
         except zmq.Again:
@@ -83,7 +95,7 @@ class Pump:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return Sending.GONE
-        return Sending.DONE
+        return _DONE
 
     def block(self, outlet: Outlet) -> None:
         """The outlet's next message did not fit: it is tried again when some left."""
@@ -113,11 +125,12 @@ class Pump:
         if self._closed:
             return
         self._scheduled = False
-        if self._blocked or int(self._socket.get(_EVENTS)) & _POLLIN:
+        if self._blocked or zmq_poll(self._self, 0):
             self._drain()
 
     def _drain(self) -> None:
-        recv, receive, left = self._socket.recv, self._receive, BUDGET
+        recv, receive, left = self._recv, self._receive, BUDGET
+        questions = _QUESTIONS
         # What is sent meanwhile needs no look of its own: the last thing done here is
         # to find the socket empty.
         before, self._scheduled = self._scheduled, True
@@ -130,13 +143,20 @@ class Pump:
                     message.append(frame)
                 left -= 1 + (len(frame) >> _UNIT)
                 receive(message)
+                if questions:
+                    questions -= 1
+                    if self._closed or not zmq_poll(self._self, 0):
+                        break
         except zmq.Again:
             self._scheduled = before
         except BaseException:  # to the loop's handler: the rest must not wait for it
             self._look_again()
             raise
         else:
-            self._look_again()
+            if left > 0:
+                self._scheduled = before
+            else:
+                self._look_again()
         if self._blocked:
             blocked, self._blocked = self._blocked, {}
             for outlet in blocked:
@@ -146,24 +166,26 @@ class Pump:
 class Outlet:
     """Sends what one peer wants to say, in order, as far as the socket takes it."""
 
-    __slots__ = ("_loop", "_pump", "_stuck", "_to", "is_gone", "peer")
+    __slots__ = ("_loop", "_outbox", "_pump", "_stuck", "_to", "is_gone", "peer")
 
     def __init__(self, peer: Peer[Any], pump: Pump, to: Frames = ()) -> None:
         self.peer, self._pump, self._to = peer, pump, to
+        self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
         self.is_gone = False
 
     def flush(self) -> None:
         """Sends all that may be sent now."""
-        transmit, now = self.peer.transmit, self._loop.time()
-        frames = self._stuck or transmit(now)
+        peer, now = self.peer, self._loop.time()
+        frames = self._stuck or peer.transmit(now)
         while frames is not None and not self.is_gone:
             sending = self._pump.send(frames, self._to)
-            if sending is Sending.BLOCKED:
-                self._stuck = frames
-                self._pump.block(self)
-                return
-            self.is_gone = sending is Sending.GONE
-            frames = transmit(now)
+            if sending is not _DONE:
+                if sending is Sending.BLOCKED:
+                    self._stuck = frames
+                    self._pump.block(self)
+                    return
+                self.is_gone = True
+            frames = peer.transmit(now) if self._outbox.is_ready else None
         self._stuck = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello, Job, Message
 
     from ._pump import Outlet
+
+
+_OPEN: Final = State.OPEN
 
 
 class Remote:
@@ -35,7 +38,7 @@ class Remote:
             BusyError: It does not read, and too many wait for it.
         """
         peer = self.connection.outlet.peer
-        if not self.alive or peer.state is not State.OPEN:
+        if not self.alive or peer.state is not _OPEN:
             raise PeerLostError(described(self.hello), "it is not connected")
         peer.notify(message)
         self.connection.outlet.flush()

@@ -187,7 +187,7 @@ class SharedLane:
         self._agreed = False
         self._mapping: Mapping | None = None
         # Arrays may die on any thread; appending and taking from the left are atomic.
-        self._unused: deque[int] = deque()
+        self.unread: deque[int] = deque()
         self.placed = 0
         """Bodies that were sent through our arena."""
 
@@ -230,7 +230,7 @@ class SharedLane:
         if self._mapping is None:
             return None
         try:
-            return self._mapping.body(offset, nbytes, self._unused.append)
+            return self._mapping.body(offset, nbytes, self.unread.append)
         except ValueError:
             return None
 
@@ -239,11 +239,9 @@ class SharedLane:
             for offset in offsets:
                 self._arena.give_back(offset)
 
-    def take_unused(self, at_least: int) -> list[int]:
-        unused = self._unused
-        if len(unused) < at_least:  # asked before each message: almost always so
-            return []
-        return [unused.popleft() for _ in range(min(len(unused), _BATCH))]
+    def take_unread(self) -> list[int]:
+        unread = self.unread
+        return [unread.popleft() for _ in range(min(len(unread), _BATCH))]
 
     def close(self) -> None:
         self._agreed, self._mapping = False, None

@@ -13,6 +13,7 @@ header, never by a number in it.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, get_args, get_type_hints
@@ -26,7 +27,7 @@ from zstrat.errors import ProtocolError
 from . import _messages
 from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
 from ._messages import Arrays, Message
-from ._schema import Check, Mismatch, check_for, describe
+from ._schema import Check, Mismatch, Row, check_for, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,6 +36,17 @@ INLINE: Final = 16 * 1024
 """Longer ``bytes`` fields leave the header: two of them still fit into a header beside
 all else, and below this a frame of its own costs more than the copy."""
 
+
+class _Packer(threading.local):
+    """One of each thread. A packer per header would cost more than the packing."""
+
+    def __init__(self) -> None:
+        self.pack: Callable[[Any], bytes] = msgpack.Packer().pack
+
+
+_packer: Final = _Packer()
+_unpackb: Final = partial(msgpack.unpackb, raw=False, strict_map_key=True)
+
 _SMALL_HEADER: Final = 2048
 _BYTE: Final = DTYPES["uint8"]
 
@@ -42,27 +54,41 @@ _BYTE: Final = DTYPES["uint8"]
 class Announced(NamedTuple):
     """A message whose raw frames are still to come, all else checked.
 
-    ``message_kind`` is the class of the message; ``build`` takes one array per spec, in
-    order, and returns the message.
+    ``message_kind`` is the class of the message, ``outside`` the places of the bytes
+    among the ``fields`` that follow in frames, behind the arrays.
     """
 
     request: int
     message_kind: type[Message]
-    specs: tuple[ArraySpec, ...]
-    build: Callable[[Arrays], Message]
+    specs: Sequence[ArraySpec]
+    form: _Form
+    fields: list[Any]
+    outside: Sequence[int]
+
+    def build(self, arrays: Arrays) -> Message:
+        """The message, from one array per spec, in order."""
+        form, fields, outside = self.form, self.fields, self.outside
+        if outside:
+            blobs, arrays = arrays[-len(outside) :], arrays[: -len(outside)]
+            for at, blob in zip(outside, blobs, strict=True):
+                fields[at] = blob.tobytes()
+        if form.arrays is not None:
+            fields[form.arrays] = arrays
+        return form.cls(*fields)
 
 
 class _Form:
     """How one class of messages lies on the wire."""
 
-    __slots__ = ("arrays", "blobs", "checks", "cls", "fields", "kind", "names", "plain")
+    __slots__ = ("arrays", "blobs", "cls", "fields", "kind", "names", "plain", "row")
 
     def __init__(self, cls: type[Message]) -> None:
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
         self.cls, self.kind, self.names = cls, cls.kind, tuple(hints)
         self.arrays = self.names.index("arrays") if "arrays" in hints else None
         self.blobs = [at for at, hint in enumerate(hints.values()) if hint is bytes]
-        self.checks = [_check_for(name, hint) for name, hint in hints.items()]
+        checks = [_check_for(name, hint) for name, hint in hints.items()]
+        self.row = Row(list(hints.values()), checks)
         self.plain = self.arrays is None and not self.blobs
         self.fields = _getter(self.names)
 
@@ -86,7 +112,11 @@ def encode(
     frames: tuple[np.ndarray, ...] = ()
     if not form.plain:
         fields, frames = _extract(form, list(fields))
-    header = _pack(form, (form.kind, request, *fields))
+    values = (form.kind, request, *fields)
+    try:
+        header = _packer.pack(values)
+    except (TypeError, ValueError, OverflowError) as error:
+        header = _pack_odd(form, values, error)
     if len(header) > limit:
         raise ValueError(
             f"{form.cls.__name__}: the header is {len(header)} bytes, "
@@ -118,15 +148,14 @@ def decode_header(header: Buffer, limits: Limits) -> Announced:
         raise _wrong(form, Mismatch(expected, fields))
     at = 0
     try:
-        for at, check in enumerate(form.checks):
+        for at, check in form.row.checks_of(fields):
             fields[at] = check(fields[at])
     except Mismatch as wrong:
         raise _wrong(form, wrong, f".{form.names[at]}") from None
     if form.plain:
-        build = partial(_build_plain, form, fields)
-        return Announced(request, form.cls, (), build)
-    specs, blobs = _announced(form, fields, limits)
-    return Announced(request, form.cls, specs, partial(_build, form, fields, blobs))
+        return _make_announced((request, form.cls, (), form, fields, ()))
+    specs, outside = _announced(form, fields, limits)
+    return _make_announced((request, form.cls, specs, form, fields, outside))
 
 
 def decode(
@@ -137,12 +166,13 @@ def decode(
     Raises:
         ProtocolError: The frames are not exactly what the header announces.
     """
-    request, cls, specs, build = decode_header(header, limits)
+    announced = decode_header(header, limits)
+    specs, cls = announced.specs, announced.message_kind
     if len(buffers) != len(specs):
         raise ProtocolError(
             f"{cls.__name__}: expected {len(specs)} frames, got {len(buffers)}"
         )
-    return request, build(tuple(map(array_from, specs, buffers)))
+    return announced.request, announced.build(tuple(map(array_from, specs, buffers)))
 
 
 def _getter(names: tuple[str, ...]) -> Callable[[Message], tuple[Any, ...]]:
@@ -181,14 +211,15 @@ def _extract(
     return fields, tuple(frames)
 
 
-def _pack(form: _Form, values: tuple[Any, ...]) -> bytes:
-    try:
-        packed: bytes = msgpack.packb(values)
-    except UnicodeEncodeError:
-        # Half a surrogate pair, say from a file name in an error: readable beats exact.
-        packed = msgpack.packb(values, unicode_errors="backslashreplace")
-    except (TypeError, ValueError, OverflowError) as error:
+def _pack_odd(form: _Form, values: tuple[Any, ...], error: Exception) -> bytes:
+    """The header, if it was only a text that could not be packed; else raises."""
+    if not isinstance(error, UnicodeEncodeError):
         raise _culprit(form, values, error) from error
+    try:
+        # Half a surrogate pair, say from a file name in an error: readable beats exact.
+        packed: bytes = msgpack.packb(values, unicode_errors="backslashreplace")
+    except (TypeError, ValueError, OverflowError) as other:
+        raise _culprit(form, values, other) from other
     return packed
 
 
@@ -216,7 +247,7 @@ def _unpack(header: Buffer, limits: Limits) -> Any:
             probe = msgpack.Unpacker(max_buffer_size=size)
             probe.feed(header)
             probe.skip()
-        return msgpack.unpackb(header, raw=False, strict_map_key=True)
+        return _unpackb(header)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         words = str(error) or type(error).__name__
         raise ProtocolError(
@@ -228,14 +259,16 @@ def _announced(
     form: _Form, fields: list[Any], limits: Limits
 ) -> tuple[tuple[ArraySpec, ...], list[int]]:
     """The specs of all raw frames, and which fields are bytes among them."""
-    specs: list[ArraySpec] = []
-    if form.arrays is not None:
-        specs.extend(fields[form.arrays])
-    outside = [at for at in form.blobs if type(fields[at]) is int]
-    specs.extend(ArraySpec(_BYTE, (fields[at],)) for at in outside)
-    total = sum(spec.nbytes for spec in specs)
-    if total > limits.body:
-        raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
+    specs: list[ArraySpec] = [] if form.arrays is None else fields[form.arrays]
+    outside: list[int] = []
+    for at in form.blobs:
+        if type(fields[at]) is int:
+            outside.append(at)
+            specs = [*specs, ArraySpec(_BYTE, (fields[at],))]
+    if specs:
+        total = sum([spec.nbytes for spec in specs])
+        if total > limits.body:
+            raise _wrong(form, Mismatch(f"at most {limits.body} bytes of body", total))
     return tuple(specs), outside
 
 
@@ -251,19 +284,7 @@ def _wrong(form: _Form, wrong: Mismatch, field: str = "") -> ProtocolError:
     return ProtocolError(f"{place}: expected {wrong.expected}, got {wrong.got}")
 
 
-def _build_plain(form: _Form, fields: list[Any], arrays: Arrays = ()) -> Message:
-    return form.cls(*fields)
-
-
-def _build(form: _Form, fields: list[Any], blobs: list[int], arrays: Arrays) -> Message:
-    inside = len(arrays) - len(blobs)
-    if form.arrays is not None:
-        fields[form.arrays] = arrays[:inside]
-    for at, blob in zip(blobs, arrays[inside:], strict=True):
-        fields[at] = blob.tobytes()
-    return form.cls(*fields)
-
-
+_make_announced: Final = partial(tuple.__new__, Announced)
 _FORMS: Final = tuple(_Form(cls) for cls in get_args(Message))
 _BY_CLASS: Final[dict[type, _Form]] = {form.cls: form for form in _FORMS}
 _BY_KIND: Final[dict[int, _Form]] = {form.kind: form for form in _FORMS}

@@ -1,40 +1,82 @@
-"""The body that is on its way in: one at a time, in chunks or where it lies.
+"""The ordered half of what arrives: messages in the order of their numbers, and bodies.
 
-A message whose header announces arrays that are not in its frames waits here for them.
+A message whose header announces arrays that are not in its frames waits here for them,
+one at a time: they come in chunks, or lie in memory that the peer shares. What arrived
+whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
+for the credits that the peer gets back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from zstrat.errors import ProtocolError
 
+from ._arrays import array_from
 from ._body import Allocate, Assembly, Frame
+from ._codec import decode_header
+from ._lane import PLACE, is_placeable
+from ._messages import Message, Placed
+from ._outbox import HEAVY
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Limits
 
     from ._codec import Announced
     from ._lane import Lane
-    from ._messages import Chunk, Message, Placed
+    from ._messages import Chunk
+
+
+class Arrived(NamedTuple):
+    """A whole message; ``is_heavy`` if it cost its sender a credit."""
+
+    number: int
+    message: Message
+    is_heavy: bool
+
+
+_arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
 
 
 class Inbox:
-    def __init__(self, allocate: Allocate, lane: Lane | None) -> None:
-        self._allocate, self._lane = allocate, lane
+    """``initiator``: whether this side sends the requests, and so gets answers, which
+    have the numbers of their requests and are outside the order."""
+
+    def __init__(
+        self, allocate: Allocate, lane: Lane | None, limits: Limits, *, initiator: bool
+    ) -> None:
+        self._allocate, self._lane, self._limits = allocate, lane, limits
+        self._initiator = initiator
         self._incoming: tuple[Announced, Assembly] | None = None
+        self._place = 0  # of the last message, in the order
+        self.taken = 0
+        """Heavy messages and parts of bodies since the last credit was given."""
 
-    @property
-    def is_busy(self) -> bool:
-        """A body is under way: no other message of the ordered kind may come."""
-        return self._incoming is not None
+    def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
+        """A message, or the header of one whose body follows (None).
 
-    def begin(self, announced: Announced) -> None:
-        """The header of a message whose body follows."""
-        self._incoming = announced, Assembly(announced.specs, self._allocate)
+        Raises:
+            ProtocolError: It is out of order, or its frames are not what it announces.
+        """
+        number, specs = announced.request, announced.specs
+        if self._incoming is not None:
+            kind = announced.message_kind.__name__
+            raise ProtocolError(f"{kind} inside the body of another message")
+        if not (number & 1 and self._initiator):
+            self._place += 1
+            if number >> 1 != self._place:
+                raise ProtocolError(
+                    f"expected message {self._place}, got {number >> 1}: some were lost"
+                )
+        if not specs and len(frames) == 1:
+            return _arrived((number, announced.build(()), False))
+        return self._take_arrays(announced, frames[1:])
 
-    def take(self, chunk: Chunk, frames: Sequence[Frame]) -> None:
-        """The next chunk of the body.
+    def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
+        """The next chunk of the body; the message, if it was the last one.
 
         Raises:
             ProtocolError: It is not the next one, or none was announced.
@@ -49,13 +91,42 @@ class Inbox:
             raise MemoryError(
                 f"no memory for the {assembly.nbytes} bytes that it announced"
             ) from None
+        self.taken += 1
+        return self._whole()
 
-    def adopt(self, placed: Placed) -> None:
-        """The body lies in memory that the peer shares with us.
+    def drop(self) -> None:
+        self._incoming = None
 
-        Raises:
-            ProtocolError: It cannot lie there, or none was announced.
-        """
+    def _take_arrays(
+        self, announced: Announced, raws: Sequence[Frame]
+    ) -> Arrived | None:
+        specs, kind = announced.specs, announced.message_kind.__name__
+        if len(raws) > self._limits.frames:
+            raise ProtocolError(
+                f"{kind}: expected at most {self._limits.frames} frames, "
+                f"got {len(raws)}"
+            )
+        if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
+            self._incoming = announced, Assembly(specs, self._allocate)
+            self._adopt(raws[0])
+            return self._whole()
+        if len(raws) != len(specs):
+            if raws:
+                raise ProtocolError(
+                    f"{kind}: expected {len(specs)} frames, got {len(raws)}"
+                )
+            self._incoming = announced, Assembly(specs, self._allocate)
+            return self._whole()
+        message = announced.build(tuple(map(array_from, specs, raws)))
+        is_heavy = sum(map(len, raws)) > HEAVY
+        self.taken += is_heavy
+        return _arrived((announced.request, message, is_heavy))
+
+    def _adopt(self, place: Frame) -> None:
+        """The body lies in memory that the peer shares with us."""
+        placed = decode_header(place, self._limits).build(())
+        if not isinstance(placed, Placed):
+            raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
         assembly = self._assembly(placed.stream)
         memory = None
         if self._lane is not None:
@@ -65,17 +136,15 @@ class Inbox:
                 f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"
             )
         assembly.adopt(memory)
+        self.taken += 1
 
-    def whole(self) -> tuple[int, Message] | None:
-        """Number and message, once the body is complete."""
+    def _whole(self) -> Arrived | None:
+        """The message, once its body is complete."""
         if self._incoming is None or not self._incoming[1].is_complete:
             return None
         announced, assembly = self._incoming
         self._incoming = None
-        return announced.request, announced.build(assembly.arrays())
-
-    def drop(self) -> None:
-        self._incoming = None
+        return _arrived((announced.request, announced.build(assembly.arrays()), True))
 
     def _assembly(self, stream: int) -> Assembly:
         if self._incoming is None or self._incoming[0].request != stream:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence, Sized
 
     import numpy as np
 
@@ -33,6 +33,10 @@ def is_placeable(specs: Sequence[ArraySpec]) -> bool:
 class Lane(Protocol):
     """The memory of both sides of one connection. Nothing here raises."""
 
+    @property
+    def unread(self) -> Sized:
+        """Bodies of the peer that nothing reads any more, and it was not told so."""
+
     def offer(self, to: Hello) -> Offer | None:
         """Our memory, for the first body that is worth it; None if there is none."""
 
@@ -51,8 +55,8 @@ class Lane(Protocol):
     def released(self, offsets: Sequence[int]) -> None:
         """The peer does not read these bodies of ours any more."""
 
-    def take_unused(self, at_least: int) -> list[int]:
-        """Bodies of the peer that nothing reads any more; none if they are fewer."""
+    def take_unread(self) -> list[int]:
+        """What is `unread`, to tell the peer."""
 
     def close(self) -> None:
         """Lets go of the memory; arrays in the peer's stay readable."""

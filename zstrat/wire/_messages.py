@@ -473,7 +473,8 @@ class LoadEntry(NamedTuple):
     """Rows ``[start, stop)`` of tensor ``name`` in the file ``path`` go to rows from
     ``at`` on of a variable's value or slot (as in `TensorEntry`). A tensor without the
     variable's rows goes whole (``start``, ``stop`` and ``at`` are 0). ``name`` "":
-    nothing is read, and all that is asked is whether the file is there."""
+    nothing is read, and all that is asked is whether the file is there. ``path`` "" of
+    an optimizer: it forgets what it keeps beside the variable, and begins anew."""
 
     key: int
     optimizer: int

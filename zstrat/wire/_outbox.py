@@ -44,7 +44,7 @@ class Outbox:
         self._limits, self._credit = limits, limits.window
         self._lane = lane
         self.wants_lane = False
-        """There was a body for a lane, and none was offered to the peer so far."""
+        """There was a body for a lane, and the lane did not take it."""
         self._urgent: deque[Frames] = deque()
         self._ordered: deque[_Waiting] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
@@ -53,6 +53,17 @@ class Outbox:
     def __len__(self) -> int:
         """Messages of the ordered kind that wait."""
         return len(self._ordered) + (self._body is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` gives out a message."""
+        if self._urgent:
+            return True
+        if self._body is None:
+            ordered = self._ordered
+            if not ordered or not ordered[0].is_heavy:
+                return bool(ordered)
+        return self._credit > 0
 
     @property
     def is_urgent(self) -> bool:

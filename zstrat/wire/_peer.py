@@ -24,7 +24,7 @@ deadline, or lost with the connection.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, cast
+from typing import TYPE_CHECKING, Final, Generic, cast
 
 from zstrat.errors import (
     BusyError,
@@ -36,12 +36,11 @@ from zstrat.errors import (
     to_wire,
 )
 
-from ._arrays import array_from
 from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
 from ._greeting import Judge, described
-from ._inbox import Inbox
-from ._lane import PLACE, is_placeable
+from ._inbox import Arrived, Inbox
+from ._liveness import Liveness
 from ._messages import (
     Beat,
     Chunk,
@@ -68,11 +67,12 @@ from ._orders import (
     State,
     Token,
 )
-from ._outbox import HEAVY, Frames, Outbox
+from ._outbox import Frames, Outbox
 from ._requests import Requests
+from ._sharing import RELEASED, Sharing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.config import Limits, Timeouts
 
@@ -82,10 +82,8 @@ QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only notices
 to a peer that does not read can fill it."""
 
-
-RELEASED: Final = 4
-"""Bodies that may lie unread in the peer's memory before a message says so: a message
-for each would cost more than it frees. What is left is said with the next tick."""
+_OPEN: Final = State.OPEN  # a look at a member of an enum costs as much as a call
+_CLOSED: Final = State.CLOSED
 
 
 class Peer(Generic[Token]):
@@ -114,64 +112,60 @@ class Peer(Generic[Token]):
         self.late = 0
         """Answers that came after the deadline of their request."""
         self._me, self._initiator, self._judge = me, initiator, judge
-        self._timeouts, self._limits = timeouts, limits
-        self._lane, self._is_offered = lane, False
-        self._outbox = Outbox(limits, lane)
+        self._limits = limits
+        # A credit costs a message: one for a third of the window keeps a sender busy.
+        self._threshold = max(1, limits.window // 3)
+        self.outbox = Outbox(limits, lane)
+        """What is to be sent; only `transmit` takes from it."""
+        self._inbox = Inbox(allocate, lane, limits, initiator=initiator)
+        self._sharing = Sharing(lane, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._bodies = 0  # of the requests that are being served
-        self._taken = 0  # heavy messages since the last credit was given
-        self._sent = self._received = 0
-        self._inbox = Inbox(allocate, lane)
-        self._sent_at = self._heard_at = self._ticked_at = now
-        self._broken_at: float | None = None
+        self._sent = 0
+        self._life = Liveness(timeouts, now)
         if initiator:
-            self._outbox.say(me)
+            self.outbox.say(me)
 
     # ---- what the other side, the network and time do -----------------------------
 
     def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
         """One message: its header and its raw frames, which it may keep as arrays."""
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             return ()
         try:
             announced = decode_header(frames[0], self._limits)
-            self._heard_at, self._broken_at = now, None
-            special = _SPECIAL.get(announced.message_kind)
-            if special is not None and not announced.request:
-                return special(self, announced, frames)
+            life = self._life
+            life.heard_at, life.broken_at = now, None
+            if not announced.request and announced.message_kind in _SPECIAL:
+                return self._outside(announced.build(()), frames[1:])
             return self._message(announced, frames)
         except ProtocolError as error:
-            self._outbox.say(Goodbye(f"you broke the protocol: {error}"))
+            self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
             return self._close(f"it broke the protocol: {error}")
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
         """The network below is gone. An acceptor waits for the peer to come back."""
         if self._initiator:
             return self._close(reason, broken=True)
-        if self._broken_at is None:
-            self._broken_at = now
+        if self._life.broken_at is None:
+            self._life.broken_at = now
         return ()
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
         """Time has passed. To be called at `due` at the latest."""
         if self.state is State.CLOSED:
             return ()
-        overslept = now - self._ticked_at - 2 * self._timeouts.beat
-        self._ticked_at = now
-        if overslept > 0:
-            # This process was stopped or blocked: what the peer said in the meantime
-            # is still in the socket, so the silence is ours.
-            self._heard_at += overslept
-        if self._is_lost(now):
-            return self._lose(now)
-        if self.state is State.OPEN:
-            quiet = now - self._sent_at >= self._timeouts.beat
-            if quiet and not self._outbox.is_urgent:
-                self._outbox.say(_BEAT)
+        life, greeted = self._life, self.state is State.OPEN
+        life.tick(now)
+        if life.is_lost(now, greeted=greeted):
+            broken = not greeted and life.broken_at is None
+            return self._close(life.loss(now, greeted=greeted), broken=broken)
+        if greeted:
+            if life.is_quiet(now) and not self.outbox.is_urgent:
+                self.outbox.say(_BEAT)
             self._return_credit(1)
-            if self._lane is not None:
-                self._release(self._lane, 1)
+            self._sharing.release()
         return [
             Failed(each.token, self._too_late(each.kind))
             for each in self._requests.take_late(now)
@@ -180,7 +174,7 @@ class Peer(Generic[Token]):
     @property
     def due(self) -> float:
         """When `tick` has to be called next."""
-        return min(self._ticked_at + self._timeouts.beat / 2, self._requests.due)
+        return min(self._life.due, self._requests.due)
 
     # ---- what this side wants -----------------------------------------------------
 
@@ -197,7 +191,7 @@ class Peer(Generic[Token]):
                 "may be: wait for some of them"
             )
         number = 2 * self._sent + 3
-        self._outbox.put(message, number)
+        self.outbox.put(message, number)
         self._sent += 1
         self._requests.add(number, token, deadline, type(message))
 
@@ -208,114 +202,76 @@ class Peer(Generic[Token]):
             BusyError: The peer does not read, and `QUEUE` messages wait for it.
             TypeError, ValueError: The message cannot be sent.
         """
-        if len(self._outbox) >= QUEUE:
+        if len(self.outbox) >= QUEUE:
             raise BusyError(f"{self.name} does not read: {QUEUE} messages wait for it")
-        self._outbox.put(message, 2 * self._sent + 2)
+        self.outbox.put(message, 2 * self._sent + 2)
         self._sent += 1
 
     def reply(self, number: int, message: Message) -> None:
         """Queues the outcome of a request; a second one for it is ignored."""
         heavy = self._serving.pop(number, None)
-        if heavy is None or self.state is not State.OPEN:
+        if heavy is None or self.state is not _OPEN:
             return
         try:
-            self._outbox.put(message, number)
+            self.outbox.put(message, number)
         except (TypeError, ValueError) as error:
-            self._outbox.put(failure(error), number)
+            self.outbox.put(failure(error), number)
         if heavy:
             self._bodies -= 1
             self._return_credit(self._threshold)
 
     def accept(self, hello: Hello, now: float) -> None:
         """Answers `Greeted` with our HELLO: the connection is open."""
-        self.state, self.hello, self._heard_at = State.OPEN, hello, now
+        self.state, self.hello, self._life.heard_at = State.OPEN, hello, now
         self.name = described(hello)
-        self._outbox.say(self._me)
+        self.outbox.say(self._me)
 
     def refuse(self, error: ZstratError) -> Sequence[Order[Token]]:
         """Answers `Greeted` with the reason; the connection is over."""
-        self._outbox.say(failure(error))
+        self.outbox.say(failure(error))
         return self._close(str(error), refusal=error)
 
     def leave(self, reason: str) -> Sequence[Order[Token]]:
         """Says goodbye; the connection is over when `transmit` has given that out."""
         if self.state is State.OPEN:
-            self._outbox.say(Goodbye(reason))
+            self.outbox.say(Goodbye(reason))
         return self._close(reason)
 
     def transmit(self, now: float) -> Frames | None:
         """The next message to send, or None until something changes."""
-        if self._lane is not None and self.state is State.OPEN:
-            self._tend(self._lane)
-        frames = self._outbox.take()
+        outbox, sharing = self.outbox, self._sharing
+        if self.state is _OPEN:
+            if outbox.wants_lane and self.hello is not None:
+                sharing.offer(self.hello)
+            if len(sharing.unread) >= RELEASED:
+                sharing.release()
+        frames = outbox.take()
         if frames is not None:
-            self._sent_at = now
+            self._life.sent_at = now
         return frames
-
-    def _tend(self, lane: Lane) -> None:
-        """Says which bodies were read, and offers a lane when there is a use for it."""
-        self._release(lane, RELEASED)
-        if self._outbox.wants_lane and not self._is_offered:
-            self._is_offered = True
-            assert self.hello is not None
-            offer = lane.offer(self.hello)
-            if offer is not None:
-                self._outbox.say(offer)
-
-    def _release(self, lane: Lane, at_least: int) -> None:
-        unused = lane.take_unused(at_least)
-        if unused:
-            self._outbox.say(Released(unused))
 
     # ---- ordered messages ---------------------------------------------------------
 
     def _message(
         self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
-        number, kind, specs, build = announced
-        if self.state is not State.OPEN:
+        kind = announced.message_kind
+        if self.state is not _OPEN:
             raise ProtocolError(f"expected Hello, got {kind.__name__}")
-        if self._inbox.is_busy:
-            raise ProtocolError(f"{kind.__name__} inside the body of another message")
-        if (kind in _SPECIAL or kind is Placed) and kind is not Failure:
-            raise ProtocolError(f"{kind.__name__} {number}: it has no number")
-        if not (self._initiator and number & 1):  # an answer has its request's number
-            self._check_order(number >> 1)
-        raws = frames[1:]
-        if len(raws) > self._limits.frames:
+        if kind in _UNORDERED:
             raise ProtocolError(
-                f"{kind.__name__}: expected at most {self._limits.frames} frames, "
-                f"got {len(raws)}"
+                f"{kind.__name__} {announced.request}: it has no number"
             )
-        if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
-            return self._on_placed(announced, raws[0])
-        if len(raws) != len(specs):
-            if raws:
-                raise ProtocolError(
-                    f"{kind.__name__}: expected {len(specs)} frames, got {len(raws)}"
-                )
-            self._inbox.begin(announced)
-            return self._completed()
-        if not raws:
-            return self._deliver(number, build(()), False)
-        message = build(tuple(map(array_from, specs, raws)))
-        heavy = sum(map(len, raws)) > HEAVY
-        if heavy:
-            self._taken += 1
-        orders = self._deliver(number, message, heavy)
-        self._return_credit(self._threshold)
+        arrived = self._inbox.take(announced, frames)
+        if arrived is None:
+            return ()
+        orders = self._deliver(arrived)
+        if self._inbox.taken:
+            self._return_credit(self._threshold)
         return orders
 
-    def _check_order(self, place: int) -> None:
-        if place != self._received + 1:
-            raise ProtocolError(
-                f"expected message {self._received + 1}, got {place}: some were lost"
-            )
-        self._received = place
-
-    def _deliver(
-        self, number: int, message: Message, heavy: bool
-    ) -> Sequence[Order[Token]]:
+    def _deliver(self, arrived: Arrived) -> Sequence[Order[Token]]:
+        number, message, heavy = arrived
         if not number & 1:
             return (Noticed(message),)
         if not self._initiator:
@@ -333,7 +289,7 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         if len(self._serving) >= self._limits.requests:
             busy = BusyError(f"{len(self._serving)} requests are open: wait for them")
-            self._outbox.put(failure(busy), number)
+            self.outbox.put(failure(busy), number)
             return ()
         self._serving[number] = heavy
         self._bodies += heavy
@@ -341,71 +297,46 @@ class Peer(Generic[Token]):
 
     # ---- what is outside the order --------------------------------------------------
 
-    def _on_chunk(
-        self, header: Announced, frames: Sequence[Frame]
+    def _outside(
+        self, message: Message, raws: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
-        chunk = header.build(())
-        assert isinstance(chunk, Chunk)
+        match message:
+            case Chunk():
+                return self._on_chunk(message, raws)
+            case Credit(chunks=chunks):
+                if chunks > 0:
+                    self.outbox.credited(chunks)
+            case Beat(wanted=wanted):
+                if wanted and self.state is _OPEN and not self.outbox.is_urgent:
+                    self.outbox.say(_BEAT)
+            case Released():
+                self._sharing.on_released(message)
+            case Hello():
+                return self._on_hello(message)
+            case Offer():
+                self._sharing.on_offer(message, self.hello)
+            case Mapped():
+                self._sharing.on_mapped(message)
+            case Goodbye(reason=reason):
+                return self._close(f"it left: {reason:.500}", left=True)
+            case Failure(error=plain):
+                error = from_wire(plain)
+                return self._close(f"it refused us: {error}", refusal=error)
+        if self.state is State.GREETING:
+            # Somebody whom we gave up long ago goes on talking: he has to hear of it.
+            raise ProtocolError(f"expected Hello, got {type(message).__name__}")
+        return ()
+
+    def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
         try:
-            self._inbox.take(chunk, frames[1:])
+            arrived = self._inbox.take_chunk(chunk, raws)
         except MemoryError as error:
             return self._close(str(error))
-        return self._took_part()
-
-    def _on_placed(self, announced: Announced, place: Frame) -> Sequence[Order[Token]]:
-        placed = decode_header(place, self._limits).build(())
-        if not isinstance(placed, Placed):
-            raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
-        self._inbox.begin(announced)
-        self._inbox.adopt(placed)
-        return self._took_part()
-
-    def _took_part(self) -> Sequence[Order[Token]]:
-        self._taken += 1
-        orders = self._completed()
+        orders = () if arrived is None else self._deliver(arrived)
         self._return_credit(self._threshold)
         return orders
 
-    def _completed(self) -> Sequence[Order[Token]]:
-        whole = self._inbox.whole()
-        return () if whole is None else self._deliver(*whole, True)
-
-    def _on_offer(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        offer = announced.build(())
-        assert isinstance(offer, Offer)
-        if self.hello is None:
-            raise ProtocolError("expected Hello, got Offer")
-        lane = self._lane
-        yes = lane is not None and lane.accept(offer, self.hello)
-        self._outbox.say(Mapped(yes))
-        return ()
-
-    def _on_mapped(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        mapped = announced.build(())
-        assert isinstance(mapped, Mapped)
-        if self._lane is None or not self._is_offered:
-            raise ProtocolError("it mapped memory that it was not offered")
-        self._lane.agreed(mapped.yes)
-        return ()
-
-    def _on_released(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        released = announced.build(())
-        assert isinstance(released, Released)
-        if self._lane is not None:
-            self._lane.released(released.offsets)
-        return self._if_greeted("Released")
-
-    def _on_hello(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        hello = announced.build(())
-        assert isinstance(hello, Hello)
+    def _on_hello(self, hello: Hello) -> Sequence[Order[Token]]:
         if self.state is not State.GREETING or self.hello is not None:
             raise ProtocolError("Hello on a connection that is open")
         error = self._judge(hello)
@@ -417,78 +348,16 @@ class Peer(Generic[Token]):
         self.state = State.OPEN
         return (Opened(hello),)
 
-    def _on_beat(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        match announced.build(()):
-            case Beat(wanted=True) if self.state is State.OPEN:
-                if not self._outbox.is_urgent:
-                    self._outbox.say(_BEAT)
-        return self._if_greeted("Beat")
-
-    def _on_credit(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        match announced.build(()):
-            case Credit(chunks=chunks) if chunks > 0:
-                self._outbox.credited(chunks)
-        return self._if_greeted("Credit")
-
-    def _if_greeted(self, got: str) -> Sequence[Order[Token]]:
-        # Somebody whom we gave up long ago goes on talking: it has to hear about it.
-        if self.state is State.GREETING:
-            raise ProtocolError(f"expected Hello, got {got}")
-        return ()
-
-    def _on_goodbye(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        goodbye = announced.build(())
-        assert isinstance(goodbye, Goodbye)
-        return self._close(f"it left: {goodbye.reason:.500}", left=True)
-
-    def _on_failure(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        refused = announced.build(())
-        assert isinstance(refused, Failure)
-        error = from_wire(refused.error)
-        return self._close(f"it refused us: {error}", refusal=error)
-
     # ---- credit ---------------------------------------------------------------------
-
-    @property
-    def _threshold(self) -> int:
-        # A credit costs a message: one for a third of the window keeps the sender busy.
-        return max(1, self._limits.window // 3)
 
     def _return_credit(self, at_least: int) -> None:
         # A peer whose many large requests wait here for their outcome gets no credit
         # for more: a slow task slows its callers, it does not fill its memory.
-        if self._taken >= at_least and self._bodies < self._limits.streams:
-            self._outbox.say(Credit(0, self._taken))
-            self._taken = 0
+        if self._inbox.taken >= at_least and self._bodies < self._limits.streams:
+            self.outbox.say(Credit(0, self._inbox.taken))
+            self._inbox.taken = 0
 
     # ---- the end --------------------------------------------------------------------
-
-    def _is_lost(self, now: float) -> bool:
-        times = self._timeouts
-        if self._broken_at is not None:
-            return now - self._broken_at > times.reconnect
-        greeted = self.state is State.OPEN
-        patience = times.patience if greeted else times.handshake
-        return now - self._heard_at > patience
-
-    def _lose(self, now: float) -> Sequence[Order[Token]]:
-        if self._broken_at is not None:
-            reconnect = self._timeouts.reconnect
-            return self._close(
-                f"its connection broke and did not come back within {reconnect:g} s"
-            )
-        silence = now - self._heard_at
-        if self.state is State.GREETING:
-            return self._close(f"it did not greet within {silence:.1f} s", broken=True)
-        return self._close(f"it was silent for {silence:.1f} s")
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -505,12 +374,11 @@ class Peer(Generic[Token]):
     ) -> Sequence[Order[Token]]:
         if self.state is State.CLOSED:
             return ()
-        self.state = State.CLOSED
+        self.state = _CLOSED
         self._serving.clear()
-        self._outbox.drop()
+        self.outbox.drop()
         self._inbox.drop()
-        if self._lane is not None:
-            self._lane.close()
+        self._sharing.close()
         failed: list[Order[Token]] = [
             Failed(each.token, PeerLostError(self.name, reason, left))
             for each in self._requests.take_all()
@@ -526,14 +394,9 @@ def failure(error: BaseException) -> Failure:
     return Failure(cast("PlainTree", to_wire(error)))
 
 
-_SPECIAL: Final[dict[type[Message], Callable[..., Sequence[Order[Any]]]]] = {
-    Hello: Peer._on_hello,
-    Beat: Peer._on_beat,
-    Chunk: Peer._on_chunk,
-    Credit: Peer._on_credit,
-    Goodbye: Peer._on_goodbye,
-    Failure: Peer._on_failure,
-    Offer: Peer._on_offer,
-    Mapped: Peer._on_mapped,
-    Released: Peer._on_released,
-}
+_SPECIAL: Final = frozenset(
+    {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
+)
+"""What is outside the order, if its number is 0: a `Failure` has both meanings."""
+
+_UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}

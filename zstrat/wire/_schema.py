@@ -4,6 +4,10 @@ The dataclasses of `_messages` are the only schema. At import every annotation b
 *check*: a function that takes what msgpack unpacked and returns the value of the field,
 or raises `Mismatch`. Nothing looks at an annotation while messages flow.
 
+The values that lie side by side, in a record or in a header, nearly always have the
+types that they should: one comparison of all their types says so, and only what is
+nested is looked into (`Row`).
+
 A list of records is checked by columns, where the set of types of a whole column is one
 call into C: thirty completions cost three microseconds. Only when a column is wrong are
 the rows gone through one by one, to say which of them it is.
@@ -51,6 +55,33 @@ def describe(value: object) -> str:
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
+
+
+class Row:
+    """The checks of values that lie side by side, one per annotation."""
+
+    __slots__ = ("_deep", "_every", "_usual")
+
+    def __init__(self, hints: Sequence[Any], checks: Sequence[Check]) -> None:
+        self._every = list(enumerate(checks))
+        self._usual = tuple(map(_usual, hints))
+        self._deep = [
+            (at, check) for at, check in self._every if self._usual[at] in (list, dict)
+        ]
+
+    def checks_of(self, values: list[Any]) -> list[tuple[int, Check]]:
+        """Place and check of the values that their types alone do not prove right."""
+        return self._deep if tuple(map(type, values)) == self._usual else self._every
+
+
+def _usual(hint: Any) -> type:
+    """What a value of the annotation is, or, of free-form data, is most often."""
+    if isinstance(hint, types.UnionType):
+        return types.NoneType
+    if hint in _NAMES:
+        kind: type = hint
+        return kind
+    return dict if get_origin(hint) is dict else list
 
 
 def check_for(hint: Any) -> Check:
@@ -145,19 +176,20 @@ def _dict(item: Any) -> Check:
 
 def _record(cls: type) -> Check:
     """A NamedTuple from a list of as many values."""
-    checks = {name: check_for(hint) for name, hint in get_type_hints(cls).items()}
-    if any(map(is_record, get_type_hints(cls).values())):
+    hints = get_type_hints(cls)
+    if any(map(is_record, hints.values())):
         raise TypeError(f"{cls.__name__}: a record inside a record is not supported")
-    make = partial(tuple.__new__, cls)
+    names, size, make = list(hints), len(hints), partial(tuple.__new__, cls)
+    row = Row(list(hints.values()), list(map(check_for, hints.values())))
 
     def check(value: Any) -> Any:
-        if type(value) is not list or len(value) != len(checks):
-            raise Mismatch(f"a list of {', '.join(checks)}", value)
-        for (name, inner), item in zip(checks.items(), value, strict=True):
+        if type(value) is not list or len(value) != size:
+            raise Mismatch(f"a list of {', '.join(names)}", value)
+        for at, inner in row.checks_of(value):
             try:
-                inner(item)
+                inner(value[at])
             except Mismatch as wrong:
-                raise wrong.inside(f".{name}") from None
+                raise wrong.inside(f".{names[at]}") from None
         return make(value)
 
     return check
@@ -172,7 +204,10 @@ def _records(cls: type) -> Check:
             raise Mismatch("a list", value)
         if len(value) > _FEW and _all_right(columns, value):
             return list(map(make, value))
-        return _each(value, each)
+        try:
+            return [each(row) for row in value]
+        except Mismatch:
+            return _each(value, each)
 
     return check
 
@@ -181,10 +216,10 @@ def _all_right(columns: list[Column], rows: list[Any]) -> bool:
     """Whether every column holds what it should; False may also mean: look closer."""
     if set(map(type, rows)) != {list} or set(map(len, rows)) != {len(columns)}:
         return False
-    return all(
-        right(column)
-        for right, column in zip(columns, zip(*rows, strict=True), strict=True)
-    )
+    for right, column in zip(columns, zip(*rows, strict=True), strict=True):
+        if not right(column):
+            return False
+    return True
 
 
 def _each(values: list[Any], check: Check) -> list[Any]:

@@ -1,0 +1,110 @@
+"""``zstrat-evaluator``: a process that evaluates what appears in a folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from zstrat.daemons import evaluator
+
+from zstrat.saving import Checkpoint, CheckpointManager
+from zstrat.variables import Variable
+
+pytestmark = pytest.mark.processes
+
+PROGRAM = """
+    import numpy as np
+    import zstrat as zs
+    from zstrat.saving import Checkpoint
+
+    w = zs.Variable(np.zeros(3, "f4"))
+
+    def make():
+        return Checkpoint(w=w), lambda: {"sum": w.numpy().sum()}
+
+    def fails():
+        return Checkpoint(w=w), lambda: {"sum": 1 / 0}
+
+    def wrong():
+        return 5
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+
+    def started(*words):
+        return subprocess.Popen(
+            [sys.executable, "-m", "zstrat.daemons.evaluator", *map(str, words)],
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return started
+
+
+@pytest.fixture
+def folder(tmp_path):
+    step = Variable(np.int64(7))
+    checkpoint = Checkpoint(w=Variable(np.ones(3, "f4")))
+    manager = CheckpointManager(checkpoint, tmp_path / "c", 2, step_counter=step)
+    manager.save()
+    manager.close()
+    return tmp_path / "c"
+
+
+def test_it_evaluates_and_ends(run, folder, tmp_path):
+    lines = tmp_path / "m.jsonl"
+    child = run("program:make", folder, "--metrics", lines, "--max-evaluations", 1)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 0, errors
+    line = json.loads(lines.read_text())
+    assert (line["step"], line["sum"]) == (7, 3.0)
+    assert "evaluator:0" in errors
+    assert "ckpt-1, step 7: sum 3" in errors
+
+
+def test_sigterm_ends_it(run, tmp_path):
+    with run("program:make", tmp_path / "none", "--index", 3) as child:
+        line = child.stderr.readline()
+        assert "evaluator:3" in line
+        assert "ready" in line
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(30) == 0
+        assert "SIGTERM (once more ends at once)" in child.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "says"),
+    [
+        ("program:fails", 1, "ZeroDivisionError"),
+        ("program:wrong", 2, "returned int: expected (zs.Checkpoint"),
+        ("program:none", 2, "expected MODULE:FUNCTION"),
+        ("nothing", 2, "expected MODULE:FUNCTION"),
+    ],
+)
+def test_exit_codes(run, folder, program, code, says):
+    child = run(program, folder)
+    _, errors = child.communicate(timeout=60)
+    assert (child.returncode, says in errors) == (code, True), errors
+
+
+def test_who_it_is():
+    def told(task):
+        return evaluator.place({"TF_CONFIG": json.dumps(task)})
+
+    assert evaluator.place({}) == 0
+    assert told({"cluster": {}}) == 0
+    assert told({"task": {"type": "evaluator"}}) == 0
+    assert told({"task": {"type": "evaluator", "index": 2}}) == 2
+    with pytest.raises(ValueError, match="'worker', not 'evaluator'"):
+        told({"task": {"type": "worker", "index": 0}})
+    with pytest.raises(ValueError, match="TF_CONFIG is no JSON"):
+        evaluator.place({"TF_CONFIG": "{"})

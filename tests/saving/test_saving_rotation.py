@@ -1,0 +1,310 @@
+"""`zs.CheckpointManager`: TF's rules, damage, full disks, second programs, kill -9."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import numpy as np
+import pytest
+
+from zstrat.checkpoint import MANIFEST
+from zstrat.errors import (
+    BusyError,
+    DataLossError,
+    NotFoundError,
+    ResourceExhaustedError,
+)
+from zstrat.saving import (
+    Checkpoint,
+    CheckpointManager,
+    CheckpointWarning,
+    latest_checkpoint,
+)
+from zstrat.variables import Variable
+
+HOUR = 3600.0
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def value():
+    return Variable(np.zeros(2000, "f4"))
+
+
+@pytest.fixture
+def checkpoint(value):
+    return Checkpoint(value=value)
+
+
+def names(manager) -> list[str]:
+    return [path.rsplit("/", 1)[1] for path in manager.checkpoints]
+
+
+def folders(path) -> list[str]:
+    return sorted(each.name for each in path.iterdir() if each.is_dir())
+
+
+def test_the_newest_are_kept(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path / "a" / "b", 2)
+    assert (manager.latest_checkpoint, manager.checkpoints) == (None, [])
+    paths = [manager.save() for _ in range(4)]
+    assert paths[0] == str(tmp_path / "a" / "b" / "ckpt-1")
+    assert manager.checkpoints == paths[2:]
+    assert manager.latest_checkpoint == paths[3] == latest_checkpoint(manager.directory)
+    assert folders(tmp_path / "a" / "b") == ["ckpt-3", "ckpt-4"]
+    assert CheckpointManager(checkpoint, manager.directory, 5).checkpoints == paths[2:]
+    assert manager.checkpoint is checkpoint
+
+
+def test_all_are_kept(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, None, checkpoint_name="m")
+    for _ in range(4):
+        manager.save()
+    assert folders(tmp_path) == names(manager) == ["m-1", "m-2", "m-3", "m-4"]
+
+
+def test_one_every_few_hours_is_kept_for_good(checkpoint, tmp_path):
+    clock = Clock()
+    options = {"keep_checkpoint_every_n_hours": 2, "clock": clock}
+    manager = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    for _ in range(3):
+        clock.now += HOUR
+        manager.save()
+    manager.close()
+    again = CheckpointManager(checkpoint, tmp_path, 1, **options)
+    for _ in range(3):
+        clock.now += HOUR
+        again.save()
+    assert names(again) == ["ckpt-6"]
+    assert folders(tmp_path) == ["ckpt-2", "ckpt-4", "ckpt-6"]
+
+
+def test_intervals(checkpoint, tmp_path):
+    step = Variable(np.int64(0))
+    manager = CheckpointManager(
+        checkpoint, tmp_path, 3, step_counter=step, checkpoint_interval=10
+    )
+    assert manager.checkpoint_interval == 10
+    assert manager.save().endswith("ckpt-1")
+    step.assign(9)
+    assert manager.save() is None
+    assert manager.save(check_interval=False).endswith("ckpt-2")
+    step.assign(18)
+    assert manager.save() is None
+    step.assign(19)
+    assert manager.save().endswith("ckpt-3")
+    again = CheckpointManager(
+        checkpoint, tmp_path, 3, step_counter=lambda: 19, checkpoint_interval=10
+    )
+    assert again.restore_or_initialize().endswith("ckpt-3")
+    assert again.save() is None
+
+
+def test_numbers_of_ones_own(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, 5)
+    assert manager.save(100).endswith("ckpt-100")
+    assert manager.save(Variable(np.int64(200))).endswith("ckpt-200")
+    assert manager.save(100).endswith("ckpt-100")  # replaced, and the newest now
+    assert names(manager) == ["ckpt-200", "ckpt-100"]
+    assert checkpoint.save_counter.numpy() == 3
+
+
+def test_arguments(checkpoint, tmp_path):
+    for keep in (0, -1):
+        with pytest.raises(ValueError, match="max_to_keep"):
+            CheckpointManager(checkpoint, tmp_path, keep)
+    with pytest.raises(ValueError, match="step_counter should be passed"):
+        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_interval=5)
+    with pytest.raises(ValueError, match="a name, not a path"):
+        CheckpointManager(checkpoint, tmp_path, 1, checkpoint_name="a/b")
+
+
+def test_restore_or_initialize(checkpoint, value, tmp_path):
+    ran = []
+    manager = CheckpointManager(
+        checkpoint, tmp_path, 2, init_fn=lambda: ran.append(value.assign(value + 1))
+    )
+    assert manager.restore_or_initialize() is None
+    assert len(ran) == 1
+    path = manager.save()
+    value.assign(np.zeros(2000, "f4"))
+    assert manager.restore_or_initialize() == path
+    assert (value.numpy() == 1).all()
+    assert len(ran) == 1
+    more = Checkpoint(value=value, new=Variable(1.0, name="new"))
+    with pytest.raises(NotFoundError, match="variable 'new'"):
+        CheckpointManager(more, tmp_path, 2).restore_or_initialize()
+
+
+async def test_the_async_forms(checkpoint, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, 1)
+    path = await manager.save_async()
+    assert await manager.restore_or_initialize_async() == path
+
+
+# ---- damage --------------------------------------------------------------------------
+
+
+def cut(path):
+    (part,) = path.glob("part-*")
+    part.write_bytes(part.read_bytes()[:-1])
+
+
+def flip(path):
+    (part,) = path.glob("part-*")
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 16
+    part.write_bytes(data)
+
+
+def lose(path):
+    (part,) = path.glob("part-*")
+    part.unlink()
+
+
+def scribble(path):
+    (path / MANIFEST).write_bytes((path / MANIFEST).read_bytes()[:-10])
+
+
+@pytest.mark.parametrize("damage", [cut, flip, lose, scribble])
+def test_the_one_before_a_damaged_one_is_taken(checkpoint, value, tmp_path, damage):
+    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    for number in (1, 2):
+        value.assign(np.full(2000, number, "f4"))
+        manager.save()
+    damage(tmp_path / "ckpt-2")
+    value.assign(np.full(2000, 9, "f4"))
+    manager.close()
+    again = CheckpointManager(checkpoint, tmp_path, 3)
+    with pytest.warns(CheckpointWarning, match=r"ckpt-2 is damaged .*ckpt-2/"):
+        assert again.restore_or_initialize().endswith("ckpt-1")
+    assert (value.numpy() == 1).all()
+    assert names(again) == ["ckpt-1"]
+    assert again.save().endswith("ckpt-2")  # in the place of the damaged one
+    assert names(again) == ["ckpt-1", "ckpt-2"]
+    with warnings.catch_warnings(action="error"):
+        assert again.restore_or_initialize().endswith("ckpt-2")
+    assert len(list((tmp_path / "ckpt-2").iterdir())) == 2
+
+
+def test_if_all_are_damaged_nothing_is_initialized(checkpoint, tmp_path):
+    ran = []
+    manager = CheckpointManager(checkpoint, tmp_path, 3, init_fn=lambda: ran.append(1))
+    for _ in range(2):
+        manager.save()
+    flip(tmp_path / "ckpt-1")
+    flip(tmp_path / "ckpt-2")
+    with (
+        pytest.warns(CheckpointWarning),
+        pytest.raises(DataLossError, match="ckpt-2"),
+    ):
+        manager.restore_or_initialize()
+    assert ran == []
+
+
+def test_a_list_that_is_lost_or_behind_is_made_anew(checkpoint, tmp_path, caplog):
+    manager = CheckpointManager(checkpoint, tmp_path, 9)
+    for _ in range(3):
+        manager.save()
+    (tmp_path / "other-7").mkdir()
+    state = tmp_path / "checkpoint"
+    for text in (None, b"", b'{"format": 1}', b"\xff"):
+        state.unlink() if text is None else state.write_bytes(text)
+        assert names(manager) == ["ckpt-1", "ckpt-2", "ckpt-3"]
+    assert "is damaged" in caplog.text
+    hostile = b'{"format":"zstrat.checkpoints","saved":[],"doomed":["../x-1"],'
+    state.write_bytes(hostile + b'"preserved_at":null}')
+    outside = tmp_path.parent / "x-1"
+    outside.mkdir(exist_ok=True)
+    manager.save()
+    assert outside.exists()
+
+
+# ---- faults --------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(checkpoint, value, tmp_path, monkeypatch):
+    manager = CheckpointManager(checkpoint, tmp_path, 2)
+    manager.save()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", full)
+        with pytest.raises(ResourceExhaustedError, match="checkpoints that were"):
+            manager.save()
+    assert names(manager) == folders(tmp_path) == ["ckpt-1"]
+    assert manager.restore_or_initialize().endswith("ckpt-1")
+    assert manager.save().endswith("ckpt-2")
+
+
+OTHER = """
+    import sys
+    import numpy as np
+    from zstrat.checkpoint import TensorWriter
+    from zstrat.saving import Checkpoint, CheckpointManager
+    from zstrat.variables import Variable
+
+    checkpoint = Checkpoint(value=Variable(np.ones(2000, "f4")))
+    manager = CheckpointManager(checkpoint, sys.argv[1], 9)
+    print(manager.save(), flush=True)
+    if "halfway" in sys.argv:
+        def stop(self):
+            print("halfway", flush=True)
+            sys.stdin.read()
+        TensorWriter.finish = stop
+        manager.save()
+    sys.stdin.read()
+"""
+
+
+def other(folder, *words):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OTHER), str(folder), *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_programs_and_a_kill_in_the_middle(checkpoint, value, tmp_path):
+    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    with other(tmp_path, "halfway") as child:
+        assert child.stdout.readline().strip() == str(tmp_path / "ckpt-1")
+        assert child.stdout.readline() == "halfway\n"
+        with pytest.raises(BusyError, match=rf"process {child.pid} on .* since"):
+            manager.save()
+        with pytest.raises(BusyError):
+            checkpoint.save(tmp_path / "ckpt")
+        assert manager.latest_checkpoint == str(tmp_path / "ckpt-1")  # reading is free
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+    assert folders(tmp_path) == ["ckpt-1", "ckpt-2"]
+    assert names(manager) == ["ckpt-1"]  # half of one is none
+    assert manager.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    assert (value.numpy() == 1).all()
+    assert manager.save() == str(tmp_path / "ckpt-2")
+    assert len(list((tmp_path / "ckpt-2").iterdir())) == 2  # swept
+
+
+def test_garbage_of_killed_savers_is_removed(checkpoint, tmp_path):
+    for name in ("ckpt-7", "other-7", "ckpt-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part-local-0-aaaa.safetensors").write_text("half")
+    (tmp_path / "checkpoint.0123abcd.tmp").write_text("half")
+    manager = CheckpointManager(checkpoint, tmp_path, 3)
+    assert names(manager) == []
+    manager.save()
+    assert folders(tmp_path) == ["ckpt-1", "ckpt-x", "other-7"]
+    assert not list(tmp_path.glob("*.tmp"))

@@ -1,0 +1,67 @@
+"""The talk of two peers about memory that they share: offered, mapped, released.
+
+Nothing is offered before there was a body for it, and only once per connection. A
+connection without a lane says no to what it is offered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from zstrat.errors import ProtocolError
+
+from ._messages import Hello, Mapped, Offer, Released
+
+if TYPE_CHECKING:
+    from collections.abc import Sized
+
+    from ._lane import Lane
+    from ._outbox import Outbox
+
+RELEASED: Final = 4
+"""Bodies that may lie unread in the peer's memory before a message says so: a message
+for each would cost more than it frees. What is left is said with the next tick."""
+
+
+class Sharing:
+    """Of one connection. ``unread`` are bodies of the peer that nothing reads any more,
+    to be looked at before each message: at `RELEASED` of them call `release`."""
+
+    __slots__ = ("_is_offered", "_lane", "_outbox", "unread")
+
+    def __init__(self, lane: Lane | None, outbox: Outbox) -> None:
+        self._lane, self._outbox, self._is_offered = lane, outbox, False
+        self.unread: Sized = () if lane is None else lane.unread
+
+    def offer(self, to: Hello) -> None:
+        """Offers our memory, the first time that there is a use for it."""
+        self._outbox.wants_lane = False
+        if self._lane is not None and not self._is_offered:
+            self._is_offered = True
+            offer = self._lane.offer(to)
+            if offer is not None:
+                self._outbox.say(offer)
+
+    def release(self) -> None:
+        """Says which bodies were read."""
+        if self._lane is not None and self.unread:
+            self._outbox.say(Released(self._lane.take_unread()))
+
+    def on_offer(self, offer: Offer, of: Hello | None) -> None:
+        if of is None:
+            raise ProtocolError("expected Hello, got Offer")
+        yes = self._lane is not None and self._lane.accept(offer, of)
+        self._outbox.say(Mapped(yes))
+
+    def on_mapped(self, mapped: Mapped) -> None:
+        if self._lane is None or not self._is_offered:
+            raise ProtocolError("it mapped memory that it was not offered")
+        self._lane.agreed(mapped.yes)
+
+    def on_released(self, released: Released) -> None:
+        if self._lane is not None:
+            self._lane.released(released.offsets)
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
