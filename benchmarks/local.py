@@ -131,16 +131,19 @@ def wide_steps() -> float:
     return rate(1, once, 60)
 
 
-def write(path: Path, size: int, repeats: int = 3) -> float:
+def write(folder: Path, size: int, repeats: int = 3) -> float:
     """Bytes per second of writing a file in 4 MiB blocks with fsync, as ``dd
-    conv=fsync`` does; after one that makes the pages of the cache warm."""
+    conv=fsync`` does. Each is removed when the next one is whole, as checkpoints are:
+    a file that goes before the next one comes leaves it the warmest pages there are.
+    """
     block = np.random.default_rng(0).bytes(4 * 2**20)
     times = []
-    for _ in range(1 + repeats):
+    for number in range(2 + repeats):
         began = time.perf_counter()
-        with open(path, "xb", buffering=0) as file:
+        with open(folder / f"limit{number}", "xb", buffering=0) as file:
             file.writelines(block[: size - at] for at in range(0, size, len(block)))
             os.fsync(file.fileno())
+        (folder / f"limit{number - 1}").unlink(missing_ok=True)
         times.append(time.perf_counter() - began)
-        path.unlink()
-    return size / statistics.median(times[1:])
+    (folder / f"limit{number}").unlink()
+    return size / statistics.median(times[2:])

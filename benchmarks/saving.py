@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 ROWS, WIDTH, IDS = 3_906_250, 64, 4096
 SIZE = ROWS * WIDTH * 4
 """1e9 bytes."""
+WARM = 200
+"""Steps before anything is measured."""
 
 
 @contextlib.contextmanager
@@ -53,7 +56,7 @@ def write_rate() -> Reading:
             checkpoints.save()
             times.append(time.perf_counter() - began)
         value = SIZE / statistics.median(times[1:])
-        limit = local.write(folder / "limit.bin", SIZE)
+        limit = local.write(folder, SIZE)
     return Reading(value / 1e9, limit / 1e9)
 
 
@@ -80,26 +83,46 @@ def _steps(
     """Trains on a thread of its own; yields a function that measures the longest gap
     between two finished steps while another function runs."""
     finished: list[float] = []
-    stop = threading.Event()
-    trainer = threading.Thread(target=_train, args=(coordinator, table, finished, stop))
-    trainer.start()
+    warm, stop = threading.Event(), threading.Event()
 
     def longest_while(work: Callable[[], object]) -> float:
         first = len(finished)
         work()
-        times = finished[max(0, first - 1) : len(finished) + 1]
-        return float(np.diff([*times, time.perf_counter()]).max())
+        times = [*finished[first - 1 :], time.perf_counter()]
+        return float(np.diff(times).max())
 
-    try:
-        yield longest_while
-    finally:
-        stop.set()
-        trainer.join()
+    with ThreadPoolExecutor(1, "training") as threads:
+        training = threads.submit(_train, coordinator, table, finished, warm, stop)
+        try:
+            warm.wait()
+            if training.done():  # it failed; its error is raised below
+                return
+            yield longest_while
+        finally:
+            stop.set()
+            training.result()
 
 
 def _train(
-    coordinator: Any, table: Any, finished: list[float], stop: threading.Event
+    coordinator: Any,
+    table: Any,
+    finished: list[float],
+    warm: threading.Event,
+    stop: threading.Event,
 ) -> None:
+    try:
+        for _ in _endless_steps(coordinator, table, stop):
+            finished.append(time.perf_counter())
+            if len(finished) == WARM:
+                warm.set()
+    finally:
+        warm.set()  # for who waits for it, if it failed
+
+
+def _endless_steps(
+    coordinator: Any, table: Any, stop: threading.Event
+) -> Iterator[object]:
+    """Steps with a few under way, one after the other as they finish."""
     import optax
 
     import zstrat as zs
@@ -125,15 +148,14 @@ def _train(
     iterator = iter(coordinator.create_per_worker_dataset(dataset))
     waiting = deque(coordinator.schedule(step, args=(iterator,)) for _ in range(8))
     while not stop.is_set():
-        waiting.popleft().fetch()
-        finished.append(time.perf_counter())
+        yield waiting.popleft().fetch()
         waiting.append(coordinator.schedule(step, args=(iterator,)))
     coordinator.join()
 
 
 CASES = [
     Case(
-        "checkpoint of 1 GB from 2 ps, written",
+        "checkpoint of 1 GB from 2 ps, rate of writing",
         "GB/s",
         0.7,
         "one file written in 4 MiB blocks, with fsync, as dd does",

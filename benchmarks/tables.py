@@ -115,7 +115,7 @@ def _wide_table(feature: int) -> Any:
 
 
 def growth() -> Reading:
-    """Cost of a step with a table of ten million rows over one with 100,000."""
+    """The dearest lookup over that in the smallest of the tables."""
     sizes = (100_000, 1_000_000, 10_000_000)
     ours = [1 / _lookups_per_second(rows) for rows in sizes]
     alone = [1 / local.lookups(rows, WIDTH, IDS) for rows in sizes]
@@ -176,7 +176,7 @@ CASES = [
         also="one process, tables and Adagrad in numpy",
     ),
     Case(
-        "cost of a lookup step, 1e7 rows over 1e5",
+        "growth of a lookup step, 1e5 to 1e7 rows",
         "x",
         1.2,
         "the same ratio of numpy's take in one process",

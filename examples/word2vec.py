@@ -303,7 +303,8 @@ def main():
     options.out = options.out.resolve()  # the daemons write it, too
     with contextlib.ExitStack() as stack:
         resolver = find_cluster(options, stack)
-        parts = zs.partitioners.MinSizePartitioner(options.shard_bytes, options.ps)
+        servers = resolver.cluster_spec().num_tasks("ps")
+        parts = zs.partitioners.MinSizePartitioner(options.shard_bytes, servers)
         strategy = zs.ParameterServerStrategy(resolver, variable_partitioner=parts)
         training = Training(strategy, corpus, options)
         # Daemons that this program started end with it; others serve the next one.
