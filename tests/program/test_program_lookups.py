@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
@@ -335,6 +335,75 @@ def test_flow():
     flat, doubled = jax.jit(part)(a)
     np.testing.assert_array_equal(flat, [0, 2, 4, 6, 0, 1, 2, 3])
     np.testing.assert_array_equal(doubled, a * 2)
+
+
+MOVES = {
+    "reshape": lambda x: x.reshape(-1, 2),
+    "reshape in Fortran's order": lambda x: x.reshape((2, -1), order="F"),
+    "ravel": jnp.ravel,
+    "ravel in Fortran's order": lambda x: jnp.ravel(x, order="F"),
+    "lax.reshape of dimensions": lambda x: jax.lax.reshape(
+        x, (x.size,), tuple(range(x.ndim))[::-1]
+    ),
+    "transpose": jnp.transpose,
+    "swapaxes": lambda x: jnp.swapaxes(x, 0, -1),
+    "rev": lambda x: jax.lax.rev(x, (0,)),
+    "flip": jnp.flip,
+    "sort": lambda x: jnp.sort(x, axis=-1),
+    "roll": lambda x: jnp.roll(x, 1),
+    "expand_dims": lambda x: jnp.expand_dims(x, 0),
+    "squeeze": lambda x: jnp.squeeze(x[None]),
+    "broadcast": lambda x: jax.lax.broadcast(x, (1,)),
+    "twice": lambda x: jnp.stack([x, x]),
+    "joined": lambda x: jnp.concatenate([x, x], axis=-1),
+    "joined with itself turned": lambda x: jnp.concatenate([x.ravel(), x.T.ravel()]),
+    "wide": lambda x: x.astype(jnp.int32),
+    "narrow": lambda x: x.astype(jnp.int8),
+    "copy": jnp.copy,
+    "as it is": lambda x: x,
+}
+
+
+@settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    st.lists(st.sampled_from(list(MOVES)), max_size=3),
+    st.lists(st.sampled_from(list(MOVES)), max_size=3),
+    st.sampled_from(["int16", "int32"]),
+)
+@example(["ravel in Fortran's order"], ["ravel"], "int32")
+@example(["lax.reshape of dimensions"], ["as it is"], "int32")
+@example(["as it is"], ["reshape in Fortran's order"], "int32")
+def test_ids_that_are_moved_stay_with_their_rows(home, looked_up, updated, dtype):
+    """Those of a lookup are those of the batch, or of an update, only if none moved."""
+    ids = np.array([[3, 1, 4], [1, 5, 9]], dtype)
+
+    def moved(x, names):
+        for name in names:
+            x = MOVES[name](x)
+        return x
+
+    def both(x):
+        return moved(x, looked_up), moved(x, updated).reshape(-1)
+
+    table = home.sharded(TABLE, 3)
+
+    @zs.function
+    def step(x, rows):
+        first, second = both(x)
+        read = zs.embedding_lookup(table, first)
+        table.scatter_sub(IndexedSlices(rows, second))
+        return read
+
+    first, second = (np.asarray(x) for x in both(jnp.asarray(ids)))
+    rows = np.arange(second.size * 4, dtype=np.float32).reshape(-1, 4)
+    expected = TABLE.copy()
+    np.subtract.at(expected, second, rows)
+    np.testing.assert_array_equal(step(ids, rows), TABLE[first])
+    np.testing.assert_allclose(home.whole(table), expected, rtol=1e-6)
 
 
 def planned(tables, sizes):

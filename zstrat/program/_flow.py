@@ -128,7 +128,10 @@ class Flow:
 def _moves_nothing(eqn: Any) -> bool:
     """Whether it gives the elements of its operand, of equal value, in their order."""
     match eqn.primitive.name:
-        case "reshape" | "copy" | "copy_p" | "squeeze" | "stop_gradient":
+        case "reshape":
+            # With dimensions it transposes first: ravel(order="F") does that.
+            return eqn.params.get("dimensions") is None
+        case "copy" | "copy_p" | "squeeze" | "stop_gradient":
             return True
         case "convert_element_type":
             before = eqn.invars[0].aval.dtype
