@@ -184,6 +184,31 @@ def test_second_derivatives(home):
     close(step(IDS), jax.grad(plain, (0, 1))(np.float32(0.5), TABLE))
 
 
+@pytest.mark.parametrize("mode", ["step", "eager", "outside"])
+def test_what_ids_come_with_from_an_inner_function_is_not_computed_for_them(home, mode):
+    """It would be from rows that are not there yet, and this loop has no end then."""
+    table = home.variable(np.ones((9, 3), np.float32))
+
+    @jax.jit
+    def inner(ids, rows):
+        total = jax.lax.stop_gradient(jnp.abs(rows).sum())
+        scale = jax.lax.while_loop(lambda s: s < 1, lambda s: s * 2, total)
+        return (ids + 1) % 9, scale
+
+    def loss(ids):
+        rows = zs.embedding_lookup(table, ids)
+        following, scale = inner(ids, rows)
+        return jnp.sum(rows) * scale + jnp.sum(zs.embedding_lookup(table, following))
+
+    both = zs.value_and_grad(loss, variables=table)
+    run = both if mode == "outside" else zs.function(both, eager=mode == "eager")
+    value, gradient = run(np.array([1, 2], np.int32))
+    assert float(value) == 6 * 6 + 6
+    expected = np.zeros((9, 3))
+    expected[[1, 2, 3]] = [[6] * 3, [7] * 3, [1] * 3]
+    np.testing.assert_allclose(gradient.to_dense(), expected)
+
+
 def test_refusals(home):
     table, w = home.sharded(TABLE, 2), home.variable(W)
     counts = home.sharded(np.arange(4, dtype=np.int32), 2, "counts")

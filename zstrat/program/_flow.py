@@ -101,7 +101,6 @@ class Flow:
 
         def part(*given: Any) -> list[jax.Array]:
             known = dict(zip(inputs, given, strict=True))
-            # What none of it depends on may go into an inner jit for other results.
             filled = [
                 known[number]
                 if (number := numbers[var]) in known
@@ -110,7 +109,12 @@ class Flow:
             ]
             return list(run(*filled))
 
-        return part, inputs
+        if len(inputs) == len(invars):
+            return part, inputs
+        # What none of it depends on goes into an inner jit for other results. These
+        # must not be computed, as a loop over made up values may have no end; XLA
+        # leaves them out.
+        return jax.jit(part), inputs
 
     def _origins(self, var: Any) -> Iterator[Any]:
         eqn = None if isinstance(var, Literal) else self._maker.get(var)
