@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import json
@@ -155,64 +156,103 @@ def test_training_goes_on_with_other_servers_as_if_nothing_had_been(world, tmp_p
 # ---- while training goes on ----------------------------------------------------------
 
 
-def test_what_is_saved_is_one_moment_of_each_server(world, tmp_path):
-    """Each push adds the same to three variables, in rows and densely."""
-    rows, columns, some = 24_000, 64, 256
-    total = world.table(np.zeros((2, 1), "f4"), 2, "total")
-    count = world.table(np.zeros((rows, 1), "f4"), 2, "count")
-    wide = world.table(np.zeros((rows, columns), "f4"), 2, "wide")
-    with world.scope(1):
-        optimizer = zs.Optimizer(optax.sgd(1.0))
-    for part in zip(*(v.components for v in (total, count, wide)), strict=True):
-        assert len({component.device for component in part}) == 1
+class Counting:
+    """Each push adds the same to three variables of each server: to all of a small one,
+    to rows of another, and to rows of a table through an optimizer."""
 
-    @zs.function
-    def step(ids):
-        first = jnp.sum(ids < rows // 2)
-        total.assign_add(jnp.stack([first, some - first])[:, None].astype("f4"))
-        ones = jnp.ones((some, 1), "f4")
-        count.scatter_add(zs.IndexedSlices(ones, ids))
-        down = zs.IndexedSlices(-jnp.ones((some, columns)), ids, wide.shape)
-        optimizer.apply_gradients([(down, wide)])
+    rows, columns, some = 48_000, 64, 256  # 6 MiB on each server: more than one piece
 
-    random, done = np.random.default_rng(0), threading.Event()
-    checkpoint = zs.Checkpoint(total=total, count=count, wide=wide)
+    def __init__(self, world):
+        rows, columns, some = self.rows, self.columns, self.some
+        total = world.table(np.zeros((2, 1), "f4"), 2, "total")
+        count = world.table(np.zeros((rows, 1), "f4"), 2, "count")
+        wide = world.table(np.zeros((rows, columns), "f4"), 2, "wide")
+        with world.scope(1):
+            optimizer = zs.Optimizer(optax.sgd(1.0))
+        for part in zip(*(v.components for v in (total, count, wide)), strict=True):
+            assert len({component.device for component in part}) == 1
+
+        @zs.function
+        def step(ids):
+            first = jnp.sum(ids < rows // 2)
+            total.assign_add(jnp.stack([first, some - first])[:, None].astype("f4"))
+            ones = jnp.ones((some, 1), "f4")
+            count.scatter_add(zs.IndexedSlices(ones, ids))
+            down = zs.IndexedSlices(-jnp.ones((some, columns)), ids, wide.shape)
+            optimizer.apply_gradients([(down, wide)])
+
+        self._step, self._coordinator = step, world.coordinator
+        self._random = np.random.default_rng(0)
+        self.pushes = 0
+        self.variables = {"total": total, "count": count, "wide": wide}
+        self.checkpoint = zs.Checkpoint(**self.variables)
+
+    def push(self, often=1):
+        for _ in range(often):
+            ids = self._random.integers(self.rows, size=self.some)
+            ids[-1] = ids[0]
+            self._coordinator.schedule(self._step, args=(ids,)).fetch()
+            self.pushes += 1
+
+    def saved(self, path):
+        """What a checkpoint has, having seen that it is one moment of each server."""
+        shapes = {name: each.shape for name, each in self.variables.items()}
+        again = {n: zs.Variable(np.zeros(s, "f4")) for n, s in shapes.items()}
+        zs.Checkpoint(**again).read(path, expect_partial=True)
+        found = {name: variable.numpy() for name, variable in again.items()}
+        everywhere = np.broadcast_to(found["count"], found["wide"].shape)
+        np.testing.assert_array_equal(found["wide"], everywhere)
+        halves = found["count"].reshape(2, -1).sum(1, keepdims=True)
+        np.testing.assert_array_equal(found["total"], halves)
+        return found
+
+
+@pytest.mark.parametrize("way", ["write", "fetch"])
+def test_what_is_saved_is_as_it_was_when_the_save_began(
+    world, tmp_path, monkeypatch, way
+):
+    """Pushes come after the pin and before each request to write or to read."""
+    counting = Counting(world)
+    counting.push(5)
+    before = {n: v.numpy() for n, v in counting.variables.items()}
+    request = getattr(_shelves.ServerShelf, way)
+    one_by_one = asyncio.Lock()
+
+    async def after_pushes(self, *arguments):
+        async with one_by_one:
+            await asyncio.to_thread(counting.push, 3)
+        return await request(self, *arguments)
+
+    monkeypatch.setattr(_shelves.ServerShelf, way, after_pushes)
+    monkeypatch.chdir(tmp_path)  # the daemons are elsewhere
+    folder = tmp_path if way == "write" else Path("/proc/self/cwd")
+    path = counting.checkpoint.save(folder / "c")
+    assert counting.pushes >= 5 + 2 * 3
+    for name, value in counting.saved(path).items():
+        np.testing.assert_array_equal(value, before[name])
+    total = counting.variables["total"].numpy().sum()
+    assert total == counting.pushes * counting.some
+
+
+def test_what_is_saved_beside_pushes_is_one_moment_of_each_server(world, tmp_path):
+    counting, done = Counting(world), threading.Event()
 
     def save():
         try:
-            return [checkpoint.save(tmp_path / "c") for _ in range(3)]
+            return [counting.checkpoint.save(tmp_path / "c") for _ in range(3)]
         finally:
             done.set()
 
-    scheduled = 0
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save)
         while not done.is_set():  # there is a push all the time
-            ids = random.integers(rows, size=some)
-            ids[-1] = ids[0]
-            world.coordinator.schedule(step, args=(ids,)).fetch()
-            scheduled += 1
+            counting.push()
         paths = saving.result()
-    world.coordinator.join()
-    assert total.numpy().sum() == scheduled * some
-    again = {
-        "total": zs.Variable(np.zeros((2, 1), "f4")),
-        "count": zs.Variable(np.zeros((rows, 1), "f4")),
-        "wide": zs.Variable(np.zeros((rows, columns), "f4")),
-    }
-    seen = []
-    for path in paths:
-        zs.Checkpoint(**again).read(path, expect_partial=True)
-        counted, sums = again["count"].numpy(), again["total"].numpy()
-        np.testing.assert_array_equal(
-            again["wide"].numpy(), np.broadcast_to(counted, wide.shape)
-        )
-        np.testing.assert_array_equal(
-            sums, counted.reshape(2, -1).sum(1, keepdims=True)
-        )
-        seen.append(sums.sum())
-    assert seen == sorted(seen)
-    assert seen[-1] <= scheduled * some
+    sums = [counting.saved(path)["total"].sum() for path in paths]
+    total = counting.variables["total"].numpy().sum()
+    assert total == counting.pushes * counting.some
+    assert sums == sorted(sums)
+    assert sums[-1] <= total
 
 
 # ---- killed in the middle ------------------------------------------------------------
