@@ -48,16 +48,16 @@ def exchange(
         Call(len(asked), reading.result),
         deadline,
     )
+    for ps in left.keys() - {each.ps for each in asked}:
+        both.send_push(lines[ps], ps, left.pop(ps))
     for each in asked:
-        push = left.pop(each.ps, None)
+        push = left.pop(each.ps, None)  # a second message to a server only reads
         if push is None:
             both.send_pull(lines[each.ps], each)
         elif len(push.updates) + len(each.reads) + len(each.rows) > MOST:
             both.send_apart(lines[each.ps], push, each)
         else:
             both.send(lines[each.ps], push, each)
-    for ps, push in left.items():
-        both.send_push(lines[ps], ps, push)
     return both.pushed.outcome, both.pulled.outcome
 
 
