@@ -85,7 +85,9 @@ async def test_a_training_step_reads_what_the_one_before_wrote(world):
     assert [r.tolist() for r in results] == expected
     assert world.value(v).tolist() == expected[-1]
     kinds = [type(message).__name__ for message in world.log]
-    assert kinds == ["Pull", *["Exchange"] * 5, "Push"]
+    # A step that takes long to prepare does not keep the push before it back.
+    apart = {"Exchange": ["Push", "Pull"]}
+    assert sum([apart.get(kind, [kind]) for kind in kinds], []) == ["Pull", "Push"] * 6
 
 
 async def test_push_and_next_pull_travel_together(world):
@@ -104,10 +106,9 @@ async def test_push_and_next_pull_travel_together(world):
         await world.worker._executor.submit(lambda: None)
     link.release()
     link.held = []
-    while not link.held:
+    while [type(m) for m, _ in link.held] not in ([Exchange], [Push, Pull]):
         await world.worker._executor.submit(lambda: None)
     # Before the push of 2 is acknowledged, the pull of 3 is on its way with it.
-    assert [type(m) for m, _ in link.held] == [Exchange]
     link.release()
     await world.outcomes([2, 3])
     assert world.value(v) == 3
