@@ -35,7 +35,7 @@ lint: $(VENV)/.dev
 	@$(VENV)/bin/mypy --no-error-summary
 
 pytest: $(VENV)/.dev
-	@$(PY) -m pytest -q $(ARGS)
+	@$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)

@@ -65,7 +65,7 @@ def test_the_program_of_the_readme_learns_what_made_its_data(tmp_path):
         (ROOT / "README.md").read_text(),
         re.MULTILINE | re.DOTALL,
     )
-    (block,) = [block for block in blocks if "def train_step" in block]
+    (block,) = [block for block in blocks if "LocalCluster(" in block]
     script = tmp_path / "program.py"
     script.write_text(block)
     ran = program(script, cwd=tmp_path)

@@ -17,7 +17,7 @@ from zstrat.errors import (
     ProtocolError,
 )
 from zstrat.ps import PsService
-from zstrat.ps import _service as service_module
+from zstrat.ps import _requests as requests_module
 from zstrat.wire import (
     CreateOptimizer,
     CreateVariables,
@@ -149,7 +149,7 @@ async def test_a_lookup_is_answered_at_once_beside_whole_values(rig):
 async def test_a_large_lookup_goes_to_the_thread_and_sees_no_later_push(
     rig, monkeypatch
 ):
-    monkeypatch.setattr(service_module, "INLINE", 0)
+    monkeypatch.setattr(requests_module, "INLINE", 0)
     rig.gate.clear()
     held_up = rig.ask(CreateOptimizer(SESSION, 1, "sgd", b"sgd"))
     rows = rig.ask(PullRows(SESSION, [], [1], (np.array([3]),)))

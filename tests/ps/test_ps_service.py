@@ -19,7 +19,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import PsService
-from zstrat.ps import _service as service_module
+from zstrat.ps import _requests as requests_module
 from zstrat.wire import (
     Beat,
     CloseSession,
@@ -167,7 +167,7 @@ async def test_nobody_waits_for_what_others_compile_and_all_who_must_keep_their_
 
 
 async def test_large_pushes_and_creations_go_to_the_thread(rig, monkeypatch):
-    monkeypatch.setattr(service_module, "INLINE", 8)
+    monkeypatch.setattr(requests_module, "INLINE", 8)
     entry = VariableEntry(5, "large", True, False)
     creating = rig.ask(CreateVariables(SESSION, [entry], (np.ones(100),)))
     pushing = rig.ask(

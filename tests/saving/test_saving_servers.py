@@ -200,6 +200,35 @@ async def test_a_cancelled_save_lets_go_of_the_snapshot(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+async def _lost(_):
+    raise PSUnavailableError("/job:ps/task:1", "killed")
+
+
+def test_what_was_written_is_whole_without_its_servers(tmp_path):
+    cluster, variables, optimizer = program(2, 2, {0, 1})
+    cluster.client.release = _lost
+    path = Checkpoint(v=variables, o=optimizer).write(tmp_path / "c")
+    verify(path, Manifest.of(path))
+
+
+async def test_a_cancelled_save_is_cancelled_though_a_server_is_gone(tmp_path):
+    cluster, variables, optimizer = program(2, 2, {0, 1})
+    reached = asyncio.Event()
+
+    async def never(*_):
+        reached.set()
+        await asyncio.Event().wait()
+
+    cluster.client.write_snapshot, cluster.client.release = never, _lost
+    checkpoint = Checkpoint(v=variables, o=optimizer)
+    saving = asyncio.create_task(checkpoint.write_async(tmp_path / "c"), name="saving")
+    await reached.wait()
+    saving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await saving
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_handles_from_elsewhere_are_refused(tmp_path):
     import pickle
 

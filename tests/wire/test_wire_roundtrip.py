@@ -275,7 +275,7 @@ def test_header_may_be_a_memoryview() -> None:
         (Failure(["x" * 300_000]), ValueError, "Failure: the header is .* at most"),
         ("text", TypeError, "str is no message"),
     ],
-    ids=str,
+    ids=lambda given: type(given).__name__,
 )
 def test_sender_is_told_what_it_cannot_send(
     message: Any, error: type[Exception], words: str

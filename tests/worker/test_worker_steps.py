@@ -16,7 +16,15 @@ from zstrat.errors import (
     StepError,
 )
 from zstrat.program import function, get_worker_context
-from zstrat.wire import CancelSteps, DropArguments, DropResults, Fetch, Pull, Push
+from zstrat.wire import (
+    CancelSteps,
+    DropArguments,
+    DropResults,
+    Exchange,
+    Fetch,
+    Pull,
+    Push,
+)
 
 
 async def test_results_of_any_structure(world):
@@ -79,7 +87,9 @@ async def test_a_training_step_reads_what_the_one_before_wrote(world):
     assert [r.tolist() for r in results] == expected
     assert world.value(v).tolist() == expected[-1]
     kinds = [type(message).__name__ for message in world.log]
-    assert kinds == ["Pull", "Push"] * 6
+    # A step that takes long to prepare does not keep the push before it back.
+    apart = [kind.replace("Exchange", "Push Pull") for kind in kinds]
+    assert " ".join(apart).split() == ["Pull", "Push"] * 6
 
 
 async def test_push_and_next_pull_travel_together(world):
@@ -98,10 +108,9 @@ async def test_push_and_next_pull_travel_together(world):
         await world.worker._executor.submit(lambda: None)
     link.release()
     link.held = []
-    while len(link.held) < 2:
+    while [type(m) for m, _ in link.held] not in ([Exchange], [Push, Pull]):
         await world.worker._executor.submit(lambda: None)
-    # Before the push of 2 is acknowledged, the pull of 3 is on its way behind it.
-    assert [type(m) for m, _ in link.held] == [Push, Pull]
+    # Before the push of 2 is acknowledged, the pull of 3 is on its way with it.
     link.release()
     await world.outcomes([2, 3])
     assert world.value(v) == 3

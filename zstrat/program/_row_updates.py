@@ -3,6 +3,9 @@
 Gradients and sums are added up here, one row per index: they travel once, and the
 optimizer takes one step for each row. What is not additive keeps its duplicates, in
 their order, and of rows that replace only the last one is sent.
+
+A step of an optimizer is one for all components, those without a row in it included:
+their count of steps goes on, so that training does not depend on the partitioning.
 """
 
 from __future__ import annotations
@@ -36,10 +39,11 @@ def parted(
     update: PlannedUpdate, rows: np.ndarray, parts: Iterable[Part]
 ) -> list[StepUpdate]:
     """The updates of components whose share of summed rows is known."""
-    return [
+    found = [
         StepUpdate(spec, update.op, update.optimizer, (indices, rows[where]))
         for spec, where, indices in parts
     ]
+    return _counted(update, found, rows)
 
 
 def split(
@@ -64,7 +68,7 @@ def split(
         ordered, rows = found.unique, rows[last]
     else:
         ordered, rows = indices[found.order].astype(np.int64), rows[found.order]
-    return [
+    parts = [
         StepUpdate(
             update.specs[piece.component],
             update.op,
@@ -72,4 +76,20 @@ def split(
             (piece.local, rows[piece.positions]),
         )
         for piece in table.pieces(ordered)
+    ]
+    return _counted(update, parts, rows)
+
+
+def _counted(
+    update: PlannedUpdate, found: list[StepUpdate], rows: np.ndarray
+) -> list[StepUpdate]:
+    """With updates of no rows for the components that an optimizer's step lacks."""
+    specs = update.specs
+    if update.op is not UpdateOp.OPTIMIZE_ROWS or len(found) == len(specs):
+        return found
+    there = {each.spec.key: each for each in found}
+    nothing = np.empty(0, np.int64), rows[:0]
+    return [
+        there.get(spec.key) or StepUpdate(spec, update.op, update.optimizer, nothing)
+        for spec in specs
     ]

@@ -1,8 +1,8 @@
 """Parameter servers: variables with versions, updates that apply once and whole."""
 
 from ._client import PsClient as PsClient
-from ._client import PsUpdate as PsUpdate
 from ._engine import OptimizerEngine as OptimizerEngine
+from ._pushing import PsUpdate as PsUpdate
 from ._reading import Ref as Ref
 from ._reading import RowsRef as RowsRef
 from ._service import PsService as PsService

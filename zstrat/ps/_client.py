@@ -11,39 +11,40 @@ A server that is lost is `PSUnavailableError`, whatever was asked of it.
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from zstrat.errors import PeerLostError, ProtocolError, PSUnavailableError
 from zstrat.wire import (
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
-    Hello,
     InitialEntry,
     InitializeVariables,
     Inspect,
     Message,
     Pulled,
-    Push,
     Pushed,
     Statistics,
-    Update,
-    UpdateOp,
     VariableEntry,
 )
 
+from ._asking import Call, Part
+from ._exchange_client import exchange
 from ._known import Known
+from ._pushing import Pushing
 from ._reading import Reading, Ref, RowsRef
 from ._snapshot_client import SnapshotCalls
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Sequence
 
     import numpy as np
 
     from zstrat.wire import PlainTree
+
+    from ._asking import Line
+    from ._pushing import PsUpdate
 
 BATCH: Final = 512
 """Variables created by one message: their names fit the header by far."""
@@ -53,26 +54,6 @@ MEMORY: Final = 256 * 2**20
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-
-class PsUpdate(NamedTuple):
-    """What a push does to one variable. ``optimizer`` is 0 unless ``op`` optimises."""
-
-    ps: int
-    key: int
-    op: UpdateOp
-    optimizer: int
-    arrays: Sequence[np.ndarray]
-
-
-class Line(Protocol):
-    """What the client needs of a link (`zstrat.transport.Link`)."""
-
-    @property
-    def peer(self) -> Hello | None: ...
-    def submit(
-        self, message: Message, *, deadline: float | None = None
-    ) -> asyncio.Future[Message]: ...
 
 
 class PsClient(SnapshotCalls):
@@ -124,8 +105,8 @@ class PsClient(SnapshotCalls):
         self._forget_restarted()
         reading = Reading(refs, rows, self._known)
         parts = [
-            _Part(ps, message, Pulled, take)
-            for ps, message, take in reading.messages(self._session)
+            Part(asked.ps, asked.message(self._session), Pulled, asked.take)
+            for asked in reading.messages()
         ]
         return self._ask(parts, reading.result, deadline)
 
@@ -155,22 +136,37 @@ class PsClient(SnapshotCalls):
             ValueError: The updates of one server do not fit one message, as those of
                 about ten thousand variables: it could not apply them as a whole.
         """
-        mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
-        for ps, key, op, optimizer, operands in updates:
-            entries, arrays = mine.setdefault(ps, ([], []))
-            entries.append(Update(key, int(op), optimizer, len(operands)))
-            arrays.extend(operands)
-        applied: list[bool] = []
+        pushing = Pushing(self._session, step, part, low_water, updates)
         parts = [
-            _Part(
-                ps,
-                Push(self._session, step, part, low_water, entries, tuple(arrays)),
-                Pushed,
-                lambda answer: applied.append(answer.applied),
-            )
-            for ps, (entries, arrays) in mine.items()
+            Part(ps, push, Pushed, pushing.take)
+            for ps, push in pushing.messages.items()
         ]
-        return self._ask(parts, lambda: any(applied) or not parts, deadline)
+        return self._ask(parts, pushing.result, deadline)
+
+    def exchange(
+        self,
+        step: int,
+        part: int,
+        low_water: int,
+        updates: Sequence[PsUpdate],
+        refs: Sequence[Ref],
+        rows: Sequence[RowsRef] = (),
+        *,
+        deadline: float | None = None,
+    ) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
+        """`push`, and behind it `pull`, in half as many messages. Either may fail
+        without the other, unless a server is gone.
+
+        Args:
+            deadline: Loop time, of both; None: the default of the link.
+
+        Returns:
+            What `push` and what `pull` would have returned.
+        """
+        self._forget_restarted()
+        pushing = Pushing(self._session, step, part, low_water, updates)
+        reading = Reading(refs, rows, self._known)
+        return exchange(self._links, self._session, pushing, reading, deadline)
 
     # ---- variables and optimizers --------------------------------------------------
 
@@ -190,13 +186,13 @@ class PsClient(SnapshotCalls):
         mine: dict[int, list[tuple[VariableEntry, np.ndarray]]] = {}
         for ps, entry, value in variables:
             mine.setdefault(ps, []).append((entry, value))
-        parts: list[_Part[Message]] = []
+        parts: list[Part[object]] = []
         for ps, pairs in mine.items():
             for at in range(0, len(pairs), BATCH):
                 some = pairs[at : at + BATCH]
                 entries, arrays = [e for e, _ in some], tuple(a for _, a in some)
                 message = CreateVariables(self._session, entries, arrays)
-                parts.append(_Part(ps, message))
+                parts.append(Part(ps, message, object, _nothing))
         await self._ask(parts, _nothing)
 
     async def initialize(
@@ -226,12 +222,12 @@ class PsClient(SnapshotCalls):
         mine: dict[int, list[InitialEntry]] = {}
         for ps, entry in variables:
             mine.setdefault(ps, []).append(entry)
-        parts: list[_Part[Message]] = []
+        parts: list[Part[object]] = []
         for ps, entries in mine.items():
             for at in range(0, len(entries), BATCH):
                 some = entries[at : at + BATCH]
                 message = InitializeVariables(self._session, some, code)
-                parts.append(_Part(ps, message))
+                parts.append(Part(ps, message, object, _nothing))
         await self._ask(parts, _nothing, deadline)
 
     async def delete(self, refs: Sequence[Ref]) -> None:
@@ -249,7 +245,7 @@ class PsClient(SnapshotCalls):
             self._known.drop(ref)
         await self._ask(
             [
-                _Part(ps, DeleteVariables(self._session, keys))
+                Part(ps, DeleteVariables(self._session, keys), object, _nothing)
                 for ps, keys in mine.items()
             ],
             _nothing,
@@ -266,7 +262,7 @@ class PsClient(SnapshotCalls):
         Cancellation: it may have been registered.
         """
         message = CreateOptimizer(self._session, optimizer, name, code)
-        parts = [_Part[Message](ps, message) for ps in range(len(self._links))]
+        parts = [Part(ps, message, object, _nothing) for ps in range(len(self._links))]
         await self._ask(parts, _nothing)
 
     async def statistics(self) -> list[dict[str, PlainTree]]:
@@ -283,7 +279,7 @@ class PsClient(SnapshotCalls):
             answers[ps] = answer.values
 
         parts = [
-            _Part(ps, Inspect(), Statistics, partial(take, ps))
+            Part(ps, Inspect(), Statistics, partial(take, ps))
             for ps in range(len(self._links))
         ]
         return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
@@ -311,7 +307,7 @@ class PsClient(SnapshotCalls):
         """
         answers: dict[int, M] = {}
         parts = [
-            _Part(ps, message, want, partial(answers.__setitem__, place))
+            Part(ps, message, want, partial(answers.__setitem__, place))
             for place, (ps, message) in enumerate(messages)
         ]
         return await self._ask(
@@ -320,44 +316,15 @@ class PsClient(SnapshotCalls):
 
     def _ask(
         self,
-        parts: Sequence[_Part[M]],
+        parts: Sequence[Part[Any]],
         result: Callable[[], T],
         deadline: float | None = None,
     ) -> asyncio.Future[T]:
         """Sends all parts; done with the last answer or the first error."""
-        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        left = len(parts)
-
-        def answered(part: _Part[M], reply: asyncio.Future[Message]) -> None:
-            nonlocal left
-            left -= 1
-            if reply.cancelled():
-                outcome.cancel()
-                return
-            try:
-                part.take(reply)
-            except (
-                Exception
-            ) as error:  # goes to the caller, unless one is there already
-                if not outcome.done():
-                    outcome.set_exception(error)
-            else:
-                if not left and not outcome.done():
-                    outcome.set_result(result())
-
+        call = Call(len(parts), result)
         for part in parts:
-            try:
-                reply = self._links[part.ps].submit(part.message, deadline=deadline)
-            except (
-                Exception
-            ) as error:  # goes to the caller, as if the server had said it
-                if not outcome.done():
-                    outcome.set_exception(error)
-                break
-            reply.add_done_callback(partial(answered, part))
-        if not parts:
-            outcome.set_result(result())
-        return outcome
+            call.send(self._links[part.ps], part, deadline)
+        return call.outcome
 
     def _forget_restarted(self) -> None:
         """Versions begin anew in a new process."""
@@ -369,39 +336,5 @@ class PsClient(SnapshotCalls):
                 self._incarnations[ps] = peer.incarnation
 
 
-class _Part(Generic[M]):
-    """One message of a call, to one server, and what to do with its answer."""
-
-    __slots__ = ("_take", "_want", "message", "ps")
-
-    def __init__(
-        self,
-        ps: int,
-        message: Message,
-        want: type[M] | None = None,
-        take: Callable[[M], None] | None = None,
-    ) -> None:
-        self.ps, self.message = ps, message
-        self._want, self._take = want, take
-
-    def take(self, reply: asyncio.Future[Message]) -> None:
-        task = f"/job:ps/task:{self.ps}"
-        try:
-            answer = reply.result()
-        except PeerLostError as error:
-            raise PSUnavailableError(task, error.reason) from error
-        if self._want is None or self._take is None:
-            return
-        try:
-            if not isinstance(answer, self._want):
-                raise ValueError(type(answer).__name__)
-            self._take(answer)
-        except (ValueError, StopIteration) as error:
-            raise ProtocolError(
-                f"{task} answered {type(self.message).__name__} with something else "
-                f"than was asked for: {error}"
-            ) from error
-
-
-def _nothing() -> None:
+def _nothing(answer: object = None) -> None:
     pass

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, final
 
-from zstrat.wire import Pull, Pulled, PullRows, Read
+from zstrat.wire import Pull, PullRows, Read
 
 from ._known import Value
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import numpy as np
+
+    from zstrat.wire import Exchanged, Pulled
 
     from ._known import Known
 
@@ -47,12 +49,20 @@ class RowsRef(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One message of the pull, to one server. ``take`` is given the answer; it raises
-    ValueError or StopIteration if that is none."""
+    """What one message of the pull asks one server for. ``take`` is given the answer;
+    it raises ValueError or StopIteration if that is none."""
 
     ps: int
-    message: Pull | PullRows
-    take: Callable[[Pulled], None]
+    reads: list[Read]
+    rows: list[int]
+    indices: tuple[np.ndarray, ...]
+    take: Callable[[Pulled | Exchanged], None]
+
+    def message(self, session: int) -> Pull | PullRows:
+        """A message that asks for nothing else."""
+        if self.rows:
+            return PullRows(session, self.reads, self.rows, self.indices)
+        return Pull(session, self.reads)
 
 
 @final
@@ -67,7 +77,7 @@ class Reading:
         self._refs, self._rows, self._known = refs, rows, known
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
-    def messages(self, session: int) -> Iterator[Asked]:
+    def messages(self) -> Iterator[Asked]:
         """What to ask: one message per server, more of thousands of variables."""
         refs, rows = self._refs, self._rows
         mine: dict[int, tuple[list[int], list[int]]] = {}
@@ -80,8 +90,7 @@ class Reading:
         for ps, (whole, parts) in mine.items():
             count = max(-(-len(whole) // READS), -(-len(parts) // ROWS))
             for at in range(count):
-                yield self._message(
-                    session,
+                yield self._asked(
                     ps,
                     whole[at * READS : (at + 1) * READS],
                     parts[at * ROWS : (at + 1) * ROWS],
@@ -91,27 +100,25 @@ class Reading:
         """The values of the variables in order, then the rows, when all is here."""
         return [value for value in self._values if value is not None]
 
-    def _message(
-        self, session: int, ps: int, whole: list[int], parts: list[int]
-    ) -> Asked:
-        refs, known = self._refs, [self._known.get(self._refs[n]) for n in whole]
+    def _asked(self, ps: int, whole: list[int], parts: list[int]) -> Asked:
+        refs, rows, known = self._refs, self._rows, self._known
+        values = [known.get(refs[place]) for place in whole]
         reads = [
             Read(refs[place][1], -1 if value is None else value.version)
-            for place, value in zip(whole, known, strict=True)
+            for place, value in zip(whole, values, strict=True)
         ]
-        take = partial(self._take, whole, known, parts)
-        if not parts:
-            return Asked(ps, Pull(session, reads), take)
-        keys = [self._rows[place].key for place in parts]
-        indices = tuple([self._rows[place].indices for place in parts])
-        return Asked(ps, PullRows(session, reads, keys, indices), take)
+        keys = [rows[place].key for place in parts]
+        indices = tuple([rows[place].indices for place in parts])
+        return Asked(
+            ps, reads, keys, indices, partial(self._take, whole, values, parts)
+        )
 
     def _take(
         self,
         whole: list[int],
         known: list[Value | None],
         parts: list[int],
-        answer: Pulled,
+        answer: Pulled | Exchanged,
     ) -> None:
         changed = len(answer.arrays) - len(parts)
         if changed < 0:

@@ -1,7 +1,7 @@
 """Requests about snapshots: pinned, written, read, released; and loaded again.
 
 Between two pieces all others have their turn, so requests here are coroutines that take
-the turns of variables again and again, where those of `zstrat.ps._service` take them
+the turns of variables again and again, where those of `zstrat.ps._serving` take them
 once. Files are touched by one thread that does nothing else.
 """
 

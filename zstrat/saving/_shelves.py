@@ -8,10 +8,12 @@ pieces of a bounded size and written here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from zstrat.checkpoint import TensorInfo, TensorWriter
+from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
 from zstrat.variables import LocalHome, slot_infos
 from zstrat.wire import TensorEntry, raw
@@ -195,7 +197,10 @@ class Snapshot:
     async def __aexit__(self, *_: object) -> None:
         for cluster in self._clusters:
             release = cluster.client.release(self._number)
-            await cluster.run_async(release, "releasing a snapshot")
+            # A server that is gone has let go of everything: what was written is whole
+            # without it, and whoever pressed Ctrl-C is not told of something else.
+            with contextlib.suppress(PSUnavailableError):
+                await cluster.run_async(release, "releasing a snapshot")
 
     async def _pin(self, cluster: Cluster, refs: list[Ref]) -> list[Pinned]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]

@@ -45,7 +45,8 @@ def optimized_rows(
 
     Args:
         state: Value and slots before it.
-        indices: ``[n]``, one at least. Gradients of the same row are summed first.
+        indices: ``[n]``; of none, what is shared changes all the same. Gradients of the
+            same row are summed first.
         rows: Their gradients, ``[n, ...]``.
 
     Raises:
@@ -64,7 +65,10 @@ def optimized_rows(
     indices, rows = found.unique, sums(found, rows)
     count = len(indices)
     padded = 1 << max(0, count - 1).bit_length()  # compiled once per power of two
-    at = np.concatenate([indices, np.full(padded - count, indices[0])])
+    if not len(value):
+        padded = 0
+    filler = indices[0] if count else 0
+    at = np.concatenate([indices, np.full(padded - count, filler)])
     gradient = np.zeros((padded, *rows.shape[1:]), rows.dtype)
     gradient[:count] = rows
     follows = _row_leaves(optimizer.transformation, value)

@@ -94,16 +94,16 @@ class Optimizer:
             grads: A pytree of gradients, each an array of its variable's shape and
                 dtype, or `IndexedSlices` of some of its rows: only these rows, and
                 what the optimizer keeps beside them, are moved (Adam's moments of
-                other rows do not decay). Or, without ``variables``, TF's iterable of
-                ``(gradient, variable)`` pairs. A gradient that is None is left out.
+                other rows do not decay; steps are counted all the same). Or, without
+                ``variables``, TF's iterable of ``(gradient, variable)`` pairs. A
+                gradient that is None is left out.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
-                gradient is there at all, a variable is there twice, one on a
-                parameter server is given `IndexedSlices`, or lives on one that does not
-                know this optimizer.
+                gradient is there at all, a variable is there twice, or lives on a
+                parameter server that does not know this optimizer.
         """
         pairs = self._pairs(grads, variables)
         if recorder.get() is None:

@@ -94,8 +94,9 @@ def row_updates(
 ) -> list[HomeUpdate]:
     """What each component has of an update of rows of the table.
 
-    Gradients of one row are summed, as an optimizer takes one step a row; what is
-    scattered keeps the order of duplicates.
+    Gradients of one row are summed, as an optimizer takes one step a row; and it takes
+    one with every component, be it of no rows, so that all count the same steps. What
+    is scattered keeps the order of duplicates.
     """
     indices, rows = operands
     found = runs(indices)
@@ -103,14 +104,15 @@ def row_updates(
         indices, rows = found.unique, sums(found, rows)
     else:
         indices, rows = indices[found.order], rows[found.order]
-    return [
-        (
-            table.components[piece.component],
-            op,
-            (piece.local, rows[piece.positions]),
-            optimizer,
-        )
+    parts = {
+        piece.component: (piece.local, rows[piece.positions])
         for piece in table.pieces(indices)
+    }
+    if op is UpdateOp.OPTIMIZE_ROWS:
+        nothing = indices[:0], rows[:0]
+        parts = {n: parts.get(n, nothing) for n in range(len(table.components))}
+    return [
+        (table.components[n], op, operands, optimizer) for n, operands in parts.items()
     ]
 
 

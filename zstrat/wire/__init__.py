@@ -29,6 +29,8 @@ from ._messages import Done as Done
 from ._messages import DropArguments as DropArguments
 from ._messages import DropResources as DropResources
 from ._messages import DropResults as DropResults
+from ._messages import Exchange as Exchange
+from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure
 from ._messages import Fetch as Fetch
 from ._messages import Fetched as Fetched

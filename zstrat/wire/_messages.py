@@ -377,6 +377,42 @@ class Pushed:
     versions: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """`Push`, and behind it `PullRows`, which reads what the push wrote: what training
+    needs of a ps per step, in one message. Answered by `Exchanged`.
+
+    ``arrays``: the operands of the updates in order, then the indices for each of
+    ``rows``.
+    """
+
+    kind: ClassVar = 62
+    session: int
+    step: int
+    part: int
+    low_water: int
+    updates: list[Update]
+    reads: list[Read]
+    rows: list[int]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """``applied`` as in `Pushed`, ``versions`` and ``arrays`` as in `Pulled`.
+
+    Either part may be refused without the other: its error is `errors.to_wire`, and
+    None if it was not. Without an answer to the pull, versions and arrays are empty.
+    """
+
+    kind: ClassVar = 63
+    applied: bool
+    push_error: PlainTree
+    pull_error: PlainTree
+    versions: list[int]
+    arrays: Arrays
+
+
 # ---- snapshots: values and slots as they were at one moment -------------------------
 
 
@@ -687,6 +723,8 @@ Message = (
     | Pulled
     | Push
     | Pushed
+    | Exchange
+    | Exchanged
     | PinSnapshot
     | SnapshotPinned
     | WriteSnapshot

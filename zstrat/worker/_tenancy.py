@@ -143,15 +143,35 @@ class Tenancy:
         """Carries out a post: the pushes first, the pulls read what they wrote."""
         if self._closed:
             return
-        for push, ending in post.pushes:
-            self._push(push, ending)
-        for pull in post.pulls:
-            self._pull(pull)
-        self._ended += post.endings
-        self._flush()
+        pushes, pulls = post.pushes, post.pulls
+        self._counts["pushes"] += len(pushes)
+        self._counts["pulls"] += len(pulls)
+        if len(pushes) == 1 and len(pulls) == 1:
+            self._exchange(*pushes[0], pulls[0])
+        else:
+            for push, ending in pushes:
+                self._push(push, ending)
+            for pull in pulls:
+                self._pull(pull)
+        if post.endings:
+            self._ended += post.endings
+        if self._ended:
+            self._flush()
+
+    def _exchange(self, updates: list[PsUpdate], ending: Ending, pull: Pull) -> None:
+        step, reads = ending.completion.step, pull.reads
+        try:
+            pushed, pulled = self.client.exchange(
+                step, 0, self._low_water, updates, *reads
+            )
+        except Exception as error:  # goes to the coordinator as the steps' outcome
+            self._ended.append(_ending.failed(step, error))
+            self._arrived(pull, None, error)
+        else:
+            pushed.add_done_callback(partial(self._pushed, ending))
+            pulled.add_done_callback(partial(self._pulled, pull))
 
     def _push(self, updates: list[PsUpdate], ending: Ending) -> None:
-        self._counts["pushes"] += 1
         step = ending.completion.step
         try:
             future = self.client.push(step, 0, self._low_water, updates)
@@ -170,7 +190,6 @@ class Tenancy:
         self._flush_soon()
 
     def _pull(self, pull: Pull) -> None:
-        self._counts["pulls"] += 1
         try:
             future = self.client.pull(*pull.reads)
         except Exception as error:  # goes to the coordinator as the steps' outcome

@@ -1,0 +1,588 @@
+"""Tables in parts against real daemons: training, initial values, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+ROWS, DIM, BATCH, STEPS = 10, 4, 8, 6
+
+
+class Partition:
+    """A partitioner that each test gives its answer: a number of parts, or a list, or
+    what a broken one would say."""
+
+    def __init__(self):
+        self.answer = 1
+
+    def __call__(self, shape, dtype):
+        if callable(self.answer):
+            return self.answer(shape, dtype)
+        if isinstance(self.answer, int):
+            return [self.answer, *[1] * (len(shape) - 1)]
+        return self.answer
+
+
+@pytest.fixture(scope="module")
+def world():
+    """A strategy and its partitioner, for all tests that break nothing for good."""
+    partition = Partition()
+    with zs.LocalCluster(num_ps=2, num_workers=2) as cluster:
+        with zs.ParameterServerStrategy(
+            cluster.resolver, variable_partitioner=partition
+        ) as strategy:
+            yield strategy, zs.ClusterCoordinator(strategy), partition
+
+
+@pytest.fixture
+def coordinator(world):
+    return world[1]
+
+
+@pytest.fixture
+def scope(world):
+    """Enters the scope of the strategy, in which tables are cut as it is told."""
+
+    def entered(parts):
+        strategy, _, partition = world
+        partition.answer = parts
+        return strategy.scope()
+
+    return entered
+
+
+# ---- training ------------------------------------------------------------------------
+
+
+def start():
+    random = np.random.default_rng(0)
+
+    def normal(*shape):
+        return random.normal(size=shape).astype(np.float32)
+
+    return {"words": normal(ROWS, DIM), "contexts": normal(ROWS + 3, DIM)}
+
+
+PARENTS = np.array([[3], [7], [9], [0], [0], [2], [8], [8], [1], [4]], np.int32)
+
+
+def batches():
+    """Each touches rows of all parts, some of them several times."""
+    random = np.random.default_rng(1)
+    for _ in range(STEPS):
+        ids = random.integers(ROWS, size=BATCH)
+        ids[:4] = 0, ROWS - 1, ROWS // 2, 0
+        contexts = random.integers(ROWS + 3, size=BATCH)
+        contexts[-4:] = ROWS + 2, 6, 0, 6
+        yield {
+            "ids": ids.astype(np.int32),
+            "contexts": contexts,
+            "y": random.normal(size=BATCH).astype(np.float32),
+        }
+
+
+def by_hand(values, batch):
+    """Loss and rows of gradients, by the rules of the calculus."""
+    ids, near = batch["ids"], batch["contexts"]
+    above = PARENTS[ids][:, 0]
+    words, contexts = values["words"], values["contexts"]
+    center, context, up = words[ids], contexts[near], words[above]
+    error = (center * context).sum(-1) + up.sum(-1) - batch["y"]
+    push = (2 * error / BATCH)[:, None]
+    grads = {name: np.zeros_like(value) for name, value in values.items()}
+    np.add.at(grads["words"], ids, push * context)
+    np.add.at(grads["words"], above, np.broadcast_to(push, up.shape))
+    np.add.at(grads["contexts"], near, push * center)
+    touched = {"words": np.union1d(ids, above), "contexts": np.unique(near)}
+    return np.mean(error**2), grads, touched
+
+
+def plain(rule):
+    """The same training with optax, on the rows that a step touches alone."""
+    values = {n: v.astype(np.float64) for n, v in start().items()}
+    shared = rule.init(np.zeros(()))
+    states = {n: rule.init(v) for n, v in values.items()}
+    losses = []
+    for batch in batches():
+        loss, grads, touched = by_hand(values, batch)
+        losses.append(loss)
+        for name, rows in touched.items():
+            some = functools.partial(jax.tree.map, lambda s, r=rows: np.asarray(s)[r])
+            state = jax.tree.map(
+                lambda s, r=rows: np.asarray(s)[r] if np.ndim(s) else s, states[name]
+            )
+            value, grad = some(values[name]), some(grads[name])
+            moves, moved = rule.update(grad, state, value)
+            values[name] = np.array(values[name])
+            values[name][rows] = value + np.asarray(moves)
+            states[name] = jax.tree.map(
+                lambda old, new, r=rows: over(old, r, new), states[name], moved
+            )
+    assert jax.tree.structure(shared) == jax.tree.structure(states["words"])
+    return values, losses
+
+
+def over(old, rows, new):
+    if not np.ndim(old):
+        return new
+    whole = np.array(old)
+    whole[rows] = new
+    return whole
+
+
+def loss_fn(words, contexts, links, batch):
+    center = zs.embedding_lookup(words, batch["ids"])
+    context = zs.embedding_lookup(contexts, batch["contexts"])
+    above = zs.embedding_lookup(links, batch["ids"])[:, 0]  # one level more
+    up = zs.embedding_lookup(words, above)
+    error = (center * context).sum(-1) + up.sum(-1) - batch["y"]
+    return jnp.mean(error**2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "parts"),
+    [
+        (optax.sgd(0.1), 3),
+        (optax.adagrad(0.1), 3),
+        (optax.adam(0.05), 3),
+        (optax.adam(0.05), 1),
+    ],
+    ids=["sgd", "adagrad", "adam", "adam-whole"],
+)
+def test_training_one_step_at_a_time_is_that_of_optax(coordinator, scope, rule, parts):
+    with scope(parts):
+        words, contexts = (zs.Variable(v, name=n) for n, v in start().items())
+        links = zs.Variable(PARENTS, name="links", trainable=False)
+        optimizer = zs.Optimizer(rule)
+
+    @zs.function
+    def step(batch):
+        grad = zs.value_and_grad(loss_fn, (0, 1))
+        loss, grads = grad(words, contexts, links, batch)
+        optimizer.apply_gradients(grads, (words, contexts))
+        return loss
+
+    losses = []
+    for batch in batches():
+        losses.append(coordinator.schedule(step, args=(batch,)))
+        coordinator.join()
+    expected, expected_losses = plain(rule)
+    got = [float(loss.fetch()) for loss in losses]
+    np.testing.assert_allclose(got, expected_losses, rtol=1e-4)
+    np.testing.assert_allclose(words.numpy(), expected["words"], atol=2e-5)
+    np.testing.assert_allclose(contexts.numpy(), expected["contexts"], atol=2e-5)
+    assert step.trace_count == 1
+
+
+def test_rows_that_no_step_touches_stay_as_they_are(coordinator, scope):
+    with scope(3):
+        words = zs.Variable(start()["words"], name="words")
+        optimizer = zs.Optimizer(optax.adam(0.1))
+
+    @zs.function
+    def step(ids):
+        def loss(words):
+            return zs.embedding_lookup(words, ids).sum()
+
+        optimizer.apply_gradients([(zs.grad(loss)(words), words)])
+
+    for _ in range(5):
+        coordinator.schedule(step, args=(np.array([2, 2, 7]),))
+    coordinator.join()
+    before, after = start()["words"], words.numpy()
+    others = np.delete(np.arange(ROWS), [2, 7])
+    np.testing.assert_array_equal(after[others], before[others])
+    assert (after[[2, 7]] < before[[2, 7]]).all()
+
+
+@pytest.mark.parametrize("in_step", [True, False], ids=["in a step", "outside"])
+def test_all_parts_count_the_steps_of_an_optimizer(coordinator, scope, in_step):
+    """Adam's correction of its bias, and schedules, follow the number of steps: it is
+    the same for a part in which a step has no row."""
+    touched = [[0, 1], [1, 1], [], [0, 9], [9, 8], [0, 7]]
+    random = np.random.default_rng(0)
+    gradients = [random.normal(size=(len(ids), 2)).astype("f4") for ids in touched]
+    schedule = optax.exponential_decay(0.3, 1, 0.5)
+    rule = optax.adam(schedule)
+
+    value, state = np.zeros((10, 2)), rule.init(np.zeros((10, 2)))
+    for ids, gradient in zip(touched, gradients, strict=True):
+        dense = np.zeros((10, 2), "f4")
+        np.add.at(dense, np.array(ids, int), gradient)
+        moves, new = rule.update(dense, state, value)
+        rows = np.unique(np.array(ids, int))
+        value[rows] += np.asarray(moves)[rows]
+        state = jax.tree.map(
+            lambda a, b, r=rows: over(a, r, np.asarray(b)[r]) if np.ndim(b) else b,
+            state,
+            new,
+        )
+
+    got = {}
+    for parts in (1, 4):
+        with scope(parts):
+            table = zs.Variable(np.zeros((10, 2), "f4"), name="table")
+            optimizer = zs.Optimizer(rule)
+
+        @zs.function
+        def step(ids, gradient, table=table, optimizer=optimizer):
+            rows = zs.IndexedSlices(gradient, ids, (10, 2))
+            optimizer.apply_gradients([(rows, table)])
+
+        for ids, gradient in zip(touched, gradients, strict=True):
+            at = np.array(ids, "i4")
+            if in_step:
+                coordinator.schedule(step, args=(at, gradient))
+                coordinator.join()
+            else:
+                rows = zs.IndexedSlices(gradient, at, (10, 2))
+                optimizer.apply_gradients([(rows, table)])
+        got[parts] = table.numpy()
+    np.testing.assert_allclose(got[1], value, atol=1e-5)
+    np.testing.assert_allclose(got[4], value, atol=1e-5)
+
+
+# ---- exactly once --------------------------------------------------------------------
+
+SLOTS = 300
+
+
+def test_a_killed_worker_pushes_no_rows_twice_and_loses_none(monkeypatch):
+    monkeypatch.setenv("ZSTRAT_PATIENCE", "2")
+    with zs.LocalCluster(num_ps=2, num_workers=2) as local:
+        partitioner = zs.partitioners.FixedShardsPartitioner(2)
+        with zs.ParameterServerStrategy(
+            local.resolver, variable_partitioner=partitioner
+        ) as strategy:
+            _kill_in_the_middle(local, strategy)
+
+
+def _kill_in_the_middle(local, strategy):
+    with strategy.scope():
+        counts = zs.Variable(np.zeros((SLOTS, 2), np.float32), name="counts")
+        moved = zs.Variable(np.zeros((SLOTS, 1), np.float32), name="moved")
+        optimizer = zs.Optimizer(optax.sgd(1.0))
+
+    @zs.function
+    def bump(i):
+        both = jnp.stack([i, SLOTS - 1 - i])  # a row of each ps
+        counts.scatter_add(zs.IndexedSlices(jnp.ones((2, 2)), both))
+        twice = jnp.concatenate([both, both])
+        gradient = 0 * zs.embedding_lookup(moved, twice) - 1
+        rows = zs.IndexedSlices(gradient, twice, (SLOTS, 1))
+        optimizer.apply_gradients([(rows, moved)])
+
+    coordinator = zs.ClusterCoordinator(strategy)
+    workers = {}
+    rounds = 0
+    while not (workers and all(w["completed"] for w in workers.values())):
+        for i in range(SLOTS):
+            coordinator.schedule(bump, args=(i,))
+        coordinator.join()
+        rounds += 1
+        workers = coordinator.metrics()["workers"]
+    values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
+    values[SLOTS // 8].fetch()
+    local.kill("worker:0")
+    rounds += 1
+    # There is work all the time until the loss is seen, so it hits steps in flight.
+    while not coordinator.metrics()["recoverable_worker_failures"]:
+        values = [coordinator.schedule(bump, args=(i,)) for i in range(SLOTS)]
+        values[-1].fetch()
+        rounds += 1
+    coordinator.join()
+    np.testing.assert_array_equal(counts.numpy(), np.full((SLOTS, 2), 2 * rounds))
+    np.testing.assert_array_equal(moved.numpy(), np.full((SLOTS, 1), 4 * rounds))
+
+
+# ---- initial values ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seeded_initializer_gives_the_same_table_for_any_number_of_parts(
+    scope, dtype
+):
+    shape = (3001, 33)
+    made = []
+    for parts in (1, 2, 3):
+        with scope(parts):
+            table = zs.Variable(
+                zs.initializers.normal(0.5, seed=7),
+                shape=shape,
+                dtype=dtype,
+                name="table",
+            )
+        assert len(table.components) == parts
+        made.append(table.numpy())
+    assert made[0].shape == shape
+    assert abs(float(made[0].astype("f8").std()) - 0.5) < 0.01
+    for other in made[1:]:
+        np.testing.assert_array_equal(other, made[0])
+    here = zs.Variable(zs.initializers.normal(0.5, seed=7), shape=shape, dtype=dtype)
+    np.testing.assert_array_equal(here.numpy(), made[0])  # made without any cluster
+
+
+_LARGE = """
+    import resource, sys
+    import numpy as np, optax
+    import zstrat as zs
+
+    MIB = 1024
+
+    def peak():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    local = zs.LocalCluster(num_ps=2, num_workers=1)
+    strategy = zs.ParameterServerStrategy(
+        local.resolver,
+        variable_partitioner=zs.partitioners.MinSizePartitioner(256 << 10, 2),
+    )
+    coordinator = zs.ClusterCoordinator(strategy)
+
+    def trained(rows):
+        with strategy.scope():
+            table = zs.Variable(
+                zs.initializers.uniform(seed=1), shape=(rows, 64), dtype="float32"
+            )
+            optimizer = zs.Optimizer(optax.adagrad(0.1))
+
+        @zs.function
+        def step(ids):
+            def loss(table):
+                return (zs.embedding_lookup(table, ids) ** 2).sum()
+
+            loss, gradient = zs.value_and_grad(loss)(table)
+            optimizer.apply_gradients([(gradient, table)])
+            return loss
+
+        ids = np.random.default_rng(0).integers(rows, size=(5, 4096))
+        for some in ids:
+            coordinator.schedule(step, args=(some,))
+        coordinator.join()
+        assert len(table.components) == 2
+        assert table[rows - 1].shape == (64,)
+        checkpoint = zs.Checkpoint(table=table, optimizer=optimizer)
+        path = checkpoint.save(f"{sys.argv[1]}/{rows}")
+        checkpoint.restore(path)
+        strategy.delete_variables(table.components)
+
+    trained(5000)
+    before = peak()
+    trained(1_000_000)
+    print((peak() - before) // MIB)
+    strategy.close()
+    local.stop()
+"""
+
+
+def test_a_large_table_is_never_on_the_coordinator(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(_LARGE), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    assert grown < 60, f"{grown} MiB more for a table of 244 MiB"
+
+
+# ---- what is refused -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program(world):
+    """Two tables and an optimizer that nothing here may change."""
+    strategy, coordinator, partition = world
+    partition.answer = 3
+    with strategy.scope():
+        table = zs.Variable(start()["words"], name="words")
+        whole = zs.Variable(start()["contexts"], name="contexts")
+        optimizer = zs.Optimizer(optax.adagrad(0.1))
+    return coordinator, table, whole, optimizer
+
+
+def _arrives_once(coordinator, step, *args, error, says):
+    """Schedules a step that fails, and others that do not mind afterwards."""
+
+    @zs.function
+    def fine():
+        return jnp.float32(1)
+
+    with pytest.raises(error, match=says) as caught:
+        coordinator.schedule(step, args=args)
+        coordinator.join()
+    coordinator.join()
+    assert coordinator.done()
+    assert coordinator.schedule(fine).fetch() == 1.0
+    coordinator.join()
+    return caught.value
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("computed", [False, True], ids=["given", "computed"])
+def test_ids_that_are_not_there(program, bad, computed):
+    coordinator, table, _, _ = program
+
+    @zs.function
+    def step(ids):
+        return zs.embedding_lookup(table, ids * 1 if computed else ids)
+
+    ids = np.array([[1, 2], [bad, 3]], np.int64)
+    says = rf"'words'.*no row {bad}\b"
+    _arrives_once(coordinator, step, ids.astype("i4"), error=IndexError, says=says)
+    good = coordinator.schedule(step, args=(np.array([[1, 9], [0, 1]], "i4"),)).fetch()
+    np.testing.assert_array_equal(good, start()["words"][[[1, 9], [0, 1]]])
+
+
+@pytest.mark.parametrize("bad", [-1, ROWS + 3])
+def test_ids_of_a_whole_table_that_are_not_there(program, bad):
+    coordinator, _, whole, optimizer = program
+
+    @zs.function
+    def step(ids):
+        def loss(whole):
+            return zs.embedding_lookup(whole, ids).sum()
+
+        optimizer.apply_gradients([(zs.grad(loss)(whole), whole)])
+
+    says = rf"'contexts'.*no row {bad}\b"
+    _arrives_once(coordinator, step, np.array([0, bad]), error=IndexError, says=says)
+    np.testing.assert_array_equal(whole.numpy(), start()["contexts"])
+
+
+@pytest.mark.parametrize("bad", [-3, ROWS])
+def test_rows_to_be_written_that_are_not_there(program, bad):
+    coordinator, table, _, _ = program
+
+    @zs.function
+    def step(indices):
+        rows = zs.IndexedSlices(jnp.ones((2, DIM)), indices)
+        table.scatter_add(rows)
+
+    says = rf"'words'.*no row {bad}\b"
+    _arrives_once(coordinator, step, np.array([0, bad]), error=IndexError, says=says)
+    np.testing.assert_array_equal(table.numpy(), start()["words"])
+    outside = rf"'words'.*(index|no row) {bad}\b"
+    with pytest.raises(IndexError, match=outside):
+        table.scatter_add(zs.IndexedSlices(np.ones((2, DIM), "f4"), np.array([0, bad])))
+    with pytest.raises(IndexError, match=outside):
+        table.sparse_read(np.array([0, bad]))
+    np.testing.assert_array_equal(table.numpy(), start()["words"])
+
+
+def _float_ids(table, _):
+    return zs.embedding_lookup(table, jnp.ones(3))
+
+
+def _bool_ids(table, _):
+    return zs.embedding_lookup(table, jnp.ones(3, bool))
+
+
+def _a_matrix_for_sparse_read(table, _):
+    return table.sparse_read(jnp.ones((2, 2), jnp.int32))
+
+
+def _too_few_rows(table, _):
+    indices = jnp.arange(3)
+    table.scatter_add(zs.IndexedSlices(jnp.ones((2, DIM)), indices))
+
+
+def _rows_too_wide(table, _):
+    table.scatter_add(zs.IndexedSlices(jnp.ones((2, DIM + 1)), jnp.arange(2)))
+
+
+def _flat_rows(table, _):
+    table.scatter_update(zs.IndexedSlices(jnp.ones(2), jnp.arange(2)))
+
+
+def _complex_rows(table, _):
+    rows = jnp.ones((2, DIM), jnp.complex64)
+    table.scatter_add(zs.IndexedSlices(rows, jnp.arange(2)))
+
+
+def _complex_gradient(table, optimizer):
+    rows = zs.IndexedSlices(jnp.ones((2, DIM), jnp.complex64), jnp.arange(2))
+    optimizer.apply_gradients([(rows, table)])
+
+
+def _gradient_of_another_shape(table, optimizer):
+    optimizer.apply_gradients([(jnp.ones((ROWS + 1, DIM)), table)])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (_float_ids, "'words'.*integer.*float32"),
+        (_bool_ids, "'words'.*integer.*bool"),
+        (_a_matrix_for_sparse_read, "'words'.*rank 1, got rank 2"),
+        (_too_few_rows, r"'words'.*\(2, 4\).*expected \(3, 4\)"),
+        (_rows_too_wide, r"'words'.*\(2, 5\).*expected \(2, 4\)"),
+        (_flat_rows, r"'words'.*\(2,\).*expected \(2, 4\)"),
+        (_complex_rows, "'words'.*float32.*complex64"),
+        (_complex_gradient, "'words'.*float32.*complex64"),
+        (_gradient_of_another_shape, r"'words'.*\(10, 4\).*\(11, 4\)"),
+    ],
+)
+def test_what_does_not_fit_a_table(program, body, says):
+    coordinator, table, _, optimizer = program
+
+    @zs.function
+    def step():
+        return body(table, optimizer)
+
+    _arrives_once(coordinator, step, error=ValueError, says=f"(?s){says}")
+    np.testing.assert_array_equal(table.numpy(), start()["words"])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 2, "two", [2], [2, 2], [0, 1], [-1, 1], [1.5, 1], [2, 1, 1], [1, 2]],
+)
+def test_a_partitioner_that_returns_nonsense(scope, answer):
+    with scope(lambda *_: answer):
+        with pytest.raises(ValueError, match=r"'odd' of shape \(4, 3\)") as caught:
+            zs.Variable(np.zeros((4, 3), "f4"), name="odd")
+        assert repr(answer) in str(caught.value)
+    with scope([2, 1]):
+        table = zs.Variable(np.ones((4, 3), "f4"), name="even")
+    assert [v.name for v in table.components] == ["even/part_0", "even/part_1"]
+    np.testing.assert_array_equal(table.numpy(), np.ones((4, 3)))
+
+
+def test_a_partitioner_that_raises(scope):
+    def broken(shape, dtype):
+        raise KeyError("no plan for this shape")
+
+    with scope(broken), pytest.raises(KeyError, match="no plan"):
+        zs.Variable(np.zeros((4, 3), "f4"), name="odd")
+
+
+def test_an_initializer_that_fails_on_the_ps_leaves_no_variable(scope):
+    """It is made there, of another shape than it was told; the name is free again."""
+
+    def wrong(shape, dtype, partition_shape=None, partition_offset=None):
+        return np.zeros((1, 1), dtype)
+
+    def raises(shape, dtype, partition_shape=None, partition_offset=None):
+        raise ArithmeticError("cannot draw")
+
+    with scope(2):
+        with pytest.raises(zs.ZstratError, match=r"(?s)odd.*\(2, 3\).*\(1, 1\)"):
+            zs.Variable(wrong, shape=(4, 3), dtype="float32", name="odd")
+        with pytest.raises(zs.ZstratError, match=r"(?s)odd.*cannot draw"):
+            zs.Variable(raises, shape=(4, 3), dtype="float32", name="odd")
+        table = zs.Variable(np.ones((4, 3), "f4"), name="odd")
+    np.testing.assert_array_equal(table.numpy(), np.ones((4, 3)))

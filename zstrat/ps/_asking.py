@@ -1,0 +1,130 @@
+"""One outcome from several messages, each to one parameter server.
+
+A call sends all its messages at once; its future is done with the last answer or the
+first error. Lives on the loop that owns the links.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
+
+from zstrat.errors import PeerLostError, ProtocolError, PSUnavailableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.wire import Hello, Message
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+class Line(Protocol):
+    """What the client needs of a link (`zstrat.transport.Link`)."""
+
+    @property
+    def peer(self) -> Hello | None: ...
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]: ...
+
+
+@final
+class Call(Generic[T]):
+    """``outcome`` of so many messages: what ``result`` returns when all have been
+    answered, or the first error."""
+
+    __slots__ = ("_left", "_result", "outcome")
+
+    def __init__(self, messages: int, result: Callable[[], T]) -> None:
+        self.outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._left, self._result = messages, result
+        if not messages:
+            self.outcome.set_result(result())
+
+    def send(self, line: Line, part: Part[Any], deadline: float | None) -> None:
+        """Sends a message, unless another has failed already."""
+        if self.outcome.done():
+            return
+        try:
+            reply = line.submit(part.message, deadline=deadline)
+        except Exception as error:  # goes to the caller, as if the server had said it
+            self.fail(error)
+        else:
+            reply.add_done_callback(partial(self._replied, part))
+
+    def take(self, take: Callable[[M], object], answer: M, part: Part[Any]) -> None:
+        """An answer came. The call fails if ``take`` finds that it is none."""
+        try:
+            take(answer)
+        except (ValueError, StopIteration) as error:
+            self.fail(part.misunderstood(error))
+        else:
+            self._left -= 1
+            if not self._left and not self.outcome.done():
+                self.outcome.set_result(self._result())
+
+    def fail(self, error: BaseException) -> None:
+        """A message has no answer, and so the call none."""
+        if self.outcome.done():
+            return
+        if isinstance(error, asyncio.CancelledError):
+            self.outcome.cancel()
+        else:
+            self.outcome.set_exception(error)
+
+    def _replied(self, part: Part[Any], reply: asyncio.Future[Message]) -> None:
+        try:
+            answer = part.answer(reply)
+        except BaseException as error:  # goes to the caller
+            self.fail(error)
+        else:
+            self.take(part.take, answer, part)
+
+
+@final
+class Part(Generic[M]):
+    """One message of a call, to the server ``ps``. ``take`` is given the answer; it
+    raises ValueError or StopIteration if that is none."""
+
+    __slots__ = ("_want", "message", "ps", "take")
+
+    def __init__(
+        self,
+        ps: int,
+        message: Message,
+        want: type[M],
+        take: Callable[[M], object],
+    ) -> None:
+        self.ps, self.message, self.take = ps, message, take
+        self._want = want
+
+    def answer(self, reply: asyncio.Future[Message]) -> M:
+        """Of the right kind.
+
+        Raises:
+            PSUnavailableError: The server is gone.
+            ProtocolError: It answered another question.
+            BaseException: As the server says; CancelledError if nobody will answer.
+        """
+        try:
+            answer = reply.result()
+        except PeerLostError as error:
+            raise PSUnavailableError(self._task, error.reason) from error
+        if isinstance(answer, self._want):
+            return answer
+        raise self.misunderstood(ValueError(type(answer).__name__))
+
+    def misunderstood(self, error: Exception) -> ProtocolError:
+        wrong = ProtocolError(
+            f"{self._task} answered {type(self.message).__name__} with something else "
+            f"than was asked for: {error}"
+        )
+        wrong.__cause__ = error
+        return wrong
+
+    @property
+    def _task(self) -> str:
+        return f"/job:ps/task:{self.ps}"

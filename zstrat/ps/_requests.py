@@ -1,0 +1,164 @@
+"""What requests mean to the store: which names each one uses, and how it is begun.
+
+Decides without I/O. What takes long is handed back as a `Pending`: a plan that any
+thread may compute, and how to go on when it has; whoever gets it sees to it that nobody
+else uses the request's names meanwhile (`zstrat.ps._serving`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never
+
+from zstrat.wire import (
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    Done,
+    Exchange,
+    InitializeVariables,
+    Message,
+    Pull,
+    Pulled,
+    PullRows,
+    Push,
+    Pushed,
+)
+
+from ._ledger import UNNAMED
+from ._plans import CreatePlan, Plan, PushPlan, RowsPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    import numpy as np
+
+    from zstrat.wire import Read, Update
+
+    from ._store import Store
+
+INLINE: Final = 4 * 2**20
+"""Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to
+0.8 ms; a thread takes about 0.1 ms to wake and as much to report."""
+
+Plain = (
+    Push
+    | Pull
+    | PullRows
+    | CreateVariables
+    | InitializeVariables
+    | DeleteVariables
+    | CreateOptimizer
+)
+"""Requests that are one thing to do; `zstrat.ps._exchange` has the one that is two."""
+
+Stored = Exchange | Plain
+"""Requests that use the store, and so take turns."""
+
+Outcome = Done | Pushed | Pulled
+
+
+class Pending(NamedTuple):
+    """``plan`` has to be computed elsewhere. ``then`` is to be called with None, or the
+    error if that failed; it answers, has more to compute, or raises."""
+
+    plan: Plan
+    then: Callable[[BaseException | None], Message | Pending]
+
+
+def begin(store: Store, message: Plain) -> Outcome | Pending:
+    """Serves a request on the spot, or says what has to be computed for it.
+
+    Raises:
+        ZstratError: It is refused; nothing has changed.
+    """
+    plan: Outcome | Plan
+    match message:
+        case Push():
+            plan = pushed(store, message)
+        case Pull(reads=reads):
+            plan = pulled(store, reads, (), ())
+        case PullRows(reads=reads, rows=rows, arrays=arrays):
+            plan = pulled(store, reads, rows, arrays)
+        case CreateVariables(variables=entries, arrays=arrays):
+            plan = _at_once(store, store.plan_create(entries, arrays))
+        case InitializeVariables(variables=initial, code=code):
+            plan = store.plan_initialize(initial, code)
+        case CreateOptimizer(optimizer=optimizer, name=name, code=code):
+            plan = store.plan_optimizer(optimizer, name, code)
+        case DeleteVariables(keys=keys):
+            store.delete(keys)
+            return Done()
+        case _:
+            assert_never(message)
+    if isinstance(plan, Outcome):
+        return plan
+    return Pending(plan, partial(_computed, store, plan))
+
+
+def pushed(store: Store, push: Push) -> Outcome | PushPlan:
+    """The answer to a push that takes no time, or what has to be computed."""
+    plan = store.plan_push(push)
+    return plan if isinstance(plan, Pushed) else _at_once(store, plan)
+
+
+def pulled(
+    store: Store,
+    reads: Sequence[Read],
+    rows: Sequence[int],
+    indices: Sequence[np.ndarray],
+) -> Outcome | RowsPlan:
+    """The answer to a pull that takes no time, or what has to be computed."""
+    if rows or indices:
+        return _at_once(store, store.plan_rows(reads, rows, indices))
+    return Pulled(*store.read(reads))
+
+
+def names_of(message: Stored) -> list[Hashable]:
+    """What a request uses: nobody else may use it at the same time."""
+    match message:
+        case Exchange(step=step, part=part, updates=updates):
+            names = _names_of_push(step, part, updates)
+            names += [read.key for read in message.reads]
+            names += message.rows
+            return names
+        case Push(step=step, part=part, updates=updates):
+            return _names_of_push(step, part, updates)
+        case Pull(reads=reads):
+            return [read.key for read in reads]
+        case PullRows(reads=reads, rows=rows):
+            return [*(read.key for read in reads), *rows]
+        case CreateVariables(variables=entries):
+            return [entry.key for entry in entries]
+        case InitializeVariables(variables=initial):
+            return [entry.key for entry in initial]
+        case DeleteVariables(keys=keys):
+            return list(keys)
+        case CreateOptimizer(optimizer=optimizer):
+            return [("optimizer", optimizer)]
+        case _:
+            assert_never(message)
+
+
+def _names_of_push(step: int, part: int, updates: Sequence[Update]) -> list[Hashable]:
+    names: list[Hashable] = [update.key for update in updates]
+    names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
+    if step != UNNAMED:
+        names.append(("step", step, part))
+    return names
+
+
+P = TypeVar("P", PushPlan, RowsPlan, CreatePlan)
+
+
+def _at_once(store: Store, plan: P) -> Outcome | P:
+    if plan.work > INLINE or (isinstance(plan, PushPlan) and not plan.is_compiled):
+        return plan
+    plan.compute()
+    return store.commit(plan)
+
+
+def _computed(store: Store, plan: Plan, error: BaseException | None) -> Outcome:
+    if error is not None:
+        raise error
+    return store.commit(plan)

@@ -1,0 +1,198 @@
+"""Serves the requests of the store: on the spot, on the compute thread, or in turn.
+
+Small requests are answered on the spot: reading hands out views, and adding a few MiB
+takes less time than waking a thread. What takes longer than about a millisecond, and
+whatever XLA may have to compile, goes to one compute thread; requests for the same
+variables queue behind it and all others do not wait (`zstrat.ps._turns`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+from zstrat.errors import ZstratError
+from zstrat.wire import Done, Exchange, Message
+
+from ._exchange import Exchanges
+from ._requests import Pending, Stored, begin, names_of
+from ._turns import Ticket, Turns
+
+if TYPE_CHECKING:
+    from collections.abc import (
+        AsyncIterator,
+        Awaitable,
+        Callable,
+        Hashable,
+        Sequence,
+    )
+
+    from ._store import Store
+    from ._thread import ComputeThread
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request that is not answered yet; without a message: somebody who takes turns
+    by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
+
+    message: Stored | None
+    answer: asyncio.Future[Message]
+
+
+@final
+class Serving:
+    """Those that take turns at one store, ``task`` in errors. Lives on the loop.
+
+    Args:
+        check: Raises unless the session is the one that is open.
+        admit: Raises if nothing may begin that has to wait.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        thread: ComputeThread,
+        *,
+        check: Callable[[int], None],
+        admit: Callable[[], None],
+    ) -> None:
+        self._store, self._thread = store, thread
+        self._check, self._admit = check, admit
+        self._exchanges = Exchanges(task, store, check)
+        self._turns: Turns[_Waiting] = Turns()
+        self._failed = 0
+        self.idle = asyncio.Event()
+        """Set while nobody waits for an answer."""
+        self.idle.set()
+
+    def __len__(self) -> int:
+        """Requests that wait, or are computed."""
+        return len(self._turns)
+
+    @property
+    def failed(self) -> int:
+        """Requests that were refused after they had waited, and parts of exchanges."""
+        return self._failed + self._exchanges.refused
+
+    def take(self, message: Stored) -> Message | Awaitable[Message]:
+        """Answers at once, or later if the request must wait for its turn.
+
+        Raises:
+            ZstratError: The request is refused; nothing has changed.
+        """
+        self._check(message.session)
+        turns = self._turns
+        if turns and not turns.are_free(names_of(message)):
+            return self._enter(message).request.answer
+        served = self._begin(message)
+        while isinstance(served, Pending):
+            try:
+                ticket = self._enter(message)
+            except ZstratError as error:
+                served = served.then(error)
+            else:
+                self._go_on(ticket, served)
+                return ticket.request.answer
+        return served
+
+    @contextlib.asynccontextmanager
+    async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[None]:
+        """Has names for itself, behind those who came before."""
+        ticket = self._queue(None, names)
+        if not self._turns.is_turn(ticket):
+            turn = ticket.request.answer
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():  # it had come already; else see `_resume`
+                    self._leave(ticket)
+                raise
+        try:
+            yield
+        finally:
+            self._leave(ticket)
+
+    def _begin(self, message: Stored) -> Message | Pending:
+        if isinstance(message, Exchange):
+            return self._exchanges.begin(message)
+        return begin(self._store, message)
+
+    def _enter(self, message: Stored) -> Ticket[_Waiting]:
+        self._admit()
+        return self._queue(message, names_of(message))
+
+    def _queue(
+        self, message: Stored | None, names: Sequence[Hashable]
+    ) -> Ticket[_Waiting]:
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        ticket = self._turns.enter(_Waiting(message, answer), names)
+        self.idle.clear()
+        return ticket
+
+    def _resume(self, ticket: Ticket[_Waiting]) -> None:
+        """The turn of a request has come that had to wait."""
+        message, turn = ticket.request.message, ticket.request.answer
+        if message is None:
+            if turn.cancelled():
+                self._leave(ticket)
+            else:
+                turn.set_result(Done())
+            return
+        try:
+            self._check(message.session)
+            served = self._begin(message)
+        except Exception as error:  # goes to the caller
+            self._finish(ticket, error)
+        else:
+            self._go_on(ticket, served)
+
+    def _go_on(self, ticket: Ticket[_Waiting], served: Message | Pending) -> None:
+        """Until the thread has something to do, or the answer is there."""
+        try:
+            while isinstance(served, Pending):
+                try:
+                    done = self._thread.submit(served.plan.compute)
+                except ZstratError as error:
+                    served = served.then(error)
+                else:
+                    done.add_done_callback(partial(self._computed, ticket, served))
+                    return
+        except Exception as error:  # goes to the caller
+            self._finish(ticket, error)
+        else:
+            self._finish(ticket, served)
+
+    def _computed(
+        self, ticket: Ticket[_Waiting], pending: Pending, done: asyncio.Future[None]
+    ) -> None:
+        try:
+            served = pending.then(done.exception())
+        except BaseException as error:  # goes to the caller
+            self._finish(ticket, error)
+        else:
+            self._go_on(ticket, served)
+
+    def _finish(
+        self, ticket: Ticket[_Waiting], outcome: Message | BaseException
+    ) -> None:
+        answer = ticket.request.answer
+        if isinstance(outcome, BaseException):
+            self._failed += 1
+            if not answer.done():
+                answer.set_exception(outcome)
+        elif not answer.done():
+            answer.set_result(outcome)
+        self._leave(ticket)
+
+    def _leave(self, ticket: Ticket[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        for following in self._turns.leave(ticket):
+            # Not at once: a long queue of short requests must not hold up the loop.
+            loop.call_soon(self._resume, following)
+        if not self._turns:
+            self.idle.set()
