@@ -225,6 +225,37 @@ def test_gradient_rows_are_summed_before_they_travel(home, eager):
     ]
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
+@pytest.mark.parametrize("shared", [False, True], ids=["other ids", "its own ids"])
+def test_an_optimizer_steps_on_components_without_rows(home, eager, shared):
+    table = home.sharded(TABLE, 3)
+    adam = home.optimizer(optax.adam(0.1))
+
+    @zs.function(eager=eager)
+    def step(ids):
+        rows = zs.embedding_lookup(table, ids)
+        index = ids if shared else ids + 1
+        adam.apply_gradients([(IndexedSlices(rows, index), table)])
+        table.scatter_add(IndexedSlices(rows, index))
+
+    step(np.array([5, 5]))
+    row = 1 if shared else 2
+    optimized = [u for u in home.updates if u[1] is UpdateOp.OPTIMIZE_ROWS]
+    assert sorted((name, at.tolist()) for name, _, (at, _) in optimized) == [
+        ("t/part_0", []),
+        ("t/part_1", [row]),
+        ("t/part_2", []),
+    ]
+    assert all(rows.shape == (len(at), 4) for _, _, (at, rows) in optimized)
+    # What no optimizer counts is not sent.
+    assert [u[0] for u in home.updates if u[1] is UpdateOp.SCATTER_ADD] == ["t/part_1"]
+    home.updates.clear()
+    step(np.zeros(0, np.int32))
+    assert [(name, op, len(at)) for name, op, (at, _) in home.updates] == [
+        (f"t/part_{n}", UpdateOp.OPTIMIZE_ROWS, 0) for n in range(3)
+    ]
+
+
 def test_several_tables_leave_as_one_and_in_their_order(home):
     """Tables alike, one looked up twice, one without a gradient between them."""
     rng = np.random.default_rng(0)
