@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import Variable
+from zstrat.variables import ABSENT, Optimizer, Variable
 
 RNG = np.random.default_rng(2)
 TABLE = RNG.normal(size=(11, 3)).astype(np.float32)
@@ -216,11 +217,66 @@ def test_padding_fetches_and_moves_nothing(home):
     ids, mask = np.array([[8, 0, 0], [9, 8, 0]]), np.array([[1, 0, 0], [1, 1, 0]], bool)
     gradient = step(ids, mask)
     assert home.requests == [[("t/part_1", [2, 3])]]
-    assert set(np.asarray(gradient.indices).tolist()) == {8, 9}
+    assert set(np.asarray(gradient.indices).tolist()) == {8, 9, ABSENT}
     mean = (TABLE[8] + TABLE[9]) / 2
     expected = np.zeros_like(TABLE)
     expected[8], expected[9] = 2 * TABLE[8] + mean, mean
     np.testing.assert_allclose(gradient.to_dense(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["step", "eager", "outside"])
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+@pytest.mark.parametrize("kind", ["whole", "in parts", "mod", "local"])
+def test_padding_is_in_no_update(home, mode, dtype, kind):
+    """Neither that of rows with some ids nor that of batches that are all padding."""
+    table, options = kinds(home)[kind]
+    local = kind == "local"
+    # It moves a row whose gradient is zero, too.
+    rule = optax.sgd(1.0, momentum=0.9)
+    momentum = Optimizer(rule) if local else home.optimizer(rule)
+
+    def step(ids, mask):
+        def loss(table):
+            rows = zs.embedding_lookup_sparse(
+                table, (ids, mask), combiner="sum", max_norm=9.0, **options
+            )
+            return jnp.sum(rows)
+
+        value, gradient = zs.value_and_grad(loss)(table)
+        if kind == "mod":
+            return value, gradient
+        momentum.apply_gradients([(gradient, table)])
+        return value, [gradient.to_dense()]
+
+    run = step if mode == "outside" else zs.function(step, eager=mode == "eager")
+    expected = np.zeros_like(TABLE)
+    for used in ([], [5, 5, 7]):
+        before = None if kind == "mod" else table.numpy()
+        ids, mask = padded([[], used], 1, dtype)
+        home.updates.clear()
+        home.requests.clear()
+        value, parts = run(jnp.asarray(ids), mask)
+        np.add.at(expected, used, 1.0)
+        if kind == "mod":
+            parts = [np.stack(parts[n % 3])[n // 3] for n in range(len(TABLE))]
+        found = np.concatenate([np.reshape(part, (-1, 3)) for part in parts])
+        rows = TABLE[used].sum() if before is None else before[used].sum()
+        np.testing.assert_allclose(value, rows, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(found, expected)
+        rows = sum(len(at) for ask in home.requests for _, at in ask)
+        assert rows == (0 if local else len(set(used)))
+        moved = sum(len(at) for _, _, (at, _) in home.updates)
+        assert moved == (0 if local or kind == "mod" else len(set(used)))
+
+
+def test_an_id_that_counts_is_never_taken_for_padding(home):
+    table, mask = home.sharded(TABLE, 2), np.ones((1, 1), bool)
+    step = zs.function(lambda ids: zs.embedding_lookup_sparse(table, (ids, mask)))
+    for wrong in (ABSENT, -1, 11):
+        with pytest.raises(IndexError, match="no row"):
+            step(np.array([[wrong]], np.int32))
+    with pytest.raises(IndexError, match="no row"):
+        step(np.array([[2**32 - 1]], np.uint32))
 
 
 def test_sixteen_bits_are_combined_in_thirty_two():

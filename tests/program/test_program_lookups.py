@@ -21,6 +21,7 @@ from zstrat.program._flow import Flow
 from zstrat.program._lookups import Level, PlannedLookup
 from zstrat.rows import sums
 from zstrat.variables import (
+    ABSENT,
     IndexedSlices,
     Table,
     TableLayout,
@@ -474,13 +475,14 @@ def levels(draw):
     which = st.integers(0, len(tables) - 1)
     shapes = st.sampled_from([(), (0,), (1,), (5,), (2, 3)])
     sizes = draw(st.lists(st.tuples(which, shapes), min_size=1, max_size=6))
-    return tables, sizes, draw(st.integers(0, 2**32 - 1))
+    padding = draw(st.sampled_from([0, 0.3, 1]))
+    return tables, sizes, padding, draw(st.integers(0, 2**32 - 1))
 
 
 @settings(deadline=None, max_examples=150)
 @given(levels())
 def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
-    tables, sizes, seed = case
+    tables, sizes, padding, seed = case
     rng = np.random.default_rng(seed)
     wholes, stored = [], {}
     for table in tables:
@@ -497,7 +499,10 @@ def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
             stored[component.spec] = whole[mine]
     lookups = planned(tables, sizes)
     level = Level(lookups)
-    ids = {n: rng.integers(0, x.table.shape[0], x.shape) for n, x in lookups}
+    ids = {n: np.array(rng.integers(0, x.table.shape[0], x.shape)) for n, x in lookups}
+    for each in ids.values():
+        left_out = rng.random(each.shape) < padding
+        np.copyto(each, ABSENT, where=left_out)
     flat = np.concatenate([np.ravel(ids[n]) for n in level.order]).astype(np.int64)
     asked = level.ask(flat)
     assert len({spec for spec, _ in asked.rows}) == len(asked.rows)
@@ -510,19 +515,22 @@ def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
             for number in segment.lookups:
                 size = lookups[number][1].size
                 which = sizes[number][0]
-                expected = wholes[which][ids[number].reshape(-1)]
+                mine = ids[number].reshape(-1)
+                expected = wholes[which][np.maximum(mine, 0)]
+                expected[mine == ABSENT] = 0
                 np.testing.assert_array_equal(rows[at : at + size], expected)
                 at += size
         gradient = rng.integers(0, 9, (at, *rows.shape[1:])).astype(np.float32)
         summed = sums(level.runs_of(asked, block.segments), gradient)
         parts = level.parts_of(asked, block.segments)
-        for segment, mine in zip(block.segments, parts, strict=True):
+        for segment, own_parts in zip(block.segments, parts, strict=True):
             own = slice(segment.start - block.start, segment.stop - block.start)
             found = {
-                (s, i): summed[w][n] for s, w, at in mine for n, i in enumerate(at)
+                (s, i): summed[w][n] for s, w, at in own_parts for n, i in enumerate(at)
             }
             dense = np.zeros(segment.table.shape, np.float32)
-            np.add.at(dense, flat[segment.start : segment.stop], gradient[own])
+            mine, rows = flat[segment.start : segment.stop], gradient[own]
+            np.add.at(dense, mine[mine != ABSENT], rows[mine != ABSENT])
             count = len(segment.table.components)
             for n, component in enumerate(segment.table.components):
                 total = (

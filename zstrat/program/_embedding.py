@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.variables import (
+    ABSENT,
     AbstractVariable,
     Table,
     TableLayout,
@@ -65,6 +66,14 @@ def embedding_lookup(
         RuntimeError: Inside a function that jax transforms, or the same step has
             updated the table.
     """
+    return lookup(params, ids, None, max_norm, partition_strategy)
+
+
+def lookup(
+    params: Any, ids: Any, valid: Any, max_norm: float | None, partition_strategy: str
+) -> jax.Array:
+    """`embedding_lookup` where ``valid``, of the shape of the ids, if it is not None;
+    what is not gives any numbers. For those ids nothing is fetched or updated."""
     if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
         raise ValueError(f"max_norm is a norm, not negative; got {max_norm}")
     if partition_strategy not in _STRATEGIES:
@@ -74,11 +83,29 @@ def embedding_lookup(
     layout = _STRATEGIES[partition_strategy]
     table, via = _table(params, layout)
     ids = ids.value() if isinstance(ids, AbstractVariable) else ids
+    if valid is not None:
+        ids = _marked(ids, valid, 0 if table is None else ABSENT)
     if table is None:
         rows = _taken(_parts(params), ids, layout)
     else:
         rows = _looked_up(table, ids, via)
     return rows if max_norm is None else _clipped(rows, np.ndim(ids), max_norm)
+
+
+def _marked(ids: Any, valid: Any, mark: int) -> jax.Array:
+    """The ids with this one where they do not count, and only there."""
+    ids = jnp.asarray(ids)
+    wide = jax.dtypes.canonicalize_dtype(jnp.int64)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
+    elif not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        # What is too large for a signed one is the largest, which is no row either.
+        most = jnp.array(jnp.iinfo(wide).max, ids.dtype)
+        ids = jnp.minimum(ids, most).astype(wide)
+    marks = jnp.full(ids.shape, mark, ids.dtype)
+    if mark == ABSENT:
+        ids = jnp.where(ids == marks, marks - 1, ids)
+    return jnp.where(valid, ids, marks)
 
 
 def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zstrat.rows import Runs, runs
-from zstrat.variables import TableLayout
+from zstrat.variables import TableLayout, absent
 
 from ._wanted import WantedRows
 
@@ -76,11 +76,13 @@ class Block(NamedTuple):
 
 class Asked(NamedTuple):
     """What one step wants of a level. ``cuts[c]`` is where the rows of component c
-    begin among ``found.unique``; ``rows`` are those of components that have some."""
+    begin among ``found.unique``; ``rows`` are those of components that have some.
+    ``left_out`` says which ids are `ABSENT`, if any: they are in none of the runs."""
 
     found: Runs
     cuts: list[int]
     rows: tuple[WantedRows, ...]
+    left_out: np.ndarray | None = None
 
 
 class Level:
@@ -113,14 +115,14 @@ class Level:
         Raises:
             IndexError: A table has no such row. Names the table and the user's line.
         """
-        self._require_inside(ids)
+        left_out = absent(ids) if self._require_inside(ids) else None
         keys = ids + self._base
         for segment in self._dealt:
             own = slice(segment.start, segment.stop)
             count = len(segment.table.components)
             bounds = self._bounds[segment.first : segment.first + count]
             keys[own] = bounds[ids[own] % count] + ids[own] // count
-        found = runs(keys)
+        found = runs(keys) if left_out is None else _runs_of_some(keys, ~left_out)
         cuts = np.searchsorted(found.unique, self._bounds).tolist()
         wanted = [
             WantedRows(component.spec, found.unique[start:stop] - self._bounds[c])
@@ -129,7 +131,7 @@ class Level:
             )
             if start < stop
         ]
-        return Asked(found, cuts, tuple(wanted))
+        return Asked(found, cuts, tuple(wanted), left_out)
 
     def assembled(
         self, asked: Asked, answers: Sequence[np.ndarray]
@@ -140,7 +142,7 @@ class Level:
             ValueError: An answer is not what was asked for.
         """
         _require_answers(asked, answers)
-        inverse = asked.found.inverse()
+        inverse = _inverse(asked, self.size)
         left = iter(answers)
         blocks = []
         for block in self.blocks:
@@ -150,12 +152,14 @@ class Level:
             places = inverse[block.start : block.stop]
             if not parts:
                 table = block.segments[0].table
-                rows = np.empty((0, *table.shape[1:]), table.dtype)
+                rows = np.zeros((len(places), *table.shape[1:]), table.dtype)
             else:
                 rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 assert len(rows) == last - first
                 # Clipped: the places are right, and numpy need not check them.
                 rows = rows.take(places - first if first else places, 0, mode="clip")
+                if asked.left_out is not None:
+                    rows[asked.left_out[block.start : block.stop]] = 0
             blocks.append(rows)
         return blocks
 
@@ -166,10 +170,13 @@ class Level:
         low = asked.cuts[first.first]
         high = asked.cuts[last.first + len(last.table.components)]
         found, ids = asked.found, slice(first.start, last.stop)
+        if asked.left_out is not None:
+            before = int(found.counts[:low].sum())
+            ids = slice(before, before + int(found.counts[low:high].sum()))
         return Runs(
             found.unique[low:high],
             found.order[ids] - first.start,
-            found.starts[low:high] - first.start,
+            found.starts[low:high] - ids.start,
             found.counts[low:high],
         )
 
@@ -191,13 +198,14 @@ class Level:
             parts.append(mine)
         return parts
 
-    def _require_inside(self, ids: np.ndarray) -> None:
+    def _require_inside(self, ids: np.ndarray) -> bool:
+        """Whether some of them may be `ABSENT`, as they are negative."""
         if not len(self._starts):
-            return
+            return False
         low = np.minimum.reduceat(ids, self._starts)
         high = np.maximum.reduceat(ids, self._starts)
         if not ((low < 0) | (high >= self._rows)).any():
-            return
+            return False
         for segment in self._full:
             start = segment.start
             for number in segment.lookups:
@@ -207,6 +215,24 @@ class Level:
                 except IndexError as error:
                     raise IndexError(f"{lookup.where}: {error}") from None
                 start += lookup.size
+        return True
+
+
+def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
+    """The runs of some of the keys, at their places among all of them."""
+    found = runs(keys[some])
+    return found._replace(order=np.flatnonzero(some)[found.order])
+
+
+def _inverse(asked: Asked, size: int) -> np.ndarray:
+    """For each id of the level its place among the unique ones; some place, if it is
+    left out."""
+    if asked.left_out is None:
+        return asked.found.inverse()
+    found = asked.found
+    inverse = np.zeros(size, np.intp)
+    inverse[found.order] = np.repeat(np.arange(len(found.unique)), found.counts)
+    return inverse
 
 
 def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[Block, ...]:

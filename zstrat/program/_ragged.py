@@ -4,8 +4,8 @@ jax computes with fixed shapes, so a row of ids that is as long as it happens to
 written either as a padded array with a mask, or as pairs of an id and the row that it
 belongs to.
 
-Law of the file: an id that does not count is looked up as one that does, so that no row
-is fetched, or touched by an optimizer, for the sake of padding.
+Law of the file: no row is fetched, or touched by an optimizer, for the sake of an id
+that does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from ._embedding import embedding_lookup
+from ._embedding import lookup
 
 _COMBINERS: Final = ("sum", "mean", "sqrtn")
 
@@ -183,9 +183,7 @@ class _Bag:
     ) -> jax.Array:
         if combiner not in _COMBINERS:
             raise ValueError(f"combiner is one of {_COMBINERS}, got {combiner!r}")
-        rows = embedding_lookup(
-            params, self._known(), max_norm, partition_strategy=strategy
-        )
+        rows = lookup(params, self.ids, self.valid, max_norm, strategy)
         dtype = rows.dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"rows of {dtype} cannot be combined: they are no floats")
@@ -204,15 +202,6 @@ class _Bag:
             by = by if combiner == "mean" else jnp.sqrt(by)
             total = total / by.reshape(*by.shape, *trailing)
         return total.astype(dtype)
-
-    def _known(self) -> jax.Array:
-        """The ids, where those that do not count are one that does."""
-        if not self.ids.size:
-            return self.ids
-        zero = jnp.zeros_like(self.ids)
-        return jnp.where(
-            self.valid, self.ids, jnp.max(jnp.where(self.valid, self.ids, zero))
-        )
 
     def _summed(self, x: jax.Array) -> jax.Array:
         if self.row_ids is None:

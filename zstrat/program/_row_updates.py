@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.rows import runs, sums
+from zstrat.variables import present
 from zstrat.wire._messages import UpdateOp
 
 from ._results import StepUpdate
@@ -60,6 +61,7 @@ def split(
         table.require_inside(indices)
     except IndexError as error:
         raise IndexError(f"{update.where}: {error}") from None
+    indices, rows = present(indices, rows)
     found = runs(indices)
     if update.op in SUMMED:
         ordered, rows = found.unique, sums(found, rows)

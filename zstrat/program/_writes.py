@@ -71,7 +71,8 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
         indices = indices.astype(jnp.int32)
     if table.layout is TableLayout.MOD:
         count = len(table.components)
-        return jnp.where(indices % count == component, indices // count, height)
+        mine = (indices % count == component) & (indices >= 0)
+        return jnp.where(mine, indices // count, height)
     first = int(table.offsets[component])
     inside = (indices >= first) & (indices < first + height)
     return jnp.where(inside, indices - first, height)

@@ -24,6 +24,7 @@ from ._optimizer import Optimizer as Optimizer
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
 from ._rows import Gathering as Gathering
+from ._rows import present as present
 from ._rows import read_rows as read_rows
 from ._rows import read_rows_async as read_rows_async
 from ._rows import row_updates as row_updates
@@ -39,9 +40,11 @@ from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
 from ._staging import is_staging as is_staging
+from ._table import ABSENT as ABSENT
 from ._table import Piece as Piece
 from ._table import Table as Table
 from ._table import TableLayout as TableLayout
+from ._table import absent as absent
 from ._tree import create_variables as create_variables
 from ._tree import values as values
 from ._variable import Variable as Variable

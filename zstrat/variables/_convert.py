@@ -25,6 +25,7 @@ from zstrat.wire import DTYPES
 
 from ._operators import ArrayOperators
 from ._rows import integers
+from ._table import ABSENT
 
 if TYPE_CHECKING:
     from ._spec import VariableSpec
@@ -155,12 +156,12 @@ def traced_ids(table: Table, ids: Any) -> jax.Array:
 
 
 def check_indices(spec: VariableSpec, indices: np.ndarray, what: str) -> None:
-    """Refuses indices outside ``[0, shape[0])``.
+    """Refuses indices outside ``[0, shape[0])``, but for `ABSENT`.
 
     Raises:
         IndexError: Names the first one that is outside.
     """
-    outside = (indices < 0) | (indices >= spec.shape[0])
+    outside = ((indices < 0) & (indices != ABSENT)) | (indices >= spec.shape[0])
     if outside.any():
         raise IndexError(
             f"{what} {spec}: index {indices[outside].flat[0]} is out of bounds for "

@@ -15,6 +15,7 @@ from zstrat.rows import Runs, runs, sums
 from zstrat.wire import UpdateOp
 
 from ._home import read_parts, read_parts_async
+from ._table import absent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +57,8 @@ class Gathering:
     shape: tuple[int, ...]
     found: Runs
     pieces: Sequence[Piece]
+    left_out: np.ndarray | None = None
+    """Which of the ids are `ABSENT`, if any."""
 
     @classmethod
     def of(cls, table: Table, ids: Any) -> Gathering:
@@ -67,8 +70,10 @@ class Gathering:
         """
         index = integers(ids, f"ids of {table}")
         table.require_inside(index)
-        found = runs(index.reshape(-1))
-        return cls(table, index.shape, found, table.pieces(found.unique))
+        flat = index.reshape(-1)
+        left_out = absent(flat)
+        found = runs(flat if left_out is None else flat[~left_out])
+        return cls(table, index.shape, found, table.pieces(found.unique), left_out)
 
     @property
     def parts(self) -> list[HomeRows]:
@@ -81,7 +86,12 @@ class Gathering:
         unique = np.empty((len(self.found.unique), *row), self.table.dtype)
         for piece, answer in zip(self.pieces, answers, strict=True):
             unique[piece.positions] = answer
-        rows: np.ndarray = unique[self.found.inverse()].reshape(*self.shape, *row)
+        rows: np.ndarray = unique[self.found.inverse()]
+        if self.left_out is not None:
+            full = np.zeros((len(self.left_out), *row), self.table.dtype)
+            full[~self.left_out] = rows
+            rows = full
+        rows = rows.reshape(*self.shape, *row)
         rows.flags.writeable = False
         return rows
 
@@ -98,7 +108,7 @@ def row_updates(
     one with every component, be it of no rows, so that all count the same steps. What
     is scattered keeps the order of duplicates.
     """
-    indices, rows = operands
+    indices, rows = present(*operands)
     found = runs(indices)
     if op is UpdateOp.OPTIMIZE_ROWS:
         indices, rows = found.unique, sums(found, rows)
@@ -114,6 +124,14 @@ def row_updates(
     return [
         (table.components[n], op, operands, optimizer) for n, operands in parts.items()
     ]
+
+
+def present(indices: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Without what is `ABSENT`."""
+    left_out = absent(indices)
+    return (
+        (indices, rows) if left_out is None else (indices[~left_out], rows[~left_out])
+    )
 
 
 def integers(ids: Any, what: str) -> np.ndarray:

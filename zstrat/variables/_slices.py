@@ -14,7 +14,8 @@ class IndexedSlices:
     """``values[i]`` belongs to row ``indices[i]`` of an array of ``dense_shape``.
 
     A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
-    An index may occur several times: adding accumulates. ``dense_shape`` is None if
+    An index may occur several times: adding accumulates. In gradients of padded lookups
+    an index may also be one of no row, a negative number, whose values count nowhere. ``dense_shape`` is None if
     the receiver knows it (a variable does).
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._variable import Variable
+
+
+ABSENT: Final = 1 - 2**31
+"""Among ids: no row. Shapes are fixed in a step, so what does not count stays where it
+is, as this; nothing is fetched for it, it reads as zeros, and updates leave it out. No
+id that was computed by mistake is likely to be this one."""
+
+
+def absent(ids: np.ndarray) -> np.ndarray | None:
+    """Where ids are `ABSENT`; None if none is. Cost: one pass, if none is."""
+    if not ids.size or ids.dtype.itemsize < 4 or int(ids.min()) >= 0:
+        return None
+    found: np.ndarray = ids == ABSENT
+    return found if found.any() else None
 
 
 class TableLayout(enum.StrEnum):
@@ -80,7 +94,7 @@ class Table:
         return f"table {self.name!r} ({self.dtype.name}{list(self.shape)})"
 
     def require_inside(self, ids: np.ndarray) -> None:
-        """Refuses ids of rows that are not there. Cost: one pass.
+        """Refuses ids of rows that are not there, but for `ABSENT`. Cost: one pass.
 
         Raises:
             IndexError: Names the table and the first such id.
@@ -89,10 +103,13 @@ class Table:
             return
         rows = self.shape[0]
         if int(ids.min()) < 0 or int(ids.max()) >= rows:
-            wrong = ids[(ids < 0) | (ids >= rows)].flat[0]
+            wrong = ids[((ids < 0) & (ids != ABSENT)) | (ids >= rows)]
+            if not wrong.size:
+                return
             raise IndexError(
-                f"{self} has no row {int(wrong)}: ids are in [0, {rows}). Negative ids "
-                "do not count from the end; mask padding, or look it up as row 0"
+                f"{self} has no row {int(wrong.flat[0])}: ids are in [0, {rows}). "
+                "Negative ids do not count from the end; mask padding "
+                "(zs.embedding_lookup_sparse), or look it up as row 0"
             )
 
     def pieces(self, ids: np.ndarray) -> Sequence[Piece]:
