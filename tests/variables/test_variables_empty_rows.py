@@ -1,5 +1,7 @@
-"""An optimizer moves the rows of a table alike however the table is partitioned: what it
-keeps for all rows moves on components without rows too."""
+"""An optimizer moves the rows of a table alike however the table is partitioned.
+
+What it keeps for all rows moves on components without rows too.
+"""
 
 import numpy as np
 import optax

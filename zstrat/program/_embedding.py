@@ -100,8 +100,8 @@ def _marked(ids: Any, valid: Any, mark: int) -> jax.Array:
         ids = ids.astype(jnp.int32)
     elif not jnp.issubdtype(ids.dtype, jnp.signedinteger):
         # What is too large for a signed one is the largest, which is no row either.
-        most = jnp.array(jnp.iinfo(wide).max, ids.dtype)
-        ids = jnp.minimum(ids, most).astype(wide)
+        most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
+        ids = jnp.minimum(ids, jnp.array(most, ids.dtype)).astype(wide)
     marks = jnp.full(ids.shape, mark, ids.dtype)
     if mark == ABSENT:
         ids = jnp.where(ids == marks, marks - 1, ids)

@@ -15,8 +15,8 @@ class IndexedSlices:
 
     A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
     An index may occur several times: adding accumulates. In gradients of padded lookups
-    an index may also be one of no row, a negative number, whose values count nowhere. ``dense_shape`` is None if
-    the receiver knows it (a variable does).
+    some are of no row at all (a negative number): their values count nowhere.
+    ``dense_shape`` is None if the receiver knows it (a variable does).
     """
 
     values: Any
