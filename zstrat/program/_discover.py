@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _refusals
 from ._capture import Capture
@@ -19,10 +20,11 @@ from ._feeds import Discovery, Replay
 from ._flow import Flow
 from ._iterator import StepIterator
 from ._lookups import PlannedLookup
+from ._narrow import is_narrowed
 from ._plan import Plan, PlannedUpdate, Template
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from ._capture import Recorded
     from ._iterator import Element
@@ -37,13 +39,16 @@ class Traced:
     arrays of the result, the operands of each update, and the ids of each lookup.
 
     Of its ``reads`` the plan leaves out those that nothing depends on; ``kept`` are the
-    others, by number. ``inputs`` is how many leaves come before the values.
+    others, by number. ``inputs`` is how many leaves come before the values. Those of
+    them that jax makes 32-bit integers of, and from which ids are computed, are
+    ``narrowed``: by number, with their place in words.
     """
 
     closed: Any
     inputs: int
     reads: int
     kept: tuple[int, ...]
+    narrowed: dict[int, str]
 
 
 def discover(
@@ -126,7 +131,53 @@ def _traced(
             [replace(x, level=n) for x, n in zip(plan.lookups, levels, strict=True)]
         ),
     )
-    return plan, Traced(closed, inputs, len(values), kept)
+    leaves = {
+        **_named_inputs(call),
+        **{
+            f"element {n}{keystr(path)} of the step": leaf
+            for n, element in enumerate(drawn)
+            for path, leaf in tree_flatten_with_path(element)[0]
+        },
+    }
+    narrowed = _narrowed(plan, closed, leaves)
+    return plan, Traced(closed, inputs, len(values), kept, narrowed)
+
+
+def _named_inputs(call: Call) -> dict[str, Any]:
+    """The inputs by their places in words, in order."""
+    args, kwargs = call.treedef.unflatten(call.leaves)
+    paths = [
+        f"{root}{keystr(path)}"
+        for root, tree in (("args", args), ("kwargs", kwargs))
+        for path, _ in tree_flatten_with_path(tree)[0]
+    ]
+    return {paths[gap]: call.leaves[gap] for gap in _gaps(call)}
+
+
+def _narrowed(plan: Plan, closed: Any, leaves: Mapping[str, Any]) -> dict[int, str]:
+    """The leaves of 64 bits that are 32 bits wide in the program, and of which ids or
+    indices of rows are computed."""
+    flow = Flow(closed)
+    outputs, at = len(closed.jaxpr.outvars), len(plan.out_specs)
+    ids = list(range(outputs - len(plan.lookups), outputs))
+    indices = []
+    for update in plan.updates:
+        indices += [at] if update.table is not None else []
+        at += len(update.operands)
+    # These keep their 64 bits on the host, and are looked at there.
+    taken = {flow.input_at_origin(n) for n in ids} - {None}
+    computed = flow.inputs_of(
+        [
+            n
+            for n in (*ids, *indices)
+            if (source := flow.input_at_origin(n)) is None or source not in taken
+        ]
+    )
+    return {
+        number: place
+        for number, (place, leaf) in enumerate(leaves.items())
+        if computed >> number & 1 and is_narrowed(leaf)
+    }
 
 
 def _levels(

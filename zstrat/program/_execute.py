@@ -55,9 +55,11 @@ def prepare(
     Raises:
         OutOfRangeError: A dataset has no more elements; nothing was drawn.
         TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
-        ValueError: The function is eager; see `run_eager`.
+        ValueError: The function is eager (see `run_eager`).
         IndexError: It looks up a row that is not there. What it drew is used up, as by
             every step that fails.
+        ValueError: Or it computes ids of integers that do not fit 32 bits, with which
+            jax computes.
         Exception: Whatever the body raises while it is traced.
     """
     if function.eager:

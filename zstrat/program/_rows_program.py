@@ -58,6 +58,8 @@ class RowsProgram:
     def __init__(self, plan: Plan, traced: Traced) -> None:
         self.plan = plan
         self.constant: StepResult | None = None
+        self.narrowed = traced.narrowed
+        """Leaves that have to fit 32 bits; see `require_fitting`."""
         self._name = plan.function.rpartition(".")[2]
         self.levels = [_level(plan, number) for number in range(plan.levels)]
         flow = Flow(traced.closed)
