@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, final
+from weakref import WeakKeyDictionary
 
+from zstrat.program import Plan
 from zstrat.ps import Ref, RowsRef
 from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.program import Plan, Wanted
+    from zstrat.program import Wanted
     from zstrat.variables import VariableSpec
 
 _FEEDS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
@@ -33,7 +35,8 @@ class Reads(NamedTuple):
 class Needs:
     """Of a step of this plan; ``reads`` and ``nbytes`` without what it looks up."""
 
-    plan: Plan  # held, so that its identity is not given to another
+    specs: tuple[VariableSpec, ...]
+    """Of the variables that are read whole."""
     reads: Reads | None
     nbytes: int
     writes: bool
@@ -44,18 +47,18 @@ class Needs:
 
 @final
 class Catalog:
-    """The needs of the plans of one session."""
+    """The needs of the plans of one session, as long as somebody has the plan."""
 
     def __init__(self) -> None:
-        self._needs: Final[dict[int, Needs]] = {}
+        self._needs: Final = WeakKeyDictionary[Plan, Needs]()
         self._reads: Final[dict[tuple[Ref, ...], Reads]] = {}
         self._row_bytes: Final[dict[int, int]] = {}
 
     def of(self, plan: Plan) -> Needs:
         """What steps of this plan need."""
-        needs = self._needs.get(id(plan))
+        needs = self._needs.get(plan)
         if needs is None:
-            needs = self._needs[id(plan)] = self._found(plan)
+            needs = self._needs[plan] = self._found(plan)
         return needs
 
     def wanted(self, needs: Needs, wanted: Wanted) -> tuple[Reads | None, int]:
@@ -63,7 +66,7 @@ class Catalog:
         None: nothing has to be pulled."""
         if not wanted.rows:
             return self._whole(wanted.reads), _nbytes(wanted.reads)
-        if needs.plan.reads == wanted.reads:
+        if needs.specs == wanted.reads:
             refs, nbytes = () if needs.reads is None else needs.reads.refs, needs.nbytes
         else:
             refs, nbytes = _refs(wanted.reads), _nbytes(wanted.reads)
@@ -77,7 +80,7 @@ class Catalog:
     def _found(self, plan: Plan) -> Needs:
         writes = bool(plan.updates)
         return Needs(
-            plan,
+            plan.reads,
             self._whole(plan.reads),
             _nbytes(plan.reads),
             writes,
