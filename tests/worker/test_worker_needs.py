@@ -28,3 +28,16 @@ def test_plans_that_nobody_has_are_forgotten():
     del step, plan
     gc.collect()
     assert gone() is None
+
+
+def test_rows_that_wait_for_the_next_level_are_counted_by_id():
+    table, chain = variable(2, (10, 4)), variable(3, (10,), "int32")
+
+    @zs.function
+    def step(ids):
+        following = zs.embedding_lookup(chain, ids)
+        return zs.embedding_lookup(table, ids), zs.embedding_lookup(table, following)
+
+    needs = Catalog().of(step.plan((np.zeros(1000, np.int32),)))
+    assert needs.advances == 1
+    assert needs.blocks == (1000 * (4 + 16), 1000 * 16)

@@ -43,6 +43,9 @@ class Needs:
     optimizes: bool
     advances: int
     """How often a step is pulled again before it can run."""
+    blocks: tuple[int, ...]
+    """Bytes of the rows that a step makes of the answer to each level: one for each id,
+    however often it is there, while the answer has it once."""
 
 
 @final
@@ -86,6 +89,16 @@ class Catalog:
             writes,
             writes and all(update.op in _FEEDS for update in plan.updates),
             plan.levels - 1,
+            tuple(
+                [
+                    sum(
+                        lookup.size * self._row_nbytes(lookup.table.components[0].spec)
+                        for lookup in plan.lookups
+                        if lookup.level == level
+                    )
+                    for level in range(plan.levels)
+                ]
+            ),
         )
 
     def _whole(self, specs: Sequence[VariableSpec]) -> Reads | None:

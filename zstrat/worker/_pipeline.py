@@ -22,7 +22,8 @@ Theory of operation:
 - Read-only closures may be prepared ``window`` ahead. Those that read the same
   variables share one pull: each of them was dispatched before that pull, so a value
   read by it is as fresh as its own pull could promise. Rows are never shared.
-- The values that wait in the line are bounded: beyond ``budget`` nothing is prepared or
+- The values that wait in the line, and the rows that steps have made of answers when
+  they advanced, are bounded: beyond ``budget`` nothing is prepared or
   advanced but what the head needs, and the one step behind it.
 - A closure that cannot be prepared ends when those before it have run, and nothing is
   prepared behind it until then: a dataset that has ended must not cost the closures

@@ -211,6 +211,8 @@ class Workshop:
             assert wanted is not None, "a plan has one level less than it says"
             needs = self._catalog.of(step.work.plan)
             reads, nbytes = self._catalog.wanted(needs, wanted)
+            # What it made of the answer waits with it.
+            nbytes += needs.blocks[needs.advances - step.levels]
         except BaseException as error:  # goes to the coordinator as the outcome
             self.pipeline.broke(step, _ending.failed(step.number, error))
             return self.clock()
