@@ -19,6 +19,18 @@ _ROUNDS: Final = 16
 beyond (a few hot rows) is summed per index."""
 
 
+ALIGNMENT: Final = 64
+"""XLA shares host memory so aligned, in place of copying it; also a cache line."""
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 class Runs(NamedTuple):
     """Where equal indices are.
 

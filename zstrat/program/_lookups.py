@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.rows import Runs, runs
+from zstrat.rows import Runs, aligned, runs
 from zstrat.variables import TableLayout, absent
 
 from ._wanted import WantedRows
@@ -156,8 +156,10 @@ class Level:
             else:
                 rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
                 assert len(rows) == last - first
+                own = aligned((len(places), *rows.shape[1:]), rows.dtype)
                 # Clipped: the places are right, and numpy need not check them.
-                rows = rows.take(places - first if first else places, 0, mode="clip")
+                places = places - first if first else places
+                rows = rows.take(places, 0, own, mode="clip")
                 if asked.left_out is not None:
                     rows[asked.left_out[block.start : block.stop]] = 0
             blocks.append(rows)
