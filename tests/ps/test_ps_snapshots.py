@@ -31,13 +31,17 @@ from zstrat.ps import _probe as probe_module
 from zstrat.ps import _snapshot as snapshot_module
 from zstrat.ps import _snapshot_service as service_module
 from zstrat.wire import (
+    CreateOptimizer,
     Hello,
     Job,
     LoadEntry,
     OpenSession,
     PinSnapshot,
+    Push,
+    ReadSnapshot,
     ReleaseSnapshot,
     StoreEntry,
+    Update,
     UpdateOp,
     VariableEntry,
     WriteSnapshot,
@@ -233,6 +237,48 @@ async def test_pins_that_cannot_be_made_leave_nothing(rig, monkeypatch):
         await rig.client.read_snapshot(0, 1, 0, 8, 9)
     await rig.client.release(1)
     await rig.client.release(1)
+
+
+async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):
+    """Nobody would ever release what is pinned behind a long request."""
+    await rig.create(0, 1, np.ones((4, 2), "f4"))
+    service = rig.services[0]
+    optimizer = service.handle(rig.chief, CreateOptimizer(SESSION, 9, "adam", b"adam"))
+    head = Update(1, int(UpdateOp.OPTIMIZE), 9, 1)
+    gradient = np.ones((4, 2), "f4")
+    push = service.handle(rig.chief, Push(SESSION, -1, 0, 0, [head], (gradient,)))
+    waiting = asyncio.ensure_future(
+        service.handle(rig.chief, PinSnapshot(SESSION, 1, [1], []))
+    )
+    await asyncio.sleep(0)
+    service.lost(rig.chief, "gone")
+    with pytest.raises(UnavailableError, match=f"{TASK}: the coordinator"):
+        await waiting
+    await optimizer
+    assert (await push).applied
+    assert rig.statistics()["snapshots"] == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PinSnapshot(SESSION, 1, [1], [], 1),
+        WriteSnapshot(SESSION, 1, "/nowhere/part", [0], ["t"]),
+        ReadSnapshot(SESSION, 1, 0, 0, 8),
+    ],
+)
+async def test_a_request_for_a_snapshot_never_meets_the_next_one(rig, message):
+    """A coordinator that comes back may count its snapshots from one again."""
+    ref = await rig.create(0, 1, np.ones(4))
+    service = rig.services[0]
+    await rig.client.pin(1, [ref], [])
+    asked = service.handle(rig.chief, message)
+    service.lost(rig.chief, "gone")
+    service.handle(rig.chief, OpenSession(SESSION, 0, 1, []))
+    await rig.client.pin(1, [ref], [])
+    with pytest.raises(UnavailableError, match="was lost meanwhile"):
+        await asked
+    assert rig.statistics()["snapshots"] == 1
 
 
 # ---- writing ---------------------------------------------------------------------
