@@ -96,7 +96,7 @@ class SnapshotService:
         """Answers one request of the session that is open."""
         match message:
             case PinSnapshot():
-                # Now: a coroutine starts later, and the coordinator may be lost by then.
+                # Now: a coroutine starts later, and its coordinator may be lost then.
                 return self._pin(message, self._epoch)
             case WriteSnapshot():
                 return self._write(message, self._epoch)
@@ -209,33 +209,19 @@ class SnapshotService:
 
     async def _load(self, message: LoadTensors) -> Done:
         anew = [e for e in message.entries if e.optimizer and not e.path]
-        if anew:
-            await self._forget(message.session, anew)
-            rest = [entry for entry in message.entries if entry not in anew]
-            message = LoadTensors(message.session, rest)
-        for entry in message.entries:
+        files = [e for e in message.entries if not (e.optimizer and not e.path)]
+        for entry in files:
             self._disk.require_absolute(entry.path)
         with self._working():
             readers: dict[str, TensorReader] = {}
             try:
-                opening = partial(self._open, message.entries, readers)
-                sources = await self._disk.run(opening)
-                wanted = [entry for entry in message.entries if entry.name]
-                await self._bring(message.session, wanted, sources)
+                sources = await self._disk.run(partial(self._open, files, readers))
+                wanted = [entry for entry in files if entry.name]
+                await self._bring(message.session, wanted, sources, anew)
             finally:
                 with contextlib.suppress(Exception):  # the thread was closed: at exit
                     self._disk.submit(partial(_close, readers))
         return Done()
-
-    async def _forget(self, session: int, entries: Sequence[LoadEntry]) -> None:
-        """Slots that the next gradient makes anew."""
-        names: set[Hashable] = {entry.key for entry in entries}
-        names |= {("optimizer", entry.optimizer) for entry in entries}
-        async with self._turn(list(names)):
-            self._check(session)
-            for entry in entries:
-                (held,) = self._store.find([entry.key])
-                held.slots.pop(entry.optimizer, None)
 
     async def _move(self, message: StoreTensors) -> Done:
         if len(message.entries) != len(message.arrays):
@@ -256,10 +242,13 @@ class SnapshotService:
         session: int,
         entries: Sequence[LoadEntry] | Sequence[StoreEntry],
         sources: Sequence[Source],
+        anew: Sequence[LoadEntry] = (),
     ) -> None:
+        """``anew``: slots to forget, which the next gradient makes anew."""
         places: list[LoadEntry | StoreEntry] = list(entries)
-        names: set[Hashable] = {entry.key for entry in places}
-        names |= {("optimizer", e.optimizer) for e in places if e.optimizer}
+        used = [*places, *anew]
+        names: set[Hashable] = {entry.key for entry in used}
+        names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
         async with self._turn(list(names)):
             self._check(session)
             store, engine = self._store, self._store.engine
@@ -273,7 +262,8 @@ class SnapshotService:
                         source,
                     )
                     for entry, source in zip(places, sources, strict=True)
-                ]
+                ],
+                [(store.find([entry.key])[0], entry.optimizer) for entry in anew],
             )
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))
