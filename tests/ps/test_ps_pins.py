@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from zstrat.errors import NotFoundError, ResourceExhaustedError
 from zstrat.ps import _pins
-from zstrat.ps._cell import Cell
+from zstrat.ps._cell import Cell, Write
 from zstrat.ps._pins import Pin
 
 SHAPES = [(), (0,), (7,), (5, 3), (13, 2), (4, 0), (2, 40), (1, 2, 3)]
@@ -85,7 +85,7 @@ class Pins(RuleBasedStateMachine):
         most = self.value.shape[0] - 1
         ids = st.lists(st.integers(0, most), max_size=8) if most >= 0 else st.just([])
         rows = np.array(data.draw(ids), np.intp)
-        self.cell.reserve(anew=False, rows=True)
+        self.cell.reserve([Write.ROWS])
         out = self.cell.begin_rows(rows)
         out[rows] = self.fresh()[: len(rows)] if not len(rows) else self.fresh()[rows]
         self.cell.settle()
@@ -96,7 +96,7 @@ class Pins(RuleBasedStateMachine):
 
     @rule(anew=st.booleans())
     def write_all(self, anew):
-        self.cell.reserve(anew=anew)
+        self.cell.reserve([Write.ANEW if anew else Write.WHOLE])
         out = self.cell.overwrite() if anew else self.cell.begin()[1]
         np.copyto(out, self.fresh())
         self.cell.settle()

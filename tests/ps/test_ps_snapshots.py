@@ -31,13 +31,17 @@ from zstrat.ps import _probe as probe_module
 from zstrat.ps import _snapshot as snapshot_module
 from zstrat.ps import _snapshot_service as service_module
 from zstrat.wire import (
+    CreateOptimizer,
     Hello,
     Job,
     LoadEntry,
     OpenSession,
     PinSnapshot,
+    Push,
+    ReadSnapshot,
     ReleaseSnapshot,
     StoreEntry,
+    Update,
     UpdateOp,
     VariableEntry,
     WriteSnapshot,
@@ -233,6 +237,48 @@ async def test_pins_that_cannot_be_made_leave_nothing(rig, monkeypatch):
         await rig.client.read_snapshot(0, 1, 0, 8, 9)
     await rig.client.release(1)
     await rig.client.release(1)
+
+
+async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):
+    """Nobody would ever release what is pinned behind a long request."""
+    await rig.create(0, 1, np.ones((4, 2), "f4"))
+    service = rig.services[0]
+    optimizer = service.handle(rig.chief, CreateOptimizer(SESSION, 9, "adam", b"adam"))
+    head = Update(1, int(UpdateOp.OPTIMIZE), 9, 1)
+    gradient = np.ones((4, 2), "f4")
+    push = service.handle(rig.chief, Push(SESSION, -1, 0, 0, [head], (gradient,)))
+    waiting = asyncio.ensure_future(
+        service.handle(rig.chief, PinSnapshot(SESSION, 1, [1], []))
+    )
+    await asyncio.sleep(0)
+    service.lost(rig.chief, "gone")
+    with pytest.raises(UnavailableError, match=f"{TASK}: the coordinator"):
+        await waiting
+    await optimizer
+    assert (await push).applied
+    assert rig.statistics()["snapshots"] == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PinSnapshot(SESSION, 1, [1], [], 1),
+        WriteSnapshot(SESSION, 1, "/nowhere/part", [0], ["t"]),
+        ReadSnapshot(SESSION, 1, 0, 0, 8),
+    ],
+)
+async def test_a_request_for_a_snapshot_never_meets_the_next_one(rig, message):
+    """A coordinator that comes back may count its snapshots from one again."""
+    ref = await rig.create(0, 1, np.ones(4))
+    service = rig.services[0]
+    await rig.client.pin(1, [ref], [])
+    asked = service.handle(rig.chief, message)
+    service.lost(rig.chief, "gone")
+    service.handle(rig.chief, OpenSession(SESSION, 0, 1, []))
+    await rig.client.pin(1, [ref], [])
+    with pytest.raises(UnavailableError, match="was lost meanwhile"):
+        await asked
+    assert rig.statistics()["snapshots"] == 1
 
 
 # ---- writing ---------------------------------------------------------------------
@@ -527,6 +573,58 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(rig):
             await rig.client.store(0, [first, entry], [row, array])
     assert (await rig.read(ref)).all()
     assert rig.statistics()["slot_bytes"] == 0
+
+
+async def test_a_load_without_a_path_forgets_slots(rig):
+    """The next gradient makes them anew: Adam's first step again, of the rate 0.1."""
+    ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
+    await rig.client.create_optimizer(9, "adam", b"adam")
+    push = (UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"))
+    for _ in range(3):
+        await rig.update(ref, *push, optimizer=9)
+    entries = [LoadEntry(1, 9, "", "", "", 0, 0, 0)]
+    await rig.client.load(0, entries)
+    assert rig.statistics()["slot_bytes"] == 0
+    await rig.client.load(0, entries)  # nothing to forget is no error
+    before = np.array(await rig.read(ref))
+    await rig.update(ref, UpdateOp.OPTIMIZE, np.full((4, 2), -3, "f4"), optimizer=9)
+    np.testing.assert_allclose(await rig.read(ref), before + 0.1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", ["file", "name", "shape", "key"])
+async def test_a_load_that_is_refused_forgets_no_slots(rig, tmp_path, place):
+    ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
+    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.update(ref, UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"), optimizer=9)
+    path, _ = await save(rig, tmp_path, [ref])
+    slots = rig.statistics()["slot_bytes"]
+    assert slots
+    bad = {
+        "file": LoadEntry(1, 0, "", "/nowhere/part", "1/0/", 0, 0, 0),
+        "name": LoadEntry(1, 0, "", path, "x", 0, 0, 0),
+        "shape": LoadEntry(1, 0, "", path, "1/0/", 0, 2, 3),
+        "key": LoadEntry(8, 9, "", "", "", 0, 0, 0),
+    }
+    forget = LoadEntry(1, 9, "", "", "", 0, 0, 0)
+    with pytest.raises((NotFoundError, InvalidArgumentError)):
+        await rig.client.load(0, [forget, bad[place]])
+    assert rig.statistics()["slot_bytes"] == slots
+
+
+async def test_what_is_loaded_beside_forgotten_slots_goes_to_new_ones(rig, tmp_path):
+    ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
+    await rig.client.create_optimizer(9, "momentum", b"momentum")
+    push = (UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"))
+    await rig.update(ref, *push, optimizer=9)
+    path, _ = await save(rig, tmp_path, [ref], [9])
+    await rig.update(ref, *push, optimizer=9)
+    half = LoadEntry(1, 9, "[0].trace", path, "1/9/[0].trace", 0, 2, 0)
+    await rig.client.load(0, [LoadEntry(1, 9, "", "", "", 0, 0, 0), half])
+    await rig.client.store(0, [StoreEntry(1, 0, "", 0)], [np.zeros((4, 2), "f4")])
+    await rig.update(ref, *push, optimizer=9)
+    # The trace was 1 in two rows and 0 in the others; it becomes 0.9 of it plus 1.
+    want = -0.1 * np.array([[1.9] * 2, [1.9] * 2, [1] * 2, [1] * 2])
+    np.testing.assert_allclose(await rig.read(ref), want, rtol=1e-6)
 
 
 async def test_files_that_are_not_there_or_not_whole(rig, tmp_path):

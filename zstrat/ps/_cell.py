@@ -32,13 +32,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Final
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.errors import UnavailableError
+from zstrat.errors import ResourceExhaustedError, UnavailableError
 
 from ._pins import Pin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ALIGNMENT: Final = 64
 """XLA shares host memory so aligned, in place of copying it; also a cache line."""
@@ -54,6 +58,15 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     memory = np.empty(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
+
+
+class Write(Enum):
+    """What an update does to a value."""
+
+    ANEW = "numpy writes all of it, whatever it was"
+    WHOLE = "numpy computes all of it from what it was"
+    ROWS = "numpy writes some rows"
+    GIVE = "XLA takes it and gives another one back"
 
 
 class _Buffer:
@@ -98,11 +111,13 @@ class Cell:
         "_idle",
         "_lost",
         "_pins",
+        "_reserved",
         "_spare",
         "_writing",
         "dtype",
         "nbytes",
         "shape",
+        "who",
     )
 
     def __init__(self, initial: np.ndarray) -> None:
@@ -139,7 +154,10 @@ class Cell:
         self.shape, self.dtype = shape, dtype
         self.nbytes = math.prod(shape) * dtype.itemsize
         self._buffer, self._device = buffer, device
+        self.who = "a value"
+        """Names it in errors."""
         self._spare: _Buffer | None = None
+        self._reserved: list[_Buffer] = []
         self._writing: _Buffer | None = None
         self._pins: tuple[Pin, ...] = ()
         """Those that share the buffer with the value: none while it is on the device.
@@ -150,7 +168,7 @@ class Cell:
     @property
     def held_bytes(self) -> int:
         """Memory that it owns: the value and, if readers overlap updates, a second."""
-        return self.nbytes * (1 if self._spare is None else 2)
+        return self.nbytes * (1 + (self._spare is not None) + len(self._reserved))
 
     @property
     def is_shared(self) -> bool:
@@ -184,29 +202,30 @@ class Cell:
             return self._buffer.lease()
         return self._view()
 
-    def reserve(self, *, anew: bool, rows: bool = False) -> None:
-        """Makes sure that the next update by numpy can begin.
-
-        Args:
-            anew: It does not need the old value.
-            rows: It is an update of rows (`begin_rows`).
+    def reserve(self, writes: Iterable[Write]) -> None:
+        """Makes sure that the next updates can begin, in this order.
 
         Raises:
-            UnavailableError: The value was lost (`lose`).
-            MemoryError: There is no memory beside what readers look at.
+            UnavailableError: The value was lost (`lose`), and is not assigned first.
+            ResourceExhaustedError: There is no memory beside what readers look at.
         """
-        if not anew:
-            self.require()
-        beside = self.is_shared or (self.is_pinned and not rows)
-        if beside and (self._spare is None or self._spare.is_leased):
-            self._spare = _Buffer(aligned(self.shape, self.dtype))
+        wanted = self._wanted(writes)
+        if wanted == len(self._reserved):
+            return
+        del self._reserved[wanted:]
+        spare = self._spare
+        if wanted and spare is not None and not spare.is_leased:
+            self._reserved.append(spare)
+            self._spare = None
+        while len(self._reserved) < wanted:
+            self._reserved.append(self._beside())
 
     def require(self) -> None:
         """Raises UnavailableError if the value was lost (`lose`)."""
         if self._lost:
             raise UnavailableError(
-                f"the value was lost when its optimizer failed ({self._lost}): "
-                "assign it anew"
+                f"{self.who}: the value was lost when an update of it failed "
+                f"({self._lost}): assign it anew"
             )
 
     def begin(self) -> tuple[np.ndarray, np.ndarray]:
@@ -251,7 +270,7 @@ class Cell:
         else:
             spare, self._spare, self._idle = self._spare, None, 0
             if spare is None or spare.is_leased:
-                spare = _Buffer(aligned(self.shape, self.dtype))
+                spare = self._reserved.pop() if self._reserved else self._beside()
             self._writing = spare
         return self._writing.array
 
@@ -284,6 +303,36 @@ class Cell:
         if self._buffer is not None:
             self._leave(self._buffer)
         self._device, self._buffer, self._spare, self._lost = None, None, None, why
+        self._reserved.clear()
+
+    def _wanted(self, writes: Iterable[Write]) -> int:
+        """How many of these updates go beside the value as it is by then."""
+        wanted, is_lost, on_device = 0, bool(self._lost), self._buffer is None
+        for write in writes:
+            if write is Write.ANEW:
+                is_lost = False
+            elif is_lost:
+                self.require()
+            if write is Write.GIVE:
+                on_device = True
+                continue
+            # What is beside once is our own until XLA takes it.
+            beside = on_device
+            if not (beside or wanted):
+                rows = write is Write.ROWS
+                beside = self.is_shared or (self.is_pinned and not rows)
+            wanted += beside
+            on_device = False
+        return wanted
+
+    def _beside(self) -> _Buffer:
+        try:
+            return _Buffer(aligned(self.shape, self.dtype))
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{self.who}: there is no memory for {self.nbytes} bytes beside what "
+                "readers look at"
+            ) from None
 
     def _logs_rows(self) -> bool:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._cell import Cell
-    from ._slots import RowStep, Slots, Step
+    from ._slots import Ahead, RowStep, Slots, Step
     from ._xla import Programs
 
 
@@ -50,14 +50,23 @@ class Registered:
     rows: bool
     programs: Programs
 
-    def prepare(self, steps: Sequence[Step]) -> None:
-        """Compiles what `apply` will need, and makes slots; changes no value.
+    def prepare(self, steps: Sequence[Step], ahead: Ahead) -> None:
+        """Compiles what `apply` will need, and makes slots, unless an earlier update of
+        the push comes in between (`complete`); changes no value.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to this shape.
+            ResourceExhaustedError: There is no memory for slots.
         """
         for step in steps:
-            self.programs.prepare(step)
+            self.programs.prepare(step, ahead)
+
+    def complete(
+        self, steps: Sequence[Step], rows: Sequence[RowStep], ahead: Ahead
+    ) -> None:
+        """Makes what `prepare` left for later: the turn of these updates has come."""
+        self.programs.complete(steps)
+        self.programs.rows.complete(rows, ahead)
 
     def make_slots(self, cell: Cell) -> Slots:
         """New slots for a variable.
@@ -83,9 +92,9 @@ class Registered:
         """Applies one gradient to each variable (which occurs once), and waits."""
         self.programs.apply(steps)
 
-    def prepare_rows(self, steps: Sequence[RowStep]) -> None:
+    def prepare_rows(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
         """`prepare` for gradients of rows, which are sorted and distinct."""
-        self.programs.rows.prepare(steps)
+        self.programs.rows.prepare(steps, ahead)
 
     def is_prepared_rows(self, steps: Sequence[RowStep]) -> bool:
         """Whether `prepare_rows` would have nothing to compile and no slots to make."""

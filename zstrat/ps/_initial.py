@@ -41,6 +41,8 @@ def made(initialize: object, entry: InitialEntry) -> Cell:
             partition_shape=shape,
             partition_offset=tuple(entry.offset),
         )
+    except MemoryError:  # is not its fault
+        raise
     except Exception as error:  # goes to the caller, with what was being made
         raise InvalidArgumentError(
             f"{who} failed for rows of {dtype.name}{list(shape)}: "

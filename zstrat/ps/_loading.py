@@ -102,9 +102,14 @@ class _Target:
 @dataclass(slots=True)
 class Loading:
     """All moves of one request. ``prepare`` runs where optimizers do, ``compute`` on
-    any thread, ``commit`` where the store lives, also after a failure."""
+    any thread, ``commit`` where the store lives, also after a failure.
+
+    ``anew``: variables and optimizers whose slots are forgotten, unless all of it is
+    refused; moves go to new ones.
+    """
 
     moves: Sequence[Move]
+    anew: Sequence[tuple[Held, int]] = ()
     _targets: list[_Target] = field(default_factory=list)
 
     @property
@@ -125,11 +130,14 @@ class Loading:
             groups.setdefault(key, []).append(move)
         made: dict[tuple[int, int], Slots] = {}
         checked = [self._check(moves, made) for moves in groups.values()]
-        for (_, optimizer), slots in made.items():
-            held = next(m.held for m in self.moves if _is_of(m, slots, made))
-            held.slots[optimizer] = slots
         for moves, rows in checked:
-            self._targets.append(_Target(_retyped(moves), moves, rows))
+            self._targets.append(_Target(self._retyped(moves, made), moves, rows))
+        for held, optimizer in self.anew:
+            held.slots.pop(optimizer, None)
+        for move in self.moves:
+            if move.optimizer is not None:
+                optimizer = move.optimizer.optimizer
+                move.held.slots[optimizer] = self._slots_of(move, made)
 
     def compute(self) -> None:
         """Reads everything.
@@ -156,7 +164,7 @@ class Loading:
         first = moves[0]
         cell, rows = first.held.cell, bool(first.held.cell.shape)
         if first.optimizer is not None:
-            slots = _slots_of(first, made)
+            slots = self._slots_of(first, made)
             place = _place_of(first, slots)
             cell, rows = slots.cells[place], slots.leaves[place].rows
         for move in moves:
@@ -168,23 +176,29 @@ class Loading:
                 )
         return moves, rows
 
+    def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
+        """Those that are there, or new ones in ``made``."""
+        assert move.optimizer is not None
+        number, held = move.optimizer.optimizer, move.held
+        key = (held.entry.key, number)
+        slots = made.get(key) or held.slots.get(number)
+        if slots is None or (key not in made and self._forgets(key)):
+            slots = made[key] = move.optimizer.make_slots(held.cell)
+        return slots
 
-def _slots_of(move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
-    assert move.optimizer is not None
-    optimizer, held = move.optimizer, move.held
-    slots = held.slots.get(optimizer.optimizer)
-    if slots is None:
-        key = (held.entry.key, optimizer.optimizer)
-        if key not in made:
-            made[key] = optimizer.make_slots(held.cell)
-        slots = made[key]
-    return slots
+    def _forgets(self, key: tuple[int, int]) -> bool:
+        return any((held.entry.key, number) == key for held, number in self.anew)
 
-
-def _is_of(move: Move, slots: Slots, made: dict[tuple[int, int], Slots]) -> bool:
-    if move.optimizer is None:
-        return False
-    return made.get((move.held.entry.key, move.optimizer.optimizer)) is slots
+    def _retyped(self, moves: list[Move], made: dict[tuple[int, int], Slots]) -> Cell:
+        """Where they go, of their dtype."""
+        first = moves[0]
+        if first.optimizer is None:
+            return first.held.cell
+        slots = self._slots_of(first, made)
+        place = _place_of(first, slots)
+        if slots.cells[place].dtype != first.source.dtype:
+            first.optimizer.retype(slots, {place: first.source.dtype})
+        return slots.cells[place]
 
 
 def _place_of(move: Move, slots: Slots) -> int:
@@ -211,15 +225,3 @@ def _require_fit(move: Move, cell: Cell, rows: bool) -> None:
             f"{move.who}, {cell.dtype.name}{list(shape)}: {source.what}, "
             f"{source.dtype.name}{list(source.shape)}, does not fit{where}"
         )
-
-
-def _retyped(moves: list[Move]) -> Cell:
-    """Where they go, of their dtype."""
-    first = moves[0]
-    if first.optimizer is None:
-        return first.held.cell
-    slots = first.held.slots[first.optimizer.optimizer]
-    place = _place_of(first, slots)
-    if slots.cells[place].dtype != first.source.dtype:
-        first.optimizer.retype(slots, {place: first.source.dtype})
-    return slots.cells[place]

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zstrat.errors import ResourceExhaustedError
 from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
-from ._cell import Cell
+from ._cell import Cell, Write
 from ._engine import OptimizerEngine, Registered, fitting
 from ._initial import made
 from ._rows import gather
-from ._slots import RowStep, Slots, Step
+from ._slots import Ahead, RowStep, Slots, Step, lose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -55,16 +56,22 @@ class PlannedUpdate:
             source = out = cell.begin_rows(self.operands[0])
         else:
             source, out = cell.begin()
-        compute(self.op, source, self.operands, out)
+        try:
+            compute(self.op, source, self.operands, out)
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{cell.who}: there is no memory for {self.op.name}"
+            ) from None
         cell.settle()
 
-    def reserve(self) -> None:
-        """Makes sure that the value can be written."""
+    @property
+    def write(self) -> Write:
+        """What it does to the value."""
         if self.op is UpdateOp.OPTIMIZE:
-            self.held.cell.require()
-        else:
-            rows = self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS
-            self.held.cell.reserve(anew=self.op is UpdateOp.ASSIGN, rows=rows)
+            return Write.GIVE
+        if self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS:
+            return Write.ROWS
+        return Write.ANEW if self.op is UpdateOp.ASSIGN else Write.WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,28 +85,54 @@ class Run:
     plain: list[PlannedUpdate] = field(default_factory=list)
 
     @property
+    def is_late(self) -> bool:
+        """Whether slots may have to be made, or changed, when its turn comes."""
+        steps: list[Step | RowStep] = [*self.steps, *self.rows]
+        return any(step.late for step in steps)
+
+    @property
     def is_prepared(self) -> bool:
         """Whether `prepare` would have next to nothing to do."""
         optimizer = self.optimizer
         return optimizer is None or (
-            not any(step.mixed for step in self.rows)
+            not self.is_late
+            and not any(step.mixed for step in self.rows)
             and optimizer.is_prepared(self.steps)
             and optimizer.is_prepared_rows(self.rows)
         )
 
-    def prepare(self) -> None:
+    def prepare(self, ahead: Ahead) -> None:
         """What can fail: compiling, slots, memory."""
         if self.optimizer is not None:
             self.rows[:] = [step.distinct() for step in self.rows]
-            self.optimizer.prepare(self.steps)
-            self.optimizer.prepare_rows(self.rows)
+            self.optimizer.prepare(self.steps, ahead)
+            self.optimizer.prepare_rows(self.rows, ahead)
 
-    def compute(self) -> None:
+    def compute(self, ahead: Ahead) -> None:
+        """If it fails, what it had written is lost."""
         if self.optimizer is not None:
+            if self.is_late:
+                self.optimizer.complete(self.steps, self.rows, ahead)
             self.optimizer.apply(self.steps)
-            self.optimizer.apply_rows(self.rows)
+            try:
+                self.optimizer.apply_rows(self.rows)
+            except BaseException as error:
+                lose(self.optimizer.optimizer, self.steps, error)
+                raise
+        for at, update in enumerate(self.plain):
+            try:
+                update.compute()
+            except BaseException as error:
+                for before in self.plain[:at]:
+                    before.held.cell.lose(str(error))
+                raise
+
+    def lose(self, error: BaseException) -> None:
+        """Nothing that it wrote is there any more."""
+        if self.optimizer is not None:
+            lose(self.optimizer.optimizer, [*self.steps, *self.rows], error)
         for update in self.plain:
-            update.compute()
+            update.held.cell.lose(str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +148,19 @@ class PushPlan:
     def compute(self) -> None:
         """Applies the updates in order. What can fail comes before the first is
         written: a value that was lost, memory for values beside those that readers look
-        at, compiling."""
+        at, compiling. If XLA fails nevertheless, values that the push had changed are
+        lost, because half of a push must never be seen."""
         self._reserve()
+        ahead = Ahead()
         for run in self.runs:
-            run.prepare()
-        for run in self.runs:
-            run.compute()
+            run.prepare(ahead)
+        for at, run in enumerate(self.runs):
+            try:
+                run.compute(ahead)
+            except BaseException as error:
+                for before in self.runs[:at]:
+                    before.lose(error)
+                raise
 
     @property
     def is_compiled(self) -> bool:
@@ -128,34 +168,40 @@ class PushPlan:
         return all(run.is_prepared for run in self.runs)
 
     def _reserve(self) -> None:
-        met = set[int]()
+        found: dict[int, tuple[Cell, list[Write]]] = {}
         for update in self.updates:
-            key = update.held.entry.key
-            if key not in met:
-                met.add(key)
-                update.reserve()
+            held = update.held
+            _, writes = found.setdefault(held.entry.key, (held.cell, []))
+            writes.append(update.write)
+        for cell, writes in found.values():
+            cell.reserve(writes)
 
 
 def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
     """Neighbours of one optimizer on different variables, and what is between them."""
     found = [Run(None)]
     seen = set[int]()
+    before = set[int]()  # keys that an earlier run, or a plain update, has changed
     for update in updates:
         held, key, run = update.held, update.held.entry.key, found[-1]
         if update.optimizer is not run.optimizer or key in seen:
             run = Run(update.optimizer)
             found.append(run)
+            before |= seen
             seen.clear()
         if update.optimizer is None:
             run.plain.append(update)
+            before.add(key)
             continue
         seen.add(key)
+        late = key in before
         gradient = fitting(update.operands[-1], held.cell.dtype)
         if update.op is UpdateOp.OPTIMIZE:
-            run.steps.append(Step(held.cell, held.slots, gradient))
+            run.steps.append(Step(held.cell, held.slots, gradient, late))
         else:
             indices = update.operands[0].astype(np.intp, copy=False)
-            step = RowStep(held.cell, held.slots, indices, gradient, update.mixed)
+            mixed = update.mixed
+            step = RowStep(held.cell, held.slots, indices, gradient, mixed, late)
             run.rows.append(step)
     return found
 
@@ -175,7 +221,12 @@ class RowsPlan:
     def compute(self) -> None:
         """Gathers; raises UnavailableError for a value that was lost."""
         for held, indices in self.wanted:
-            self.rows.append(gather(held.cell.look(), indices))
+            try:
+                self.rows.append(gather(held.cell.look(), indices))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{held.cell.who}: there is no memory for {len(indices)} rows of it"
+                ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +237,19 @@ class CreatePlan:
     entries: Sequence[VariableEntry]
     arrays: Sequence[np.ndarray]
     work: int
+    task: str
     cells: list[Cell] = field(default_factory=list)
 
     def compute(self) -> None:
-        self.cells.extend(Cell(array) for array in self.arrays)
+        """Raises ResourceExhaustedError if there is no memory."""
+        for entry, array in zip(self.entries, self.arrays, strict=True):
+            try:
+                self.cells.append(Cell(array))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{self.task}: variable {entry.name!r}: there is no memory for its "
+                    f"{array.nbytes} bytes"
+                ) from None
 
 
 @dataclass(slots=True)
@@ -216,13 +276,21 @@ class InitializePlan:
     entries: Sequence[InitialEntry]
     code: bytes
     load_code: Callable[[bytes], object]
+    task: str
     cells: list[Cell] = field(default_factory=list)
 
     def compute(self) -> None:
-        """Raises InvalidArgumentError for values that are not what was announced."""
-        if self.entries:
-            initialize = self.load_code(self.code)
-            self.cells.extend(made(initialize, entry) for entry in self.entries)
+        """Raises InvalidArgumentError for values that are not what was announced, and
+        ResourceExhaustedError if there is no memory."""
+        initialize = self.load_code(self.code) if self.entries else None
+        for entry in self.entries:
+            try:
+                self.cells.append(made(initialize, entry))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{self.task}: variable {entry.name!r}: there is no memory to make "
+                    f"{entry.dtype}{list(entry.shape)}"
+                ) from None
 
 
 Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan

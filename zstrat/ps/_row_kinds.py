@@ -23,7 +23,7 @@ from ._rows import CALL_BYTES, FEWEST, as_rows, bucket
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ._cell import Cell
 
@@ -76,14 +76,16 @@ class RowProgram:
     """A program compiled for ``size`` rows.
 
     ``inputs`` are where value, slots with rows and gradient are put, ``opaque`` the
-    same as vectors of rows. ``scratch`` is what the last call left.
+    same as vectors of rows. ``scratch`` is what the last call left, or None: then
+    ``memory`` makes it.
     """
 
     call: Any
     size: int
     inputs: list[np.ndarray]
     opaque: list[np.ndarray]
-    scratch: Any
+    memory: Callable[[], Any]
+    scratch: Any = None
 
     def run(
         self, shared: Sequence[np.ndarray]
@@ -91,10 +93,15 @@ class RowProgram:
         """The new rows, as opaque vectors, of value and slots, which are valid until
         the next call; and the new slots without rows."""
         value, *rows, gradient = self.inputs
-        moved, others = self.call(value, rows, list(shared), gradient, self.scratch)
-        self.scratch = moved
+        # Donated, so it is gone whether the call succeeds or fails.
+        scratch, self.scratch = self.scratch, None
+        if scratch is None:
+            scratch = self.memory()
+        moved, others = self.call(value, rows, list(shared), gradient, scratch)
         fresh = [as_rows(np.asarray(each)) for each in moved]
-        return fresh, [np.asarray(each) for each in others]
+        slots = [np.asarray(each) for each in others]
+        self.scratch = moved
+        return fresh, slots
 
 
 @dataclass(slots=True)
@@ -242,12 +249,16 @@ class RowKinds:
                 raise TypeError("its state changes with the number of rows")
             jitted = jax.jit(update, donate_argnums=4, keep_unused=True)
             call = jitted.lower(*arguments).compile()
-            scratch = [jnp.zeros(each.shape, each.dtype) for each in arguments[-1]]
+
+        def zeros() -> list[Any]:
+            with self.layouts.here():
+                return [jnp.zeros(each.shape, each.dtype) for each in arguments[-1]]
+
         inputs = [
             memory[: size * _nbytes(row)].view(row.dtype).reshape((size, *row.shape))
             for memory, row in zip(kind.memory, layout.gathered, strict=True)
         ]
-        return RowProgram(call, size, inputs, [as_rows(x) for x in inputs], scratch)
+        return RowProgram(call, size, inputs, [as_rows(x) for x in inputs], zeros)
 
 
 _BYTE: Final = np.dtype(np.uint8)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ._rows import distinct
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
-    from ._cell import Cell
+    from ._cell import Cell, Write
 
 LAYOUTS: Final = 4096
 """Distinct (shape, dtype, slots) that a session may have compiled programs for."""
@@ -60,11 +62,16 @@ class Slots:
 
 
 class Step(NamedTuple):
-    """One gradient for one variable. ``slots`` is the variable's, by optimizer."""
+    """One gradient for one variable. ``slots`` is the variable's, by optimizer.
+
+    ``late``: an earlier update of the same push changes the variable, so that its slots
+    are made, and get their dtypes, when its turn comes.
+    """
 
     cell: Cell
     slots: dict[int, Slots]
     gradient: np.ndarray
+    late: bool = False
 
 
 class RowStep(NamedTuple):
@@ -76,6 +83,8 @@ class RowStep(NamedTuple):
     indices: np.ndarray
     gradient: np.ndarray
     mixed: bool = False
+    late: bool = False
+    """As of `Step`."""
 
     def distinct(self) -> RowStep:
         """The same sorted, the gradients of one row summed."""
@@ -83,6 +92,25 @@ class RowStep(NamedTuple):
             return self
         indices, gradient = distinct(self.indices, self.gradient)
         return self._replace(indices=indices, gradient=gradient, mixed=False)
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What the updates of one push, up to some place in it, leave in slots."""
+
+    layouts: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By optimizer and `id` of the variable's cell."""
+    rooms: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    """Memory for slots that will be made by rows."""
+    writes: dict[int, list[Write]] = field(default_factory=dict)
+    """To a slot, by the `id` of its cell."""
+
+
+def lose(optimizer: int, steps: Sequence[Step | RowStep], error: BaseException) -> None:
+    """Values and slots that were being written when something failed."""
+    for step in steps:
+        step.cell.lose(str(error))
+        step.slots.pop(optimizer, None)
 
 
 def is_wide(dtype: np.dtype) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 import numpy as np
 
 from zstrat.checkpoint import TensorReader
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, UnavailableError
 from zstrat.wire import (
     Done,
     LoadEntry,
@@ -85,6 +85,9 @@ class SnapshotService:
         self._thread = ComputeThread(f"disk {task}")
         self._disk = Disk(self._thread, task)
         self._snapshots = Snapshots(task)
+        self._epoch = 0
+        """Grows when the coordinator is lost: what it asked for before is not wanted.
+        """
         self._busy = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -93,11 +96,12 @@ class SnapshotService:
         """Answers one request of the session that is open."""
         match message:
             case PinSnapshot():
-                return self._pin(message)
+                # Now: a coroutine starts later, and its coordinator may be lost then.
+                return self._pin(message, self._epoch)
             case WriteSnapshot():
-                return self._write(message)
+                return self._write(message, self._epoch)
             case ReadSnapshot():
-                return self._read(message)
+                return self._read(message, self._epoch)
             case ReleaseSnapshot(snapshot=snapshot):
                 self._snapshots.release(snapshot)
                 return Done()
@@ -110,6 +114,7 @@ class SnapshotService:
 
     def clear(self) -> None:
         """Releases everything; what is being written is given up and removed."""
+        self._epoch += 1
         self._snapshots.clear()
 
     async def close(self, deadline: float) -> bool:
@@ -138,7 +143,17 @@ class SnapshotService:
 
     # ---- snapshots ---------------------------------------------------------------
 
-    async def _pin(self, message: PinSnapshot) -> SnapshotPinned:
+    def _require(self, epoch: int) -> None:
+        """Raises UnavailableError if the coordinator was lost since, which then has no
+        snapshots here; those of its next connection may have the same numbers."""
+        if epoch != self._epoch:
+            raise UnavailableError(
+                f"{self._task}: the coordinator that asked for this snapshot was lost "
+                "meanwhile, or its session ended; take another one"
+            )
+
+    async def _pin(self, message: PinSnapshot, epoch: int) -> SnapshotPinned:
+        self._require(epoch)
         if message.first:
             snapshot = self._snapshots.get(message.snapshot)
         else:
@@ -146,6 +161,7 @@ class SnapshotService:
                 raise InvalidArgumentError(f"{self._task}: a key to pin repeats")
             async with self._turn(message.keys):
                 self._check(message.session)
+                self._require(epoch)
                 snapshot = self._snapshots.pin(
                     message.snapshot,
                     self._store.find(message.keys),
@@ -155,7 +171,8 @@ class SnapshotService:
         some = entries[message.first : message.first + ENTRIES]
         return SnapshotPinned(some, len(entries))
 
-    async def _write(self, message: WriteSnapshot) -> SnapshotWritten:
+    async def _write(self, message: WriteSnapshot, epoch: int) -> SnapshotWritten:
+        self._require(epoch)
         snapshot = self._snapshots.get(message.snapshot)
         self._disk.require_absolute(message.path)
         if len(message.names) != len(message.tensors):
@@ -172,7 +189,8 @@ class SnapshotService:
             write = SnapshotWrite(snapshot, self._disk, self._turn)
             return await write.run(message.path, tensors, message.names)
 
-    async def _read(self, message: ReadSnapshot) -> SnapshotPart:
+    async def _read(self, message: ReadSnapshot, epoch: int) -> SnapshotPart:
+        self._require(epoch)
         tensor = self._snapshots.tensor(message.snapshot, message.tensor)
         pin, start, size = tensor.pin, message.offset, message.size
         if start < 0 or not 0 <= size <= LARGEST or start + size > pin.nbytes:
@@ -191,33 +209,19 @@ class SnapshotService:
 
     async def _load(self, message: LoadTensors) -> Done:
         anew = [e for e in message.entries if e.optimizer and not e.path]
-        if anew:
-            await self._forget(message.session, anew)
-            rest = [entry for entry in message.entries if entry not in anew]
-            message = LoadTensors(message.session, rest)
-        for entry in message.entries:
+        files = [e for e in message.entries if not (e.optimizer and not e.path)]
+        for entry in files:
             self._disk.require_absolute(entry.path)
         with self._working():
             readers: dict[str, TensorReader] = {}
             try:
-                opening = partial(self._open, message.entries, readers)
-                sources = await self._disk.run(opening)
-                wanted = [entry for entry in message.entries if entry.name]
-                await self._bring(message.session, wanted, sources)
+                sources = await self._disk.run(partial(self._open, files, readers))
+                wanted = [entry for entry in files if entry.name]
+                await self._bring(message.session, wanted, sources, anew)
             finally:
                 with contextlib.suppress(Exception):  # the thread was closed: at exit
                     self._disk.submit(partial(_close, readers))
         return Done()
-
-    async def _forget(self, session: int, entries: Sequence[LoadEntry]) -> None:
-        """Slots that the next gradient makes anew."""
-        names: set[Hashable] = {entry.key for entry in entries}
-        names |= {("optimizer", entry.optimizer) for entry in entries}
-        async with self._turn(list(names)):
-            self._check(session)
-            for entry in entries:
-                (held,) = self._store.find([entry.key])
-                held.slots.pop(entry.optimizer, None)
 
     async def _move(self, message: StoreTensors) -> Done:
         if len(message.entries) != len(message.arrays):
@@ -238,10 +242,13 @@ class SnapshotService:
         session: int,
         entries: Sequence[LoadEntry] | Sequence[StoreEntry],
         sources: Sequence[Source],
+        anew: Sequence[LoadEntry] = (),
     ) -> None:
+        """``anew``: slots to forget, which the next gradient makes anew."""
         places: list[LoadEntry | StoreEntry] = list(entries)
-        names: set[Hashable] = {entry.key for entry in places}
-        names |= {("optimizer", e.optimizer) for e in places if e.optimizer}
+        used = [*places, *anew]
+        names: set[Hashable] = {entry.key for entry in used}
+        names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
         async with self._turn(list(names)):
             self._check(session)
             store, engine = self._store, self._store.engine
@@ -255,7 +262,8 @@ class SnapshotService:
                         source,
                     )
                     for entry, source in zip(places, sources, strict=True)
-                ]
+                ],
+                [(store.find([entry.key])[0], entry.optimizer) for entry in anew],
             )
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))

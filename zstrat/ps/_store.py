@@ -202,7 +202,8 @@ class Store:
         ]
         values = [array for _, array in new]
         work = sum(array.nbytes for array in values)
-        return CreatePlan(self._generation, [entry for entry, _ in new], values, work)
+        held = [entry for entry, _ in new]
+        return CreatePlan(self._generation, held, values, work, self._task)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
@@ -221,7 +222,8 @@ class Store:
             for entry in entries
             if self._is_new(entry, tuple(entry.shape), dtype_named(entry.dtype))
         ]
-        return InitializePlan(self._generation, new, code, self._engine.load_code)
+        load_code = self._engine.load_code
+        return InitializePlan(self._generation, new, code, load_code, self._task)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -319,6 +321,7 @@ class Store:
 
     def _hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
         for entry, cell in zip(entries, cells, strict=True):
+            cell.who = f"{self._task}: variable {entry.name!r}"
             self._held[entry.key] = Held(entry, cell, self._first_version)
 
     def _commit_push(self, plan: PushPlan) -> Pushed:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ._cell import Cell
+from ._cell import Cell, Write
 from ._layouts import Layout, Layouts, Transformation, precision, shape, spec
-from ._slots import Slots, Step, is_wide
+from ._slots import Ahead, Slots, Step, is_wide, lose
 from ._xla_rows import RowPrograms
 
 if TYPE_CHECKING:
@@ -70,16 +70,35 @@ class Programs:
         """Whether the program for slots of this layout is compiled."""
         return (layout, gradient) in self._programs
 
-    def prepare(self, step: Step) -> None:
-        """Makes missing slots, and the program if it is the first of its kind.
+    def prepare(self, step: Step, ahead: Ahead) -> None:
+        """Makes missing slots, unless it is too early to, and the program if it is the
+        first of its kind.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
+            ResourceExhaustedError: There is no memory for slots.
         """
-        if self._optimizer not in step.slots:
-            step.slots[self._optimizer] = self._initial(step.cell)
-        self._program(step)
+        place = (self._optimizer, id(step.cell))
+        slots = step.slots.get(self._optimizer)
+        number = ahead.layouts.get(place)
+        if number is None and slots is None:
+            number = self._layouts.initial(step.cell)
+            self._first(step.cell, number)
+            if not step.late:
+                slots = step.slots[self._optimizer] = self._initial(step.cell)
+        if number is None:
+            assert slots is not None
+            number = slots.layout
+        ahead.layouts[place] = self._program(step, number).after
+        for cell in () if slots is None else slots.with_rows:
+            ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
+
+    def complete(self, steps: Sequence[Step]) -> None:
+        """Makes slots for which `prepare` was too early."""
+        for step in steps:
+            if self._optimizer not in step.slots:
+                step.slots[self._optimizer] = self._initial(step.cell)
 
     def apply(self, steps: Sequence[Step]) -> None:
         """Updates values and slots, and waits until they are there."""
@@ -87,7 +106,8 @@ class Programs:
         try:
             for step in steps:
                 started.append((step, None))
-                value = self._program(step).start(self._optimizer, step)
+                number = step.slots[self._optimizer].layout
+                value = self._program(step, number).start(self._optimizer, step)
                 started[-1] = (step, value)
             for _, value in started:
                 value.block_until_ready()
@@ -97,8 +117,7 @@ class Programs:
             for step, value in started:
                 if value is None and _is_whole(step, self._optimizer):
                     continue
-                step.cell.lose(str(error))
-                step.slots.pop(self._optimizer, None)
+                lose(self._optimizer, [step], error)
             raise
 
     def make_slots(self, cell: Cell) -> Slots:
@@ -121,27 +140,34 @@ class Programs:
 
     def _initial(self, cell: Cell) -> Slots:
         number = self._layouts.initial(cell)
+        call = self._first(cell, number)
+        with precision(is_wide(cell.dtype)):
+            # Waits, because XLA reads the value where numpy may write to it next.
+            leaves = [leaf.block_until_ready() for leaf in call(cell.give())]
+        cells = tuple(map(Cell.on_device, leaves))
+        for each in cells:
+            each.who = f"{cell.who}, slots of optimizer {self._layouts.name!r}"
+        return Slots(cells, self._layouts[number].about, number)
+
+    def _first(self, cell: Cell, number: int) -> Any:
+        """The program that makes new slots, of this layout."""
         call = self._initials.get(number)
-        wide = is_wide(cell.dtype)
         if call is None:
-            initial = jax.jit(self._transformation.leaves)
+            initial, wide = jax.jit(self._transformation.leaves), is_wide(cell.dtype)
             with precision(wide), self._layouts.words(cell), self._layouts.here():
                 call = initial.lower(spec(cell)).compile()
             self._initials[number] = call
-        with precision(wide):
-            leaves = call(cell.give())
-        cells = tuple(map(Cell.on_device, leaves))
-        return Slots(cells, self._layouts[number].about, number)
+        return call
 
-    def _program(self, step: Step) -> Program:
-        key = (step.slots[self._optimizer].layout, step.gradient.dtype)
+    def _program(self, step: Step, number: int) -> Program:
+        """What updates a variable whose slots have this layout."""
+        key = (number, step.gradient.dtype)
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._compile(step)
+            program = self._programs[key] = self._compile(step, self._layouts[number])
         return program
 
-    def _compile(self, step: Step) -> Program:
-        layout = self._layouts[step.slots[self._optimizer].layout]
+    def _compile(self, step: Step, layout: Layout) -> Program:
 
         def update(value: Any, leaves: Any, gradient: Any) -> tuple[Any, Any]:
             return self._transformation.step(layout.structure, value, leaves, gradient)

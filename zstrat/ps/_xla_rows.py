@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from zstrat.errors import InvalidArgumentError
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 
-from ._cell import Cell, aligned
+from ._cell import Cell, Write, aligned
 from ._layouts import precision, shape
 from ._row_kinds import Kind, RowKinds, RowProgram
 from ._rows import Piece, as_rows, bucket, pack
-from ._slots import RowStep, Slots, is_wide
+from ._slots import RowStep, Slots, is_wide, lose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._layouts import Layouts
+    from ._slots import Ahead
 
 
 class _Open(NamedTuple):
@@ -65,42 +66,108 @@ class RowPrograms:
             for size in kind.sizes(_rows(group))
         )
 
-    def prepare(self, steps: Sequence[RowStep]) -> None:
-        """Makes slots and compiles; changes no value.
+    def prepare(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
+        """Makes slots, unless it is too early to, and compiles; changes no value.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to rows of this
                 shape.
             BusyError: Too many shapes have been compiled for.
-            MemoryError: There is no memory beside slots that readers look at.
+            ResourceExhaustedError: There is no memory for slots, or beside those that
+                readers look at.
         """
+        late: list[tuple[Kind, RowStep]] = []
         for step in steps:
-            self._prepare(step)
-        for kind, group in self._groups(steps):
-            for size in kind.sizes(_rows(group)):
-                self._kinds.program(kind, size, group[0].cell)
+            if step.late:
+                late.append((self._foresee(step, ahead), step))
+            else:
+                self._prepare(step, ahead)
+        groups = self._groups([step for step in steps if not step.late])
+        for kind, step in late:
+            # Whom it will share a call with is not known yet: nobody, or all.
+            others = [each for other, each in late if other is kind]
+            early = [each for k, group in groups if k is kind for each in group]
+            self._compile(kind, [step])
+            self._compile(kind, [*early, *others])
+        for kind, group in groups:
+            self._compile(kind, group)
+
+    def complete(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
+        """Makes slots, and gives them dtypes, for which `prepare` was too early."""
+        for step in steps:
+            if step.late:
+                place = (self._optimizer, id(step.cell))
+                if self._optimizer not in step.slots:
+                    room = ahead.rooms.pop(place, None)
+                    step.slots[self._optimizer] = self.initial(step.cell, room)
+                self._steady(step)
 
     def apply(self, steps: Sequence[RowStep]) -> None:
         """Updates the rows of variables, each of which occurs once."""
+        done: list[RowStep] = []
         for kind, group in self._groups(steps):
-            self._update(kind, group)
+            try:
+                self._update(kind, group)
+            except BaseException as error:
+                lose(self._optimizer, done, error)
+                raise
+            done += group
 
-    def _prepare(self, step: RowStep) -> None:
-        slots = step.slots.get(self._optimizer)
-        if slots is None:
-            slots = step.slots[self._optimizer] = self.initial(step.cell)
-        dtype = step.gradient.dtype
+    def _compile(self, kind: Kind, group: Sequence[RowStep]) -> None:
+        for size in kind.sizes(_rows(group)):
+            self._kinds.program(kind, size, group[0].cell)
+
+    def _prepare(self, step: RowStep, ahead: Ahead) -> None:
+        if self._optimizer not in step.slots:
+            step.slots[self._optimizer] = self.initial(step.cell)
+        slots = self._steady(step)
+        ahead.layouts[self._optimizer, id(step.cell)] = slots.layout
+        self._reserve(slots, ahead)
+
+    def _steady(self, step: RowStep) -> Slots:
+        """Its slots, with the dtypes that such gradients leave in them."""
+        slots, dtype = step.slots[self._optimizer], step.gradient.dtype
         if self._kinds.get(slots.layout, dtype) is None:
             number = self._kinds.steady(slots.layout, dtype, step.cell)
             if number != slots.layout:
                 self.convert(slots, number)
             self._kinds.kind(number, dtype, step.cell)
-        for cell in slots.with_rows:
-            cell.reserve(anew=False, rows=True)
+        return slots
 
-    def initial(self, cell: Cell) -> Slots:
-        """New slots, made a block of rows at a time: there is no second table of them
-        on the way."""
+    def _foresee(self, step: RowStep, ahead: Ahead) -> Kind:
+        """The kind of an update whose slots will look as earlier ones leave them."""
+        place, cell = (self._optimizer, id(step.cell)), step.cell
+        slots, number = step.slots.get(self._optimizer), ahead.layouts.get(place)
+        if number is None and slots is not None:
+            number = slots.layout
+        if number is None:
+            number = self._numbered(cell)
+            ahead.rooms[place] = self._room(cell, number)
+        if slots is not None:
+            self._reserve(slots, ahead)
+        number = self._kinds.steady(number, step.gradient.dtype, cell)
+        ahead.layouts[place] = number
+        return self._kinds.kind(number, step.gradient.dtype, cell)
+
+    def _reserve(self, slots: Slots, ahead: Ahead) -> None:
+        for cell in slots.with_rows:
+            writes = ahead.writes.setdefault(id(cell), [])
+            writes.append(Write.ROWS)
+            cell.reserve(writes)
+
+    def _room(self, cell: Cell, number: int) -> list[np.ndarray]:
+        layouts = self._kinds.layouts
+        leaves = layouts[number].leaves
+        try:
+            return [aligned(tuple(s.shape), np.dtype(s.dtype)) for s in leaves]
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{cell.who}: there is no memory for what optimizer {layouts.name!r} "
+                "keeps beside it"
+            ) from None
+
+    def _numbered(self, cell: Cell) -> int:
+        """The layout of new slots, which are made by rows."""
         layouts = self._kinds.layouts
         number = layouts.initial(cell)
         layout = layouts[number]
@@ -110,12 +177,19 @@ class RowPrograms:
                 f"{list(cell.shape)} that has no row for each of its rows: send a "
                 "dense gradient"
             )
+        return number
+
+    def initial(self, cell: Cell, room: list[np.ndarray] | None = None) -> Slots:
+        """New slots, made a block of rows at a time: there is no second table of them
+        on the way. ``room``: memory for them."""
+        number = self._numbered(cell)
+        layout = self._kinds.layouts[number]
+        made = self._room(cell, number) if room is None else room
         value, total = cell.look(), len(cell.look())
         call, size = self._kinds.initial(shape(cell.shape[1:], cell.dtype), total, cell)
         if total < size:
             value = np.zeros((size, *cell.shape[1:]), cell.dtype)
             value[:total] = cell.look()
-        made = [aligned(tuple(s.shape), np.dtype(s.dtype)) for s in layout.leaves]
         with precision(is_wide(cell.dtype)):
             for start in range(0, max(total, 1), size):
                 # The last block overlaps the one before.
@@ -126,7 +200,10 @@ class RowPrograms:
                         out[at : at + size] = np.asarray(leaf)[: total - at]
                     else:
                         out[...] = np.asarray(leaf)
-        return Slots(tuple(map(Cell.around, made)), layout.about, number)
+        cells = tuple(map(Cell.around, made))
+        for each in cells:
+            each.who = f"{cell.who}, slots of optimizer {self._kinds.layouts.name!r}"
+        return Slots(cells, layout.about, number)
 
     def convert(self, slots: Slots, number: int) -> None:
         """Gives slots the dtypes that updates will leave in them."""
@@ -134,9 +211,7 @@ class RowPrograms:
         cells = []
         for cell, leaf in zip(slots.cells, layout.leaves, strict=True):
             if cell.dtype != leaf.dtype:
-                new = aligned(cell.shape, np.dtype(leaf.dtype))
-                np.copyto(new, cell.look(), casting="unsafe")
-                cell = Cell.around(new)
+                cell = _converted(cell, np.dtype(leaf.dtype))
             cells.append(cell)
         slots.become(tuple(cells), number)
 
@@ -166,7 +241,7 @@ class RowPrograms:
             except Exception as error:
                 # Goes to the caller. Only XLA itself can fail here, out of memory say.
                 if new is not None:  # some rows are written and others are not
-                    self._lose(steps, error)
+                    lose(self._optimizer, steps, error)
                 raise
             _scatter(pieces, opened, fresh)
             if new is None:
@@ -189,10 +264,18 @@ class RowPrograms:
             cell.overwrite()[...] = new
             cell.settle()
 
-    def _lose(self, steps: Sequence[RowStep], error: Exception) -> None:
-        for step in steps:
-            step.cell.lose(str(error))
-            step.slots.pop(self._optimizer, None)
+
+def _converted(cell: Cell, dtype: np.dtype) -> Cell:
+    try:
+        new = aligned(cell.shape, dtype)
+    except MemoryError:
+        raise ResourceExhaustedError(
+            f"{cell.who}: there is no memory to make them {dtype.name}"
+        ) from None
+    np.copyto(new, cell.look(), casting="unsafe")
+    converted = Cell.around(new)
+    converted.who = cell.who
+    return converted
 
 
 def _fill(

@@ -1,0 +1,263 @@
+"""A push applies whole or not at all, whatever fails on the way; one after another, its
+updates see what those before them left."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from zstrat.errors import ResourceExhaustedError, UnavailableError
+from zstrat.ps import OptimizerEngine, Store
+from zstrat.ps import _cell as cell_module
+from zstrat.ps._cell import Cell
+from zstrat.ps._layouts import Transformation
+from zstrat.ps._slots import Ahead, Step
+from zstrat.ps._xla import Programs
+from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+TASK = "/job:ps/task:0"
+OPTIMIZERS = {
+    "adam": lambda: optax.adam(0.1),
+    "schedule free": lambda: optax.contrib.schedule_free_sgd(0.1),
+}
+ONES = np.ones((8, 2), "f4")
+ROWS = (np.array([1, 3]), np.ones((2, 2), "f4"))
+
+
+@pytest.fixture(autouse=True)
+def _no_probe(monkeypatch):
+    monkeypatch.setattr("zstrat.ps._probe.probe", lambda *_: True)
+
+
+def store_with(name: str, *values: np.ndarray) -> Store:
+    """Optimizer 1, and variables from 1 on (two of zeros)."""
+    store = Store(OptimizerEngine(lambda code: OPTIMIZERS[code.decode()]()), task=TASK)
+    plan = store.plan_optimizer(1, name, name.encode())
+    plan.compute()
+    store.commit(plan)
+    values = values or (np.zeros((8, 2), "f4"), np.zeros((8, 2), "f4"))
+    entries = [
+        VariableEntry(k, f"v{k}", True, False) for k in range(1, 1 + len(values))
+    ]
+    store.create(entries, values)
+    return store
+
+
+def push(*updates) -> Push:
+    """``updates``: (key, op, array, ...)."""
+    entries = [
+        Update(key, int(op), int("OPTIMIZE" in op.name), len(arrays))
+        for key, op, *arrays in updates
+    ]
+    return Push(
+        7, -1, 0, 0, entries, tuple(a for _, _, *arrays in updates for a in arrays)
+    )
+
+
+def value_of(store: Store, key: int) -> np.ndarray:
+    return np.array(store.read([Read(key, -1)])[1][0])
+
+
+def failing_once(call):
+    """A program whose first call fails after it has taken what it was given."""
+    left = [RuntimeError("RESOURCE_EXHAUSTED: out of memory")]
+
+    def flaky(*arguments):
+        out = call(*arguments)
+        if left:
+            raise left.pop()
+        return out
+
+    return flaky
+
+
+def test_one_failure_of_xla_does_not_break_updates_of_rows():
+    store, twin = store_with("adam"), store_with("adam")
+    update = push((1, UpdateOp.OPTIMIZE_ROWS, *ROWS))
+    for each in (store, twin):
+        each.push(update)
+    (kind,) = store.engine.get(1).programs.rows._kinds._alike.values()
+    (program,) = kind.programs.values()
+    program.call = failing_once(program.call)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.push(update)
+    np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
+    for _ in range(2):
+        store.push(update)
+        twin.push(update)
+        np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
+
+
+# ---- updates see those before them -----------------------------------------------
+
+FIVES = np.full((8, 2), 5, "f4")
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize(
+    "earlier",
+    [
+        (UpdateOp.ASSIGN, FIVES),
+        (UpdateOp.ADD, FIVES),
+        (UpdateOp.SCATTER_UPDATE, np.arange(8), FIVES),
+    ],
+)
+def test_slots_that_start_from_the_value_start_from_the_one_before_them(earlier, rows):
+    """The average of schedule-free begins at 5 and not at 0."""
+    store, twin = store_with("schedule free"), store_with("schedule free")
+    gradient = (UpdateOp.OPTIMIZE_ROWS, *ROWS) if rows else (UpdateOp.OPTIMIZE, ONES)
+    assert store.push(push((1, *earlier), (1, *gradient))).versions == [2, 2]
+    twin.push(push((1, *earlier)))
+    twin.push(push((1, *gradient)))
+    for _ in range(2):
+        np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
+        store.push(push((1, *gradient)))
+        twin.push(push((1, *gradient)))
+    assert (value_of(store, 1)[ROWS[0]] < 5).all()
+    assert (value_of(store, 1)[ROWS[0]] > 4).all()
+
+
+def test_new_slots_are_there_before_numpy_may_write_the_value():
+    def init(value):
+        return jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ (x.T @ x)), value)
+
+    slow = optax.GradientTransformation(init, lambda g, s, _=None: (g, s))
+    programs = Programs(1, "slow", Transformation.check("slow", slow))
+    step = Step(Cell(np.eye(400, dtype="f4")), {}, np.zeros((400, 400), "f4"))
+    programs.prepare(step, Ahead())
+    (slot,) = step.slots[1].cells
+    assert slot.give().is_ready()
+
+
+MIXED = [
+    ((UpdateOp.OPTIMIZE, "f4"), (UpdateOp.OPTIMIZE_ROWS, "bf16")),
+    ((UpdateOp.OPTIMIZE_ROWS, "bf16"), (UpdateOp.OPTIMIZE_ROWS, "f4")),
+    ((UpdateOp.OPTIMIZE_ROWS, "f4"), (UpdateOp.OPTIMIZE, "bf16")),
+    ((UpdateOp.OPTIMIZE, "bf16"), (UpdateOp.OPTIMIZE, "f4")),
+]
+
+
+@pytest.mark.parametrize("kinds", MIXED)
+def test_gradients_of_several_dtypes_for_one_variable_in_one_push(kinds):
+    """bfloat16 with its first float32 gradient: its slots become float32."""
+    values = (np.zeros((8, 2), BF16), np.zeros(3, "f4"))
+    store, twin = store_with("adam", *values), store_with("adam", *values)
+    updates = [
+        (1, op, *([ROWS[0]] * (op is UpdateOp.OPTIMIZE_ROWS)), gradient)
+        for op, dtype in kinds
+        for gradient in [
+            (ROWS[1] if op is UpdateOp.OPTIMIZE_ROWS else ONES).astype(
+                BF16 if dtype == "bf16" else dtype
+            )
+        ]
+    ]
+    store.push(push((2, UpdateOp.ADD, np.ones(3, "f4")), *updates))
+    assert (value_of(store, 2) == 1).all()
+    for update in updates:
+        twin.push(push(update))
+    np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
+
+
+# ---- all or nothing --------------------------------------------------------------
+
+
+def no_memory(*_):
+    raise MemoryError
+
+
+SCATTER = (UpdateOp.SCATTER_ADD, *ROWS)
+ADD = (UpdateOp.ADD, ONES)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        [SCATTER, ADD],
+        [(UpdateOp.OPTIMIZE, ONES), ADD],
+        [ADD, (UpdateOp.OPTIMIZE, ONES), SCATTER],
+        [(UpdateOp.OPTIMIZE, ONES), (UpdateOp.OPTIMIZE_ROWS, *ROWS)],
+        [(UpdateOp.ASSIGN, FIVES), (UpdateOp.OPTIMIZE_ROWS, *ROWS)],
+    ],
+)
+def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates):
+    store, twin = store_with("adam"), store_with("adam")
+    pin = store.find([1])[0].cell.pin()
+    whole = push(*[(1, *update) for update in updates])
+    with monkeypatch.context() as patch:
+        for module in ("_cell", "_xla_rows"):
+            patch.setattr(f"zstrat.ps.{module}.aligned", no_memory)
+        with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
+            store.push(whole)
+    np.testing.assert_array_equal(value_of(store, 1), np.zeros((8, 2)))
+    plan = store.plan_push(whole)
+    plan._reserve()
+    held = store.find([1])[0].cell
+    with monkeypatch.context() as patch:
+        # What the value needs is set aside; slots may still need some.
+        make = cell_module.aligned
+        patch.setattr(
+            "zstrat.ps._cell.Cell._beside",
+            lambda cell: no_memory() if cell is held else _beside(cell, make),
+        )
+        plan.compute()
+    store.commit(plan)
+    for update in updates:
+        twin.push(push((1, *update)))
+    np.testing.assert_allclose(value_of(store, 1), value_of(twin, 1), rtol=1e-6)
+    before = np.empty(64, np.uint8)
+    pin.copy(0, before)
+    assert not before.any()
+
+
+def _beside(cell, make):
+    return cell_module._Buffer(make(cell.shape, cell.dtype))
+
+
+def test_half_of_a_push_that_xla_could_not_finish_is_never_seen():
+    store = store_with("adam")
+    rows = (1, UpdateOp.OPTIMIZE_ROWS, *ROWS)
+    store.push(push(rows))
+    (kind,) = store.engine.get(1).programs.rows._kinds._alike.values()
+    (program,) = kind.programs.values()
+    program.call = failing_once(program.call)
+    before = value_of(store, 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.push(push((2, UpdateOp.ADD, ONES), rows))
+    np.testing.assert_array_equal(value_of(store, 1), before)
+    with pytest.raises(UnavailableError, match=rf"{TASK}: variable 'v2'.*assign"):
+        store.read([Read(2, -1)])
+    store.push(push((2, UpdateOp.ASSIGN, FIVES)))
+    np.testing.assert_array_equal(value_of(store, 2), FIVES)
+
+
+# ---- what was lost, and what does not fit, has a name ----------------------------
+
+
+def test_a_lost_value_heals_with_an_assignment_before_its_gradient():
+    store, twin = store_with("adam"), store_with("adam")
+    store.find([1])[0].cell.lose("XLA was out of memory")
+    words = f"{TASK}: variable 'v1'.*XLA was out of memory"
+    with pytest.raises(UnavailableError, match=words):
+        store.push(push((1, UpdateOp.OPTIMIZE, ONES), (1, UpdateOp.ASSIGN, FIVES)))
+    with pytest.raises(UnavailableError, match=words):
+        store.plan_rows([], [1], [ROWS[0]]).compute()
+    heal = push((1, UpdateOp.ASSIGN, FIVES), (1, UpdateOp.OPTIMIZE, ONES))
+    for each in (store, twin):
+        each.push(heal)
+    np.testing.assert_array_equal(value_of(store, 1), value_of(twin, 1))
+    np.testing.assert_allclose(value_of(store, 1), FIVES - 0.1, rtol=1e-5)
+
+
+def test_a_new_variable_without_memory_is_named(monkeypatch):
+    store = store_with("adam")
+    monkeypatch.setattr("zstrat.ps._cell.aligned", no_memory)
+    entries = [VariableEntry(9, "table", True, False)]
+    with pytest.raises(
+        ResourceExhaustedError, match=f"{TASK}: variable 'table'.*64 bytes"
+    ):
+        store.create(entries, [np.zeros((8, 2), "f4")])
+    assert 9 not in store
