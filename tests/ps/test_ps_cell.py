@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from zstrat.errors import UnavailableError
-from zstrat.ps._cell import PATIENCE, Cell, aligned
+from zstrat.ps._cell import PATIENCE, Cell
+from zstrat.rows import aligned
 
 DTYPES = [np.float32, np.float64, np.int64, np.bool_, np.complex64, ml_dtypes.bfloat16]
 

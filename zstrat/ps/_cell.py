@@ -38,26 +38,16 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
+from zstrat.rows import aligned
 
 from ._pins import Pin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-ALIGNMENT: Final = 64
-"""XLA shares host memory so aligned, in place of copying it; also a cache line."""
-
 PATIENCE: Final = 16
 """Updates in place after which the second buffer is given up: readers that overlap
 updates come back within a few steps, a reader that came once does not."""
-
-
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 class Write(Enum):

@@ -17,7 +17,8 @@ import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
-from ._cell import aligned
+from zstrat.rows import aligned
+
 from ._layouts import Layout, Layouts, Shape, precision, shape, spec
 from ._rows import CALL_BYTES, FEWEST, as_rows, bucket
 from ._slots import is_wide

@@ -18,9 +18,9 @@ import numpy as np
 
 from zstrat.checkpoint import TensorInfo
 from zstrat.errors import ClosedError, NotFoundError
+from zstrat.rows import aligned
 from zstrat.wire import SnapshotWritten
 
-from ._cell import aligned
 from ._disk import NewFile
 from ._snapshot import PIECE, Part, Pinned, Snapshot, cut
 

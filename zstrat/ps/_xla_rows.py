@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.rows import aligned
 
-from ._cell import Cell, Write, aligned
+from ._cell import Cell, Write
 from ._layouts import precision, shape
 from ._row_kinds import Kind, RowKinds, RowProgram
 from ._rows import Piece, as_rows, bucket, pack
