@@ -38,6 +38,7 @@ class Plan:
     reads: tuple = ()
     draws: tuple = (0,)
     has_lookups: bool = True
+    lookups: tuple = ()
     layout: ResultLayout = field(default=ResultLayout(("float32",), ((),), 0))
 
 
