@@ -68,5 +68,5 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(PY)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(PIP) --no-build-isolation -e '.[dev,examples]'
+	@$(PIP) --no-build-isolation -e '.[dev,examples,orbax,tensorboard]'
 	@touch $@
