@@ -35,6 +35,7 @@ FLOORS = {
     "zstrat.data": 2,
     "zstrat.checkpoint": 2,
     "zstrat.variables": 3,
+    "zstrat.collectives": 3,
     "zstrat.ps": 3,
     "zstrat.program": 4,
     "zstrat.worker": 5,
@@ -71,7 +72,7 @@ JAX_AT_IMPORT = {
     "zstrat.strategy",
     "zstrat.saving",
 }
-JAX_WHEN_NEEDED = {"zstrat.ps"}
+JAX_WHEN_NEEDED = {"zstrat.collectives", "zstrat.ps"}
 """Modules of it that import jax are imported late: see `test_import_stays_light`."""
 
 HEAVY = ("jax", "jaxlib", "optax")

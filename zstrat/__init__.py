@@ -56,6 +56,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.coordinator",
     ),
     **dict.fromkeys(
+        ("ReduceOp",),
+        "zstrat.collectives",
+    ),
+    **dict.fromkeys(
         ("InputContext",),
         "zstrat.data",
     ),
@@ -105,7 +109,6 @@ _EXPORTS: Final[dict[str, str]] = {
         (
             "ParameterServerStrategy",
             "PerReplica",
-            "ReduceOp",
             "ReplicaContext",
             "Strategy",
             "ValueContext",
@@ -136,6 +139,7 @@ _EXPORTS: Final[dict[str, str]] = {
 
 _MODULES: Final[dict[str, str]] = {
     "cluster_resolver": "zstrat.cluster",
+    "collectives": "zstrat.collectives",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
     "initializers": "zstrat.initializers",

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import zstrat.variables as zv
-from zstrat.strategy import PerReplica, ReduceOp, get_strategy
+from zstrat.collectives import ReduceOp
+from zstrat.strategy import PerReplica, get_strategy
 
 ARRAYS = hnp.arrays(
     np.float64,

@@ -11,5 +11,4 @@ from ._placement import ServerVariables as ServerVariables
 from ._strategy import Extended as Extended
 from ._strategy import Strategy as Strategy
 from ._values import PerReplica as PerReplica
-from ._values import ReduceOp as ReduceOp
 from ._values import ValueContext as ValueContext

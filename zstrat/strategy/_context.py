@@ -15,10 +15,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from zstrat.collectives import ReduceOp
 from zstrat.program import _collective
 from zstrat.variables import creator
 
-from ._values import ReduceOp
+from ._values import reduction
 
 if TYPE_CHECKING:
     import jax
@@ -150,7 +151,7 @@ class ReplicaContext:
         Raises:
             ValueError: ``reduce_op`` is no reduction.
         """
-        op = ReduceOp.of(reduce_op)
+        op = reduction(reduce_op)
         if self.num_replicas_in_sync == 1:
             return value
         return _collective.all_reduce(value, mean=op is ReduceOp.MEAN)

@@ -20,12 +20,12 @@ from . import _context
 from ._context import ReplicaContext, Scope
 from ._values import (
     PerReplica,
-    ReduceOp,
     ValueContext,
     gather_values,
     is_distributed,
     local_results,
     reduce_values,
+    reduction,
     select_replica,
     split_rows,
     stack_parts,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+    from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
 
@@ -167,7 +168,7 @@ class Strategy(abc.ABC):
         if _context.in_real_replica_context():
             _context.refuse_replica_context("reduce()")
         self._used("reduce")
-        op = ReduceOp.of(reduce_op)
+        op = reduction(reduce_op)
         return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:

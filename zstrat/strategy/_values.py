@@ -6,7 +6,6 @@ by the strategies. Works on traced arrays inside a step and on numpy outside of 
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,32 +14,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.collectives import ReduceOp
 from zstrat.variables import AbstractVariable, IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class ReduceOp(enum.Enum):
-    """How values of replicas become one."""
+def reduction(op: ReduceOp | str) -> ReduceOp:
+    """What replicas' values are reduced with: SUM or MEAN, by name in any case.
 
-    SUM = "SUM"
-    MEAN = "MEAN"
-
-    @classmethod
-    def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The member itself, or the one of that name in any case.
-
-        Raises:
-            ValueError: There is none; says which ones there are.
-        """
-        if isinstance(op, ReduceOp):
-            return op
-        try:
-            return cls(str(op).upper())
-        except ValueError:
-            names = ", ".join(repr(member.value) for member in cls)
-            raise ValueError(f"reduce_op {op!r}: expected one of {names}") from None
+    Raises:
+        ValueError: Anything else; says which ones there are.
+    """
+    found = ReduceOp.of(op)
+    if found not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(
+            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; the "
+            "smallest and the largest is what zs.collectives computes"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

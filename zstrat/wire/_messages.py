@@ -697,6 +697,102 @@ class DropResources:
     resources: list[int]
 
 
+# ---- collectives: ranks of a group talk to each other --------------------------------
+
+
+class MemberEntry(NamedTuple):
+    """One rank of a group. ``descriptor``, ``capacity`` and ``word`` stand for memory
+    that ranks of the same host may map, as in `Offer`; capacity 0: there is none."""
+
+    task: str
+    address: str
+    host: str
+    pid: int
+    incarnation: int
+    descriptor: int
+    capacity: int
+    word: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGroup:
+    """A rank asks rank 0 to form a generation of a group; answered by `GroupFormed`
+    once all ``size`` ranks have asked, or by the error that names who did not."""
+
+    kind: ClassVar = 72
+    group: str
+    generation: int
+    rank: int
+    size: int
+    member: MemberEntry
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """``ticket`` is drawn at random: what carries another one is of another generation
+    and is refused. ``members`` in the order of ranks."""
+
+    kind: ClassVar = 73
+    ticket: int
+    members: list[MemberEntry]
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """A notice: part of one call of a collective, from one rank to another.
+
+    ``call`` numbers the calls of a group, ``place`` the hops of a call, alike on all
+    ranks. ``about`` is a digest of what is called (operation, dtype, sizes): ranks that
+    call different things find it out. ``arrays``: at most one, of bytes.
+    """
+
+    kind: ClassVar = 74
+    ticket: int
+    call: int
+    place: int
+    about: int
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCall:
+    """A notice: the sender gave a call up, for this reason (`to_wire` of an error)."""
+
+    kind: ClassVar = 75
+    ticket: int
+    call: int
+    error: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class AskCall:
+    """How far are you with this call? Answered by `CallState`."""
+
+    kind: ClassVar = 76
+    ticket: int
+    call: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallState:
+    """``about``: what the rank calls in words, "" if it has not called yet; ``waits``:
+    the ranks that it waits for. ``is_over``: the call has ended there."""
+
+    kind: ClassVar = 77
+    about: str
+    waits: list[int]
+    is_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveGroup:
+    """A notice: the sender leaves this generation on purpose."""
+
+    kind: ClassVar = 78
+    ticket: int
+    reason: str
+
+
 Message = (
     Hello
     | Beat
@@ -746,5 +842,12 @@ Message = (
     | BuildResource
     | ResourceBuilt
     | DropResources
+    | JoinGroup
+    | GroupFormed
+    | Hop
+    | AbortCall
+    | AskCall
+    | CallState
+    | LeaveGroup
 )
 """Everything that a header can announce."""

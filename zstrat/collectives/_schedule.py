@@ -1,0 +1,56 @@
+"""What each rank of a collective does, as data.
+
+A call works on *blocks*, parts of one flat array (for a gather: what each rank gives).
+For every block a rank has a list of actions, done one after the other; different blocks
+do not wait for each other, so a block may be cut further into chunks that each run
+through the same list. A send and the receive that it meets name the same ``place``
+on both sides.
+
+The laws that a schedule keeps, for any size: every contribution is reduced into a
+block exactly once; a block is finished (divided, rounded, compressed) by exactly one
+rank; all ranks that hold it in the end hold the bytes that this rank made. What a rank
+has sent of a block and later receives as finished was received before by all whom it
+was sent to.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Act(enum.Enum):
+    """What is done with one block."""
+
+    SEND = enum.auto()
+    """What this rank has of the block goes to the peer."""
+    REDUCE = enum.auto()
+    """What comes from the peer is reduced into what this rank has."""
+    TAKE = enum.auto()
+    """What comes from the peer is the block from now on."""
+    FINISH = enum.auto()
+    """The block is complete here: the mean is taken, the dtype of the result made."""
+
+
+class Action(NamedTuple):
+    """``peer`` is -1 for `Act.FINISH`. ``place`` numbers the hop within the call: the
+    sender's and the receiver's action have the same."""
+
+    act: Act
+    peer: int = -1
+    place: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One rank's part of a call.
+
+    ``blocks[b]`` are the actions on block b. ``places`` is the number of places of the
+    call, the same on all ranks. ``result`` are the blocks whose values are this rank's
+    result.
+    """
+
+    blocks: tuple[tuple[Action, ...], ...]
+    places: int
+    result: tuple[int, ...]
