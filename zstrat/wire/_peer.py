@@ -284,7 +284,7 @@ class Peer(Generic[Token]):
         if type(message) is Failure:
             return (Failed(waiting.token, from_wire(message.error)),)
         if type(message) is Again:
-            return self._repeat(waiting)
+            return self._repeat(number, waiting)
         return (Answered(waiting.token, message),)
 
     def _request(self, message: Message, token: Token, deadline: float) -> None:
@@ -294,9 +294,11 @@ class Peer(Generic[Token]):
         kept = message if in_chunks else None
         self._requests.add(number, token, deadline, type(message), kept)
 
-    def _repeat(self, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
+    def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
         if waiting.message is None:
             kind = waiting.kind.__name__
+            # It ends with the connection, as the others do.
+            self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
             raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
         self._request(waiting.message, waiting.token, waiting.deadline)
         return ()
