@@ -11,6 +11,7 @@ from ._codec import decode as decode
 from ._codec import decode_header as decode_header
 from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
+from ._messages import Again as Again
 from ._messages import Arrays as Arrays
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
@@ -77,3 +78,4 @@ from ._messages import VariableEntry as VariableEntry
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
+from ._sink import Sink as Sink
