@@ -25,8 +25,8 @@ _TRACED: Final = (
 
 _at_once: Any = None
 """The last state of jax in which it was found to compute at once: comparing with it
-spares the operation that finds out. Not asked at import, where the operation would start
-jax's backend before the program has said which devices it wants."""
+spares the operation that finds out. Not asked at import, where the operation would
+start jax's backend before the program has said which devices it wants."""
 
 
 def is_staging() -> bool:
