@@ -37,11 +37,10 @@ from zstrat.wire import (
 )
 
 from ._arithmetic import OPTIMIZERS, check, check_rows
+from ._creating import CreatePlan, InitializePlan
 from ._ledger import Ledger
 from ._plans import (
-    CreatePlan,
     Held,
-    InitializePlan,
     OptimizerPlan,
     Plan,
     PlannedUpdate,
