@@ -261,9 +261,9 @@ class Cell:
         as nothing else is done to this cell: `begin_rows` and `settle`, when there is
         nothing that these would have to do; None if there is."""
         buffer = self._buffer
-        if buffer is None or self._pins or self._spare is not None or self._reserved:
+        if buffer is None or self._spare is not None or self._reserved:
             return None
-        return None if buffer.is_leased else buffer.rows
+        return None if buffer.is_leased or self.is_pinned else buffer.rows
 
     def look(self) -> np.ndarray:
         """The value, for as long as nothing is done to this cell: no lease."""

@@ -61,6 +61,8 @@ class RowLayout:
 
 
 def update_of(layouts: Layouts, layout: RowLayout) -> Any:
+    """``(value, rows, shared, gradient, scratch) -> ([value, *rows], shared)``."""
+
     def update(
         value: Any, rows: Any, shared: Any, gradient: Any, scratch: Any
     ) -> tuple[Any, Any]:
@@ -93,15 +95,21 @@ def flat(update: Any, layout: RowLayout, size: int) -> Any:
 
 
 def vector(rows: Shape) -> Shape:
+    """The same elements in one row."""
     return shape((math.prod(rows.shape),), rows.dtype)
 
 
 def arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
+    """What `update_of` takes, for ``size`` rows."""
     value, *rows, gradient = (rows_of(size, row) for row in layout.gathered)
     return value, rows, layout.shared, gradient, [value, *rows]
 
 
 def row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
+    """
+    Raises:
+        TypeError: Some slots have neither a row for each row nor none.
+    """
     if not layout.by_rows:
         raise TypeError("some of its state follows the rows, but not one to one")
     row = layout.value.shape[1:]
@@ -132,6 +140,7 @@ def is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
 
 
 def rows_of(size: int, row: Shape) -> Shape:
+    """So many of these rows."""
     return shape((size, *row.shape), row.dtype)
 
 
