@@ -17,7 +17,6 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.program import _lookups as lookups_module
 from zstrat.program._flow import Flow
 from zstrat.program._lookups import Level, PlannedLookup
 from zstrat.rows import sums
@@ -520,15 +519,9 @@ def levels(draw):
 
 
 @settings(deadline=None, max_examples=150)
-@given(levels(), st.sampled_from([0, 2**18]))
-def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case, large):
-    """Tables whose rows are put in place one by one, and all together."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(lookups_module, "LARGE", large)
-        check_level(*case)
-
-
-def check_level(tables, sizes, padding, seed):
+@given(levels())
+def test_a_level_gives_the_rows_and_the_sums_of_each_lookup(case):
+    tables, sizes, padding, seed = case
     rng = np.random.default_rng(seed)
     wholes, stored = [], {}
     for table in tables:

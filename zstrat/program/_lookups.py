@@ -8,15 +8,14 @@ are alike lie next to each other: their rows are one array, a *block*, which the
 program takes as one input and cuts.
 
 Law of the file: what a level looks like is computed once; per step there is no work per
-lookup, per component no more than a slice, and a call per table only where the rows of
-all tables are so many that one array of them all would cost more (`LARGE`).
+lookup, and per component no more than a slice.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,18 +25,13 @@ from zstrat.variables import TableLayout, absent
 from ._wanted import WantedRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from zstrat.variables import Table
 
     from ._row_updates import Part
 
     Kind = tuple[str, tuple[int, ...]]
-
-LARGE: Final = 256 * 1024
-"""Bytes of rows of a block from which each table's are put in place by themselves: 26
-calls cost 80 us, and one array of the 1.7 MB in 26 answers, which is read once, 900.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,20 +146,22 @@ class Level:
         left = iter(answers)
         blocks = []
         for block in self.blocks:
-            table, count = block.segments[0].table, block.stop - block.start
-            rows = aligned((count, *table.shape[1:]), table.dtype)
-            own = inverse[block.start : block.stop]
-            if rows.nbytes < LARGE:
-                _place(rows, own, asked.cuts, block.first, block.last, left)
+            first, last = asked.cuts[block.first], asked.cuts[block.last]
+            full = range(block.first, block.last)
+            parts = [next(left) for c in full if asked.cuts[c] < asked.cuts[c + 1]]
+            places = inverse[block.start : block.stop]
+            if not parts:
+                table = block.segments[0].table
+                rows = np.zeros((len(places), *table.shape[1:]), table.dtype)
             else:
-                for segment in block.segments:
-                    at = block.start
-                    here = slice(segment.start - at, segment.stop - at)
-                    first = segment.first
-                    last = first + len(segment.table.components)
-                    _place(rows[here], own[here], asked.cuts, first, last, left)
-            if asked.left_out is not None:
-                rows[asked.left_out[block.start : block.stop]] = 0
+                rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                assert len(rows) == last - first
+                own = aligned((len(places), *rows.shape[1:]), rows.dtype)
+                # Clipped: the places are right, and numpy need not check them.
+                places = places - first if first else places
+                rows = rows.take(places, 0, own, mode="clip")
+                if asked.left_out is not None:
+                    rows[asked.left_out[block.start : block.stop]] = 0
             blocks.append(rows)
         return blocks
 
@@ -222,25 +218,6 @@ class Level:
                     raise IndexError(f"{lookup.where}: {error}") from None
                 start += lookup.size
         return True
-
-
-def _place(
-    out: np.ndarray,
-    places: np.ndarray,
-    cuts: Sequence[int],
-    first: int,
-    last: int,
-    answers: Iterator[np.ndarray],
-) -> None:
-    """Puts the rows of components ``[first, last)`` where they are wanted."""
-    parts = [next(answers) for c in range(first, last) if cuts[c] < cuts[c + 1]]
-    if not parts:
-        out[...] = 0
-        return
-    rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    # Clipped: the places are right, and numpy need not check them.
-    at = places - cuts[first] if cuts[first] else places
-    rows.take(at, 0, out, mode="clip")
 
 
 def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
