@@ -15,6 +15,7 @@ from ._progress import Progress as Progress
 from ._progress import Send as Send
 from ._progress import parts as parts
 from ._reduction import Reduction as Reduction
+from ._reduction import narrow as narrow
 from ._reduction import reduction_of as reduction_of
 from ._ring import ring_all_gather as ring_all_gather
 from ._ring import ring_all_reduce as ring_all_reduce
