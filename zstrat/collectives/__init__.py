@@ -1,5 +1,9 @@
 """Ranks that compute together: schedules, groups, memory that one host shares."""
 
+from ._buckets import Bucket as Bucket
+from ._buckets import buckets as buckets
+from ._compression import Compression as Compression
+from ._compression import Compressor as Compressor
 from ._doubling import dissemination_barrier as dissemination_barrier
 from ._doubling import doubling_all_gather as doubling_all_gather
 from ._doubling import halving_doubling_all_reduce as halving_doubling_all_reduce
