@@ -1,8 +1,8 @@
 """What a call costs on lines of a given kind: schedules carried out on a clock.
 
 A rank has one line out and one line in. A hop leaves when the rank has it and the line
-out is free, keeps both lines busy for its bytes, and arrives a latency later. Arithmetic
-is free. Chunks follow each other as they do in `Progress`.
+out is free, keeps both lines busy for its bytes, and arrives a latency later.
+Arithmetic is free. Chunks follow each other as they do in `Progress`.
 
 Where all ranks do the same at the same time, one of them stands for all: what it
 receives is what it sends itself. So a ring of a thousand costs a few thousand events,
@@ -12,7 +12,6 @@ and no schedule is made but the one.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -91,7 +90,7 @@ class _Rank:
 
 
 class _Run:
-    """One call on the clock. Every event is a chunk that goes on at some time."""
+    """One call on the clock. An event is a hop that leaves, or one that arrives."""
 
     def __init__(
         self,
@@ -107,26 +106,21 @@ class _Run:
         self._ranks = [_rank(schedule) for schedule in schedules]
         self._at: dict[tuple[int, int, int], int] = {}
         self._early: set[tuple[int, int, int]] = set()
-        self._events: list[tuple[float, int, int, int, int]] = []
+        self._events: list[tuple[float, int, bool, int, int, int]] = []
         self._count = 0
 
     def seconds(self) -> float:
         """Runs to the end."""
         now = 0.0
-        waiting = deque(self._starts())
-        while waiting or self._events:
-            if waiting:
-                rank, block, chunk = waiting.popleft()
-                self._at[rank, block, chunk] = 0
-                self._go_on(rank, block, chunk, 0.0)
-                continue
-            now, _, rank, place, chunk = heapq.heappop(self._events)
-            block, index = self._ranks[rank].receipts[place]
-            if self._at[rank, block, chunk] == index:
-                self._at[rank, block, chunk] += 1
-                self._go_on(rank, block, chunk, now)
+        for rank, block, chunk in self._starts():
+            self._at[rank, block, chunk] = 0
+            self._go_on(rank, block, chunk, now)
+        while self._events:
+            now, _, leaves, rank, place, chunk = heapq.heappop(self._events)
+            if leaves:
+                self._leave(rank, place, chunk, now)
             else:
-                self._early.add((rank, place, chunk))
+                self._arrive(rank, place, chunk, now)
         return now
 
     def _starts(self) -> Iterator[tuple[int, int, int]]:
@@ -152,16 +146,34 @@ class _Run:
         self._at[rank, block, chunk] = at
 
     def _send(self, rank: int, peer: int, place: int, chunk: int, now: float) -> None:
+        """The hop takes its place on the line out; to be seen when it leaves."""
         sender = self._ranks[rank]
-        if self._are_alike:
-            peer, place = rank, sender.like[place]
-        receiver = self._ranks[peer]
         start = max(now, sender.out_free)
         sender.out_free = start + self._busy
-        begins = max(start + self._latency, receiver.in_free)
-        receiver.in_free = arrives = begins + self._busy
+        if self._are_alike:
+            peer, place = rank, sender.like[place]
+        self._push(start, True, peer, place, chunk)
+
+    def _leave(self, rank: int, place: int, chunk: int, now: float) -> None:
+        """Hops take a line in by the order in which they leave, whoever sent them."""
+        receiver = self._ranks[rank]
+        begins = max(now + self._latency, receiver.in_free)
+        receiver.in_free = begins + self._busy
+        self._push(receiver.in_free, False, rank, place, chunk)
+
+    def _arrive(self, rank: int, place: int, chunk: int, now: float) -> None:
+        block, index = self._ranks[rank].receipts[place]
+        if self._at[rank, block, chunk] == index:
+            self._at[rank, block, chunk] += 1
+            self._go_on(rank, block, chunk, now)
+        else:
+            self._early.add((rank, place, chunk))
+
+    def _push(
+        self, when: float, leaves: bool, rank: int, place: int, chunk: int
+    ) -> None:
         self._count += 1
-        heapq.heappush(self._events, (arrives, self._count, peer, place, chunk))
+        heapq.heappush(self._events, (when, self._count, leaves, rank, place, chunk))
 
 
 def _rank(schedule: Schedule) -> _Rank:
