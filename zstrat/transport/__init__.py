@@ -2,6 +2,7 @@
 
 from ._curve import Security as Security
 from ._curve import generate_keys as generate_keys
+from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
 from ._endpoint import Handler as Handler
 from ._identity import hello as hello
@@ -9,4 +10,8 @@ from ._identity import new_incarnation as new_incarnation
 from ._link import Link as Link
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run
+from ._portal import Portal as Portal
 from ._remote import Remote as Remote
+from ._waiting import Bell as Bell
+from ._waiting import LoopBell as LoopBell
+from ._waiting import ThreadBell as ThreadBell

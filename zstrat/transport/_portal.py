@@ -20,14 +20,14 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError
-from zstrat.transport import new_event_loop
 
+from ._loop import new_event_loop
 from ._waiting import ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-log = logging.getLogger("zstrat.coordinator")
+log = logging.getLogger("zstrat.transport")
 
 T = TypeVar("T")
 _CLOSING: Final = 10.0
