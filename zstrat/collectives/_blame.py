@@ -10,8 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from zstrat.errors import CollectiveTimeoutError, InvalidArgumentError
+
+from ._membership import listed
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
+
+    from zstrat.errors import ZstratError
 
     from zstrat.wire import CallState
 
@@ -25,7 +31,7 @@ class Inquiry:
     """
 
     def __init__(self, rank: int, words: str) -> None:
-        self._words = words
+        self.rank, self._words = rank, words
         self._known = {rank}
         self._open: set[int] = set()
         self.guilty: dict[int, str] = {}
@@ -61,3 +67,31 @@ class Inquiry:
         """Time is up: who was asked and said nothing does not answer."""
         for rank in sorted(self._open):
             self.silent(rank, "does not answer")
+
+
+def verdict(
+    inquiry: Inquiry, call: str, name: Callable[[int], str], timeout: float
+) -> ZstratError:
+    """The error that all ranks get.
+
+    Args:
+        call: What was called, which call it was, and in which group.
+        name: What messages call a rank.
+    """
+    if inquiry.differs:
+        rank, words = next(iter(inquiry.differs.items()))
+        return InvalidArgumentError(
+            f"the ranks do not make the same calls: {name(inquiry.rank)} makes {call}; "
+            f"{name(rank)} makes {words} instead: make the same calls in the same order "
+            "on all ranks, or give calls that may overtake each other a tag"
+        )
+    if not inquiry.guilty:
+        return CollectiveTimeoutError(
+            f"{call}: all ranks take part, but {timeout:g} s were not enough: give it "
+            "more (timeout=), or look at the network between them"
+        )
+    who = [f"{name(rank)} {what}" for rank, what in sorted(inquiry.guilty.items())]
+    return CollectiveTimeoutError(
+        f"{call}: {listed(who)}; {name(inquiry.rank)} waited {timeout:g} s. If that rank "
+        "is only slow, give calls more time (timeout=); if it is gone, call reform()"
+    )

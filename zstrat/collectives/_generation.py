@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.config import MiB
 from zstrat.errors import (
     BusyError,
     ClosedError,
-    CollectiveTimeoutError,
-    InvalidArgumentError,
     PeerLostError,
     ProtocolError,
     UnavailableError,
@@ -31,10 +30,10 @@ from zstrat.errors import (
 )
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
-from ._blame import Inquiry
-from ._engine import Differs, Overdue
-from ._keys import number_of
-from ._membership import listed
+from ._asking import inquire
+from ._blame import Inquiry, verdict
+from ._engine import margin_of
+from ._keys import FORMING, number_of
 from ._mesh import Mesh
 from ._plans import progress_of
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.wire import GroupFormed
+    from zstrat.wire import GroupFormed, Hello, PlainTree
 
     from ._engine import Call
     from ._mesh import MakeLink
@@ -58,9 +57,6 @@ busy, few enough that private copies of chunks cost little memory."""
 
 _REMEMBERED: Final = 4096
 """Ended calls that are known as such, for ranks that ask."""
-
-Ended = "Callable[[Exception | None], None]"
-
 
 class _Running:
     """A call under way."""
@@ -109,8 +105,9 @@ class Generation:
         The group writes it, from any thread."""
         self.calls = 0
         """Operations without a tag that have begun here; the group counts."""
-        self.lost_ranks: set[int] = set()
-        self.on_broken: Callable[[ZstratError], None] = _ignore
+        self.lost: set[int] = set()
+        """Ranks that are known to be gone."""
+        self.on_broken: Callable[[ZstratError], None] = lambda error: None
         self.engine_waits: Callable[[], Sequence[int]] = tuple
         """Ranks that the engine waits for just now."""
         self._counts = counts
@@ -121,7 +118,7 @@ class Generation:
             rank,
             self.members,
             make_link,
-            on_lost=self.lost,
+            on_lost=self.gone,
             on_flushed=self._draw,
         )
         self._running: dict[int, _Running] = {}
@@ -131,7 +128,7 @@ class Generation:
         self._early_bytes = 0
         self._over: OrderedDict[int, str] = OrderedDict()
         self._left: dict[int, int] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._inquest: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
 
     async def open(self, deadline: float) -> None:
@@ -141,6 +138,10 @@ class Generation:
     def name(self, rank: int) -> str:
         """What messages call a rank."""
         return self._mesh.name(rank)
+
+    def rank_of(self, hello: Hello) -> int | None:
+        """The rank of a task, None if it is no member."""
+        return self._ranks.get(hello.incarnation)
 
     # ---- calls ---------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class Generation:
         self._early_bytes += _nbytes(hop)
         if self._early_bytes > EARLY:
             error = BusyError(
-                f"{self._title}: {self._early_bytes >> 20} MiB arrived for calls that "
+                f"{self.title}: {self._early_bytes >> 20} MiB arrived for calls that "
                 f"{self.name(self.rank)} has not made: the ranks do not make the same "
                 "calls, or one is far behind: call barrier() now and then"
             )
@@ -299,36 +300,140 @@ class Generation:
 
     def overdue(self, call: Call, waits: Sequence[int]) -> None:
         """A call's deadline has come: finds out why, and ends the generation."""
-        self._begin(self._inquire(call, waits), f"who keeps {call.words} waiting")
+        self._inquire(call, waits)
 
     def differs(self, call: Call, sender: int) -> None:
         """A rank calls something else: asks what, and ends the generation."""
-        self._begin(self._inquire(call, (sender,)), f"what rank {sender} calls")
+        self._inquire(call, (sender,))
 
-    def _begin(self, work: Coroutine[None, None, None], name: str) -> None:
-        if self._tasks or self.broken is not None:
-            work.close()  # one inquiry ends the generation; a second has nothing to do
-            return
-        task = self._loop.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _inquire(self, call: Call, waits: Sequence[int]) -> None:
-        inquiry = Inquiry(self.rank, call.words)
-        deadline = call.deadline + margin_of(call.timeout)
-        asking: dict[asyncio.Future[Message], int] = {}
-
-        def ask(ranks: list[int]) -> None:
-            for rank in ranks:
-                question = AskCall(self.ticket, call.key)
-                asking[self._mesh.ask(rank, question, deadline)] = rank
-
-        ask(inquiry.ask(waits))
-        while asking:
-            done, _ = await asyncio.wait(
-                asking, return_when=asyncio.FIRST_COMPLETED
+    def _inquire(self, call: Call, ranks: Sequence[int]) -> None:
+        if self._inquest is None and self.broken is None:
+            self._inquest = self._loop.create_task(
+                self._find_out(call, ranks), name=f"inquest about {call.words}"
             )
-            for future in done:
-                rank = asking.pop(future)
-                ask(_heard(inquiry, rank, future))
-        self._judge(call, inquiry)
+
+    async def _find_out(self, call: Call, ranks: Sequence[int]) -> None:
+        inquiry = Inquiry(self.rank, call.words)
+        question = AskCall(self.ticket, call.key)
+        # Loop time and the monotonic clock are the same clock.
+        deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
+        await inquire(inquiry, ranks, partial(self._mesh.ask, message=question), deadline)
+        self.abort(verdict(inquiry, self._said(call), self.name, call.timeout), call.key)
+
+    def _said(self, call: Call) -> str:
+        number = number_of(call.key)
+        which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"
+        return f"{call.words}, {which} of {self.title}"
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"group {self.group!r} (generation {self.number})"
+
+    # ---- the end ---------------------------------------------------------------------
+
+    def abort(
+        self,
+        error: ZstratError,
+        key: int = FORMING,
+        lost: Sequence[int] = (),
+        *,
+        tell: bool = True,
+    ) -> None:
+        """Ends the generation: all that is under way fails with this error.
+
+        Args:
+            lost: Ranks that are gone.
+            tell: Whether the others have to hear of it.
+        """
+        if self.broken is not None:
+            return
+        self.broken = error
+        self.lost.update(lost)
+        if tell:
+            message = AbortCall(self.ticket, key, _plain(error), list(lost))
+            for rank in range(self.size):
+                if rank != self.rank and rank not in lost:
+                    with suppress(BusyError):  # it hears of it from its own deadline
+                        self._mesh.send(rank, message)
+        self._early.clear()
+        self._drawing.clear()
+        for running in list(self._running.values()):
+            self._end(running, again(error))
+        self.on_broken(error)
+
+    def aborted(self, sender: int, message: AbortCall) -> None:
+        """Another rank has ended the generation."""
+        error = from_wire(message.error)
+        if not isinstance(error, ZstratError):
+            error = ProtocolError(f"{self.name(sender)} gave up: {error}")
+        lost = [rank for rank in message.lost if 0 <= rank < self.size]
+        self.abort(error, message.call, lost, tell=False)
+
+    def gone(self, rank: int, reason: str) -> None:
+        """A member cannot be reached any more."""
+        if rank in self._left:
+            return  # it said goodbye before
+        why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
+
+    def left(self, sender: int, message: LeaveGroup) -> None:
+        """A member leaves on purpose: what it has called is complete on its side."""
+        self._left[sender] = message.calls
+        self.lost.add(sender)
+        self._reason_left = message.reason
+        for running in list(self._running.values()):
+            self._check_left(running)
+        if any(number > message.calls for number in list(self.begun)):
+            self._abort_left(sender)
+
+    def _check_left(self, running: _Running) -> None:
+        for rank in self._left:
+            if rank in running.waits:
+                self._abort_left(rank)
+                return
+
+    def _abort_left(self, rank: int) -> None:
+        why = f"it left {self.title}; call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
+
+    def refusal(self) -> ZstratError:
+        """What a call gets after the end; from any thread."""
+        return UnavailableError(
+            f"{self.title} has ended: {self.broken}; call reform() on all ranks that go "
+            "on, for a new generation"
+        )
+
+    async def close(self, reason: str, deadline: float) -> None:
+        """Leaves: what was sent arrives, what is under way fails with `ClosedError`.
+
+        Cancellation: the links are closed all the same.
+        """
+        if self.broken is None:
+            if not self._mesh.is_drained:
+                self._drained = self._loop.create_future()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await self._drained
+            farewell = LeaveGroup(self.ticket, self.calls, reason)
+            for rank in range(self.size):
+                if rank != self.rank:
+                    with suppress(BusyError):
+                        self._mesh.send(rank, farewell)
+            self.abort(ClosedError(f"{self.title} was closed"), tell=False)
+        if self._inquest is not None:
+            self._inquest.cancel()
+        await self._mesh.close(reason)
+
+
+def again(error: ZstratError) -> ZstratError:
+    """Another one like it: an exception that is raised twice collects tracebacks."""
+    return type(error)(*error.args)
+
+
+def _plain(error: ZstratError) -> PlainTree:
+    return cast("PlainTree", to_wire(error))
+
+
+def _nbytes(hop: Hop) -> int:
+    return sum([array.nbytes for array in hop.arrays])
