@@ -10,6 +10,8 @@ from ._exchanges import direct_gather as direct_gather
 from ._exchanges import direct_reduce_scatter as direct_reduce_scatter
 from ._exchanges import pairwise_all_to_all as pairwise_all_to_all
 from ._exchanges import scatter_broadcast as scatter_broadcast
+from ._group import Group as Group
+from ._pending import Pending as Pending
 from ._progress import Codec as Codec
 from ._progress import Progress as Progress
 from ._progress import Send as Send

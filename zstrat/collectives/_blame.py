@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from zstrat.errors import ZstratError
-
     from zstrat.wire import CallState
 
 
@@ -82,8 +81,8 @@ def verdict(
         rank, words = next(iter(inquiry.differs.items()))
         return InvalidArgumentError(
             f"the ranks do not make the same calls: {name(inquiry.rank)} makes {call}; "
-            f"{name(rank)} makes {words} instead: make the same calls in the same order "
-            "on all ranks, or give calls that may overtake each other a tag"
+            f"{name(rank)} makes {words} instead: make the same calls in the same "
+            "order on all ranks, or give calls that may overtake each other a tag"
         )
     if not inquiry.guilty:
         return CollectiveTimeoutError(
@@ -92,6 +91,7 @@ def verdict(
         )
     who = [f"{name(rank)} {what}" for rank, what in sorted(inquiry.guilty.items())]
     return CollectiveTimeoutError(
-        f"{call}: {listed(who)}; {name(inquiry.rank)} waited {timeout:g} s. If that rank "
-        "is only slow, give calls more time (timeout=); if it is gone, call reform()"
+        f"{call}: {listed(who)}; {name(inquiry.rank)} waited {timeout:g} s. If that "
+        "rank is only slow, give calls more time (timeout=); if it is gone, call "
+        "reform()"
     )

@@ -12,6 +12,7 @@ and every call that was started ends exactly once.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import partial
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Final, cast
 from zstrat.config import MiB
 from zstrat.errors import (
     BusyError,
+    CancelledError,
     ClosedError,
     PeerLostError,
     ProtocolError,
@@ -57,6 +59,7 @@ busy, few enough that private copies of chunks cost little memory."""
 
 _REMEMBERED: Final = 4096
 """Ended calls that are known as such, for ranks that ask."""
+
 
 class _Running:
     """A call under way."""
@@ -128,6 +131,7 @@ class Generation:
         self._early_bytes = 0
         self._over: OrderedDict[int, str] = OrderedDict()
         self._left: dict[int, int] = {}
+        self._broken_flag = threading.Event()
         self._inquest: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
 
@@ -291,7 +295,9 @@ class Generation:
         number = number_of(key)
         if key in self._over:
             return True
-        return number is not None and number <= self.calls and number not in self.begun
+        if not number:  # the forming call, or one with a tag
+            return False
+        return number <= self.calls and number not in self.begun
 
     def _overdue(self, key: int, words: str) -> None:
         running = self._running.get(key)
@@ -317,8 +323,12 @@ class Generation:
         question = AskCall(self.ticket, call.key)
         # Loop time and the monotonic clock are the same clock.
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
-        await inquire(inquiry, ranks, partial(self._mesh.ask, message=question), deadline)
-        self.abort(verdict(inquiry, self._said(call), self.name, call.timeout), call.key)
+        await inquire(
+            inquiry, ranks, partial(self._mesh.ask, message=question), deadline
+        )
+        self.abort(
+            verdict(inquiry, self._said(call), self.name, call.timeout), call.key
+        )
 
     def _said(self, call: Call) -> str:
         number = number_of(call.key)
@@ -349,6 +359,7 @@ class Generation:
         if self.broken is not None:
             return
         self.broken = error
+        self._broken_flag.set()
         self.lost.update(lost)
         if tell:
             message = AbortCall(self.ticket, key, _plain(error), list(lost))
@@ -361,6 +372,19 @@ class Generation:
         for running in list(self._running.values()):
             self._end(running, again(error))
         self.on_broken(error)
+
+    def abort_by(self, error: Exception) -> None:
+        """Something here went wrong that the other ranks cannot know: tells them."""
+        if not isinstance(error, ZstratError):
+            error = ProtocolError(f"{type(error).__name__}: {error}")
+        why = f"{self.name(self.rank)} gave up in {self.title}: {error}"
+        self.abort(CancelledError(why))
+
+    def wait_broken(self, timeout: float) -> ZstratError:
+        """Blocks until the generation has ended; why it did. From any thread but the
+        loop's."""
+        self._broken_flag.wait(timeout)
+        return again(self.broken) if self.broken is not None else self.refusal()
 
     def aborted(self, sender: int, message: AbortCall) -> None:
         """Another rank has ended the generation."""
@@ -400,8 +424,8 @@ class Generation:
     def refusal(self) -> ZstratError:
         """What a call gets after the end; from any thread."""
         return UnavailableError(
-            f"{self.title} has ended: {self.broken}; call reform() on all ranks that go "
-            "on, for a new generation"
+            f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
+            "go on, for a new generation"
         )
 
     async def close(self, reason: str, deadline: float) -> None:

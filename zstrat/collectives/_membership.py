@@ -11,9 +11,8 @@ generation g asks for g + 1. What is formed is the highest that anyone asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
 
 from zstrat.errors import (
     AlreadyExistsError,
@@ -23,6 +22,9 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import GroupFormed, JoinGroup, MemberEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 Token = TypeVar("Token")
 
@@ -37,12 +39,12 @@ class Seat(NamedTuple):
     """One place in a group: a task, and where it listens."""
 
     job: str
-    index: int
+    number: int
     address: str
 
     @property
     def task(self) -> str:
-        return f"/job:{self.job}/task:{self.index}"
+        return f"/job:{self.job}/task:{self.number}"
 
 
 def seat_of(member: MemberEntry) -> Seat:
@@ -155,7 +157,10 @@ class Rendezvous(Generic[Token]):
             self._seats = None  # without rank 0 nobody knows who is to come
 
     def _settle(self) -> list[Formed[Token] | Refused[Token]]:
-        seats, guests = self._seats, {guest.request.rank: guest for guest in self._guests}
+        seats, guests = (
+            self._seats,
+            {guest.request.rank: guest for guest in self._guests},
+        )
         if seats is None or len(guests) < len(seats):
             return []
         generation = max(guest.request.generation for guest in self._guests)
@@ -188,7 +193,7 @@ class Rendezvous(Generic[Token]):
         if self._seats is None:
             return CollectiveTimeoutError(
                 f"{waited}rank 0 runs, but has not made the group: does its program "
-                f"call Group(name={self._group!r}), and reform() as often as the others?"
+                f"call Group(name={self._group!r}), and reform() as the others do?"
             )
         here = {guest.request.rank for guest in self._guests}
         missing = [

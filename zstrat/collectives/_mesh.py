@@ -142,7 +142,9 @@ class Mesh:
 
     def _open_again(self, rank: int, hello: Hello) -> None:
         if rank in self._opened:
-            self._on_lost(rank, "its connection broke, and came back without what it had")
+            self._on_lost(
+                rank, "its connection broke, and came back without what it had"
+            )
 
     def _lost(self, rank: int, error: PeerLostError) -> None:
         self._on_lost(rank, error.reason)

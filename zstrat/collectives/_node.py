@@ -159,7 +159,7 @@ class Node:
         """Counts since the start; from any thread."""
         return {"generations": len(self._generations), **self._counts}
 
-    # ---- forming, at rank 0 ------------------------------------------------------------
+    # ---- forming, at rank 0 ----------------------------------------------------------
 
     def _asks(self, remote: Remote, request: JoinGroup) -> asyncio.Future[Message]:
         if request.member.incarnation != remote.hello.incarnation:
@@ -320,7 +320,9 @@ class Node:
 class _MakeLink:
     """Makes links of this task; see `MakeLink`."""
 
-    def __init__(self, me: Hello, settings: Settings, security: Security | None):
+    def __init__(
+        self, me: Hello, settings: Settings, security: Security | None
+    ) -> None:
         self._me, self._settings, self._security = me, settings, security
 
     def __call__(
@@ -340,7 +342,7 @@ class _MakeLink:
             on_lost=on_lost,
             on_flushed=on_flushed,
             security=self._security,
-            expect=(seat.job, seat.index),
+            expect=(seat.job, seat.number),
         )
 
 

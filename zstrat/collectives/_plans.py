@@ -28,6 +28,7 @@ SMALL: Final = 32 * 1024
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
+
 def progress_of(call: Call, rank: int, size: int) -> Progress:
     """What rank ``rank`` of ``size`` does in a call.
 

@@ -118,10 +118,10 @@ class Station:
         """
         folder = settings.keys
         security = None if folder is None else Security.load(folder, seat.job)
-        portal = Portal(f"zstrat groups {seat.job}:{seat.index}")
+        portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
 
         async def begin() -> Station:
-            me = hello(seat.job, seat.index, new_incarnation())
+            me = hello(seat.job, seat.number, new_incarnation())
             station = cls(Node(me, settings, security))
             await station._open(bind, security)
             return station
@@ -142,12 +142,12 @@ def station_for(seat: Seat, bind: str, settings: Settings) -> Station:
     Blocks while it binds. Give it back with `Station.release`.
     """
     with _lock:
-        station = _stations.get((seat.job, seat.index, bind)) or _daemons.get(
-            (seat.job, seat.index)
+        station = _stations.get((seat.job, seat.number, bind)) or _daemons.get(
+            (seat.job, seat.number)
         )
         if station is None:
             station = Station.settle(seat, bind, settings)
-            _stations[seat.job, seat.index, bind] = station
+            _stations[seat.job, seat.number, bind] = station
         station.users += 1
         return station
 

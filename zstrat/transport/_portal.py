@@ -138,9 +138,7 @@ class Portal:
             self.loop.stop()
 
 
-def outcome(
-    future: concurrent.futures.Future[T], timeout: float, what: str
-) -> T:
+def outcome(future: concurrent.futures.Future[T], timeout: float, what: str) -> T:
     """Blocks until the work on a loop has ended; gives up and cancels it if that
     takes too long, or if Ctrl-C ends the wait.
 

@@ -792,8 +792,8 @@ class CallState:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """A notice: the sender leaves this generation on purpose, after so many calls (those
-    with a tag not counted)."""
+    """A notice: the sender leaves this generation on purpose. ``calls``: how many it
+    has made, those with a tag not counted."""
 
     kind: ClassVar = 78
     ticket: int
