@@ -555,6 +555,7 @@ class Group:
         rows = [
             leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)
         ]
+        self._check_reducible(op, rows[::2])
         _check_sparse(op, rows)
         words = _named("all_reduce", [*leaves, *rows], op.value, free=rows)
 
