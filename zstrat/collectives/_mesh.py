@@ -143,9 +143,8 @@ class Mesh:
 
     def _open_again(self, rank: int, hello: Hello) -> None:
         if rank in self._opened:
-            self._on_lost(
-                rank, "its connection broke, and came back without what it had"
-            )
+            reason = "its connection broke, and came back without what was on it"
+            self._on_lost(rank, reason, False)
 
     def _lost(self, rank: int, error: PeerLostError) -> None:
         self._on_lost(rank, error.reason, error.left)
