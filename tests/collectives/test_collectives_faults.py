@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from collectives_ranks import ranks_of
+from collectives_groups import ranks_of
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import Group

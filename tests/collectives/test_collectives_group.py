@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from collectives_ranks import ranks_of
+from collectives_groups import ranks_of
 
 import zstrat as zs
 from zstrat.errors import ClosedError, InvalidArgumentError
