@@ -34,6 +34,7 @@ from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._asking import inquire
 from ._blame import Inquiry, verdict
+from ._compression import Compression, Compressor
 from ._engine import margin_of
 from ._keys import FORMING, number_of
 from ._mesh import Mesh
@@ -134,6 +135,7 @@ class Generation:
         self._early_bytes = 0
         self._over: OrderedDict[int, str] = OrderedDict()
         self._left: dict[int, int] = {}
+        self._compressors: dict[str, Compressor] = {}
         self._is_known = False
         """A call here has ended with the error."""
         self._broken_flag = threading.Event()
@@ -170,7 +172,9 @@ class Generation:
             return
         who = range(self.size) if ranks is None else ranks
         try:
-            progress = progress_of(call, who.index(self.rank), len(who))
+            progress = progress_of(
+                call, who.index(self.rank), len(who), self._compressor_of(call)
+            )
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)
             return
@@ -186,6 +190,14 @@ class Generation:
             self._take(running, sender, hop)
         if self._left:
             self._check_left(running)
+
+    def _compressor_of(self, call: Call) -> Compressor | None:
+        name = call.compression
+        if name is None:
+            return None
+        if name not in self._compressors:
+            self._compressors[name] = Compressor(Compression.of(name))
+        return self._compressors[name]
 
     def hop(self, incarnation: int, hop: Hop) -> None:
         """Part of a call arrived."""

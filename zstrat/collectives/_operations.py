@@ -75,6 +75,7 @@ class Draft:
             tuple(sizes),
             self.tag,
             self.compression,
+            f"{self.tag}/{self.words}/{part}",
             self.algorithm,
             is_frozen,
         )
