@@ -118,6 +118,7 @@ class Generation:
         self.engine_waits: Callable[[], Sequence[int]] = tuple
         """Ranks that the engine waits for just now."""
         self._counts = counts
+        self._one_host = len({member.host for member in self.members}) == 1
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
         self._mesh = Mesh(
@@ -173,7 +174,11 @@ class Generation:
         who = range(self.size) if ranks is None else ranks
         try:
             progress = progress_of(
-                call, who.index(self.rank), len(who), self._compressor_of(call)
+                call,
+                who.index(self.rank),
+                len(who),
+                one_host=self._one_host,
+                compressor=self._compressor_of(call),
             )
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)

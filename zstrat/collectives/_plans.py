@@ -35,14 +35,22 @@ _TRICKY: Final = 256 * 1024
 
 
 def progress_of(
-    call: Call, rank: int, size: int, compressor: Compressor | None = None
+    call: Call,
+    rank: int,
+    size: int,
+    *,
+    one_host: bool = False,
+    compressor: Compressor | None = None,
 ) -> Progress:
     """What rank ``rank`` of ``size`` does in a call.
+
+    Args:
+        one_host: All ranks are on one machine, and share its cores.
 
     Raises:
         TypeError, ValueError: The call cannot be made, in words for its caller.
     """
-    schedule = _made(call.kind, _algorithm(call, size), call.root, rank, size)
+    schedule = _made(call.kind, _algorithm(call, size, one_host), call.root, rank, size)
     reduction = codec = None
     if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
         reduction = reduction_of(call.op, call.source.dtype, size)
@@ -69,11 +77,11 @@ def checked_algorithm(kind: Kind, name: str | None) -> None:
         algorithm_named(kind.value, name)
 
 
-def _algorithm(call: Call, size: int) -> str:
+def _algorithm(call: Call, size: int, one_host: bool) -> str:
     if call.algorithm not in (None, "auto"):
         return call.algorithm
     whole = max(call.source.nbytes, call.target.nbytes)
-    return _CHOICES.choose(call.kind.value, whole, size)
+    return _CHOICES.choose(call.kind.value, whole, size, one_host)
 
 
 def _codec(
