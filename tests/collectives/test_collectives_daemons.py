@@ -28,3 +28,4 @@ def test_workers_of_a_cluster_form_a_group():
             value = coordinator.schedule(first, args=(iterator,))
             coordinator.join()
             np.testing.assert_array_equal(value.fetch(), 3.0)
+        strategy.close()

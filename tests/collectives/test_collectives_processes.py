@@ -184,7 +184,8 @@ with make() as group:
     work(400)
     gc.collect()
     after = fds(), threading.active_count(), resident()
-    say(after[0] - before[0], after[1] - before[1], after[2] - before[2] < 20 << 20)
+    grown = after[2] - before[2]
+    say(after[0] <= before[0], after[1] <= before[1], grown < 20 << 20)
 left = [thread.name for thread in threading.enumerate() if "zstrat" in thread.name]
 say(left, [name for name in os.listdir("/dev/shm") if "zstrat" in name])
 """
@@ -192,7 +193,7 @@ say(left, [name for name in os.listdir("/dev/shm") if "zstrat" in name])
 
 def test_a_thousand_operations_leave_nothing():
     with processes(2, THOUSAND) as ranks:
-        assert ranks.lines() == ["0 0 True"] * 2
+        assert ranks.lines() == ["True True True"] * 2
         assert ranks.lines() == ["[] []"] * 2
         assert [each.wait(20) for each in ranks.all.values()] == [0, 0]
 

@@ -32,7 +32,6 @@ class Inquiry:
     def __init__(self, rank: int, words: str) -> None:
         self.rank, self._words = rank, words
         self._known = {rank}
-        self._open: set[int] = set()
         self.guilty: dict[int, str] = {}
         """Rank -> what it has done, or not."""
         self.differs: dict[int, str] = {}
@@ -42,12 +41,10 @@ class Inquiry:
         """Those among ``ranks`` that are to be asked and were not yet."""
         fresh = sorted(set(ranks) - self._known)
         self._known.update(fresh)
-        self._open.update(fresh)
         return fresh
 
     def answered(self, rank: int, state: CallState) -> list[int]:
         """A rank said how far it is; who else is to be asked."""
-        self._open.discard(rank)
         if not state.about:
             self.guilty[rank] = "has not called it"
             return []
@@ -59,13 +56,7 @@ class Inquiry:
 
     def silent(self, rank: int, reason: str) -> None:
         """A rank did not answer."""
-        self._open.discard(rank)
         self.guilty[rank] = reason
-
-    def close(self) -> None:
-        """Time is up: who was asked and said nothing does not answer."""
-        for rank in sorted(self._open):
-            self.silent(rank, "does not answer")
 
 
 def verdict(

@@ -54,7 +54,7 @@ EARLY: Final = 1024 * MiB
 """Bytes of hops of calls that this rank has not made yet. What others can send ahead is
 bounded by what they have under way; more than this is a rank that never calls."""
 
-BACKLOG: Final = 16
+BACKLOG: Final = 32
 """Hops that may wait for one rank before no more are made: enough to keep its line
 busy, few enough that private copies of chunks cost little memory."""
 
