@@ -25,6 +25,10 @@ from ._exchanges import direct_gather as direct_gather
 from ._exchanges import direct_reduce_scatter as direct_reduce_scatter
 from ._exchanges import pairwise_all_to_all as pairwise_all_to_all
 from ._exchanges import scatter_broadcast as scatter_broadcast
+from ._group import Group as Group
+from ._node import GROUP_MESSAGES as GROUP_MESSAGES
+from ._node import Node as Node
+from ._pending import Pending as Pending
 from ._progress import Codec as Codec
 from ._progress import Progress as Progress
 from ._progress import Send as Send
@@ -38,6 +42,8 @@ from ._ring import ring_reduce_scatter as ring_reduce_scatter
 from ._schedule import Act as Act
 from ._schedule import Action as Action
 from ._schedule import Schedule as Schedule
+from ._station import announce as announce
+from ._station import withdraw as withdraw
 from ._terms import ReduceOp as ReduceOp
 from ._trees import double_tree_all_reduce as double_tree_all_reduce
 from ._trees import tree_all_reduce as tree_all_reduce

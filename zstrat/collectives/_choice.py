@@ -78,6 +78,8 @@ class Choices:
 # from `cost` with 20 µs of overhead.
 DEFAULT_RULES: Final = (
     Rule("all_reduce", "tree", nbytes=32 * 1024),
+    # Ranks of one machine share its cores: what a hop costs counts more than its bytes.
+    Rule("all_reduce", "tree", ranks=4, nbytes=MiB, one_host=True),
     Rule("all_reduce", "direct", ranks=8, nbytes=256 * 1024),
     Rule("all_reduce", "ring", ranks=8),
     Rule("all_reduce", "double_tree", nbytes=MiB),

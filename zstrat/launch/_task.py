@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from zstrat.collectives import GROUP_MESSAGES, Node, announce, withdraw
 from zstrat.config import environment
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
@@ -90,18 +91,21 @@ class Task:
         self._end: asyncio.Future[str] = self._loop.create_future()
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
         self._service, self._close_service, absorb = make()
+        self._node = Node(self.hello, settings, self._security)
         self._endpoint = Endpoint(
             self.hello,
             self._handle,
             settings=settings,
             absorb=absorb,
-            on_lost=self._service.lost,
+            on_lost=self._lost,
             security=self._security,
         )
 
     async def start(self) -> None:
         """Binds; from now on the task answers."""
         self.address = await self._endpoint.bind(self.place.bind)
+        if self.place.job == Job.WORKER:
+            announce(self._node)
 
     def end(self, reason: str) -> None:
         """Asks whoever serves the task to stop; the first reason stays."""
@@ -137,6 +141,8 @@ class Task:
         except TimeoutError:
             drained = False
         finally:
+            withdraw(self._node)
+            await self._node.close("its task ended")
             await self._endpoint.close()
         if not drained:
             log.warning("not everything was done in %gs", patience)
@@ -162,6 +168,7 @@ class Task:
             # Counts and names only, though its type does not say so.
             "endpoint": cast("PlainTree", self._endpoint.statistics()),
             "service": self._service.statistics(),
+            "groups": dict(self._node.statistics()),
         }
 
     def summary(self) -> str:
@@ -174,7 +181,13 @@ class Task:
     ) -> Message | Awaitable[Message] | None:
         if isinstance(message, Inspect):
             return Statistics(self.statistics())
+        if type(message) in GROUP_MESSAGES:
+            return self._node.handle(remote, message)
         return self._service.handle(remote, message)
+
+    def _lost(self, remote: Remote, reason: str) -> None:
+        self._service.lost(remote, reason)
+        self._node.lost(remote)
 
     def _make_ps(self) -> Served:
         service = PsService(

@@ -37,7 +37,9 @@ _QUESTIONS: Final = 3
 price of the exception that says so, which a long drain pays only once."""
 
 _UNIT: Final = 14  # 2**14 bytes
-_COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
+_COPIED: Final = 512 * 1024
+"""A smaller buffer costs less to copy than to track: pyzmq frees what it tracks on a
+thread of its own, which has to be woken, and takes the GIL from the loop."""
 
 Receive = Callable[[list[zmq.Frame]], None]
 
@@ -164,12 +166,32 @@ class Pump:
 
 
 class Outlet:
-    """Sends what one peer wants to say, in order, as far as the socket takes it."""
+    """Sends what one peer wants to say, in order, as far as the socket takes it.
 
-    __slots__ = ("_loop", "_outbox", "_pump", "_stuck", "_to", "is_gone", "peer")
+    Args:
+        on_flushed: Called after each flush: there may be room for more.
+    """
 
-    def __init__(self, peer: Peer[Any], pump: Pump, to: Frames = ()) -> None:
+    __slots__ = (
+        "_loop",
+        "_on_flushed",
+        "_outbox",
+        "_pump",
+        "_stuck",
+        "_to",
+        "is_gone",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        peer: Peer[Any],
+        pump: Pump,
+        to: Frames = (),
+        on_flushed: Callable[[], None] | None = None,
+    ) -> None:
         self.peer, self._pump, self._to = peer, pump, to
+        self._on_flushed = on_flushed
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
@@ -189,3 +211,5 @@ class Outlet:
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
         self._stuck = None
+        if self._on_flushed is not None:
+            self._on_flushed()
