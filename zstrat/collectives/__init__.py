@@ -1,5 +1,8 @@
 """Ranks that compute together: schedules, groups, memory that one host shares."""
 
+from ._engine import Call as Call
+from ._engine import Kind as Kind
+from ._memory import SharedMemory as SharedMemory
 from ._progress import Codec as Codec
 from ._progress import Progress as Progress
 from ._progress import Send as Send

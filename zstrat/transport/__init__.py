@@ -10,3 +10,5 @@ from ._link import Link as Link
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run
 from ._remote import Remote as Remote
+from ._shared import Arena as Arena
+from ._shared import Mapping as Mapping

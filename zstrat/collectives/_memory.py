@@ -1,0 +1,50 @@
+"""The shared memory of a rank, from before its group is formed until it is closed."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ._onehost import OneHost, Rooms
+from ._segment import CAPACITY, Segment, arena, segment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.wire import MemberEntry
+
+    from ._engine import Between, Engine
+
+
+class SharedMemory:
+    """Implements `zstrat.collectives._engine.HostMemory`."""
+
+    def __init__(self) -> None:
+        """Raises: OSError: the kernel gives no anonymous memory."""
+        self._arena = arena()
+
+    @property
+    def descriptor(self) -> int:
+        return self._arena.descriptor
+
+    @property
+    def capacity(self) -> int:
+        return CAPACITY
+
+    @property
+    def word(self) -> bytes:
+        return self._arena.word
+
+    def attach(
+        self, rank: int, members: Sequence[MemberEntry], between: Between
+    ) -> Engine:
+        here = [i for i, m in enumerate(members) if m.host == members[rank].host]
+        segments = [
+            Segment(i, self._arena.memory) if i == rank else segment_of(i, members[i])
+            for i in here
+        ]
+        cores = len(os.sched_getaffinity(0))
+        return OneHost(Rooms(here.index(rank), segments, cores))
+
+    def close(self) -> None:
+        self._arena.close()
