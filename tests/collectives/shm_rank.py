@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,24 +23,77 @@ from zstrat.errors import PeerLostError
 from zstrat.wire import DTYPES, MemberEntry
 
 
+class Between:
+    """The message lane, played by shared memory of the first ranks: parts are carried
+    out one by one on a thread, some time after they were started."""
+
+    def __init__(self, engine, leaders):
+        self.engine, self.leaders, self.parts = engine, leaders, []
+        self.thread = ThreadPoolExecutor(1)
+
+    def start(self, call, ranks, part):
+        assert list(ranks) == self.leaders
+        self.parts.append(part)
+        return Part(self.thread.submit(self.engine.run, call))
+
+
+class Part:
+    def __init__(self, future):
+        self.wait = future.result
+
+
 class Rank:
     def __init__(self) -> None:
-        self.memory, self.engine = None, None
+        self.memory = self.engine = self.outer = self.between = None
 
     def entry(self, rank, host):
-        self.memory = SharedMemory()
-        shared = (self.memory.descriptor, self.memory.capacity, self.memory.word)
-        task = f"/job:worker/task:{rank}"
-        return tuple(MemberEntry(task, "", host, os.getpid(), 1, *shared))
+        """What others learn of it as a rank, and as a first rank of its host."""
+        self.memory, self.outer = SharedMemory(), SharedMemory()
+        return tuple(
+            tuple(
+                MemberEntry(
+                    f"/job:worker/task:{rank}",
+                    "",
+                    name,
+                    os.getpid(),
+                    1,
+                    shared.descriptor,
+                    shared.capacity,
+                    shared.word,
+                )
+            )
+            for name, shared in ((host, self.memory), ("all", self.outer))
+        )
 
-    def attach(self, rank, members):
-        members = [MemberEntry(*member) for member in members]
-        self.engine = self.memory.attach(rank, members, None)
+    def attach(self, rank, entries):
+        members, outer = (
+            [MemberEntry(*e) for e in row] for row in zip(*entries, strict=True)
+        )
+        hosts = [member.host for member in members]
+        leaders = sorted(hosts.index(host) for host in set(hosts))
+        if len(leaders) > 1 and rank in leaders:
+            firsts = [outer[leader] for leader in leaders]
+            engine = self.outer.attach(leaders.index(rank), firsts, None)
+            self.between = Between(engine, leaders)
+        self.engine = self.memory.attach(rank, members, self.between)
 
     def close(self):
         self.engine.close()
+        if self.between is not None:
+            self.between.thread.shutdown()
+            self.between.engine.close()
         self.memory.close()
-        self.engine = self.memory = None
+        self.outer.close()
+        self.memory = self.engine = self.outer = self.between = None
+
+    def parts(self):
+        """The numbers of the parts that went to other hosts."""
+        return self.between.parts if self.between else []
+
+    def takes(self, kind, options):
+        nothing = np.zeros(0, np.float32)
+        call = Call(1, Kind(kind), nothing, nothing, 7, kind, math.inf)
+        return self.engine.takes(replace(call, **options))
 
     def run(self, kind, dtype, source, count, options, times=1):
         """``source``: bytes; ``count``: elements of the target, None: in place."""
@@ -52,9 +106,9 @@ class Rank:
             self.engine.run(call)
         return target.tobytes()
 
-    def size_of(self, kind, megabytes):
-        """A reduction that is not meant to end, of zeros."""
-        source = np.zeros(megabytes * 2**18, np.float32)
+    def run_for_ever(self, kind, count):
+        """Until it fails."""
+        source = np.zeros(count, np.float32)
         call = Call(1, Kind(kind), source, source, 7, kind, math.inf, ReduceOp.SUM)
         while True:
             self.engine.run(call)

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from shm_ranks import RankProcess, Ranks
+from shm_ranks import RankProcess, Ranks, given, reduced, run, same
 
 from zstrat.collectives import ReduceOp
 from zstrat.wire import DTYPES
@@ -15,8 +15,6 @@ FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e5m2"]
 INTS = ["int8", "int32", "int64", "uint8", "uint32"]
 EDGES = [0, 1, 17, 16 * 1024, 16 * 1024 + 1, 600_001]
 """Elements: nothing, one, up to one step and just above it, several chunks."""
-
-UFUNCS = {"SUM": np.add, "MEAN": np.add, "MIN": np.minimum, "MAX": np.maximum}
 
 
 @pytest.fixture(scope="module")
@@ -32,42 +30,6 @@ def ranks(processes, request):
     ranks = Ranks(processes[: request.param])
     yield ranks
     ranks.close()
-
-
-def given(dtype, sizes, seed=0):
-    """An array a rank; whole numbers that every dtype holds, so are their sums."""
-    draw = np.random.default_rng(seed)
-    most = 2 if dtype.startswith("float8") else 9
-    least = 0 if dtype.startswith(("u", "bool")) else -most
-    return [draw.integers(least, most, n).astype(DTYPES[dtype]) for n in sizes]
-
-
-def reduced(op, arrays):
-    """By numpy, in the order of ranks, in f32 where the dtype has fewer bits."""
-    dtype = arrays[0].dtype
-    is_small = dtype.itemsize < 4 and dtype.name.startswith(("f", "b"))
-    if op in ("SUM", "MEAN") and is_small:
-        arrays = [array.astype(np.float32) for array in arrays]
-    total = arrays[0]
-    for array in arrays[1:]:
-        total = UFUNCS[op](total, array)
-    return (total / len(arrays) if op == "MEAN" else total).astype(dtype)
-
-
-def run(ranks, kind, sources, counts, times=1, **options):
-    """The targets of all ranks, as arrays."""
-    dtype = sources[0].dtype
-    commands = [
-        (kind, dtype.name, source.tobytes(), count, options, times)
-        for source, count in zip(sources, counts, strict=True)
-    ]
-    answers = ranks.all("run", commands)
-    return [np.frombuffer(answer, dtype) for answer in answers]
-
-
-def same(got, want):
-    for rank, array in enumerate(got):
-        assert array.tobytes() == want.tobytes(), f"rank {rank}"
 
 
 @pytest.mark.parametrize(

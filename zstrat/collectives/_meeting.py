@@ -11,8 +11,9 @@ So whoever has seen all post s + 1 may write the room of step s + 2, which is th
 step s. All ranks make the same calls of the same sizes, hence the same steps; what is
 called is compared at the first step of each call.
 
-A wait spins for a moment, as the others are mostly just as far, and then sleeps on the
-word of whom it waits for. Who dies wakes nobody: `abort` does, told by messages.
+A wait looks for a moment, as the others are mostly just as far (`_patience`), and then
+sleeps on the word of whom it waits for. Who dies wakes nobody: `abort` does, told by
+messages.
 """
 
 from __future__ import annotations
@@ -28,19 +29,13 @@ from zstrat.errors import ClosedError
 
 from ._engine import Differs, Overdue
 from ._futex import fence, sleep_while, wake
+from ._patience import Patience
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SPINS: Final = 2000
-"""Looks before a sleep: 60 µs, as long as two sleeps and wake-ups take. With it 64 MB
-of two ranks take 8 ms, with a tenth of it 11 (benchmarks/collectives.py)."""
-
-YIELDS: Final = 20
-"""The same where ranks share cores: each look lets another rank run, which makes 64 MB
-of 4 ranks on 2 cores 18 ms where sleeping at once makes 25."""
-
 _RING_AGAIN: Final = 0.001
+"""Seconds: some hundred times what a thread needs from its last look to its sleep."""
 
 
 class Line(NamedTuple):
@@ -57,8 +52,7 @@ class Meeting:
 
     def __init__(self, mine: Line, others: Sequence[Line], cores: int) -> None:
         self._mine, self._others = mine, tuple(others)
-        self._is_crowded = len(others) >= cores
-        self._spins = YIELDS if self._is_crowded else SPINS
+        self._patience = Patience(is_crowded=len(others) >= cores)
         self.step = 0
         """The last step that this rank has posted; its parity tells the room."""
         self._calls, self._about, self._is_checked = 0, 0, True
@@ -145,12 +139,10 @@ class Meeting:
             heard.wait(_RING_AGAIN)
 
     def _wait_for(self, line: Line) -> None:
+        looks = self._patience.looks()
+        if looks and self._look(line, looks):
+            return
         words, step = line.words, self.step
-        for _ in range(self._spins):
-            if words[0] >= step:
-                return
-            if self._is_crowded:
-                os.sched_yield()
         try:
             while (posted := words[0]) < step:
                 self._asleep = line  # before the look at the error: see `abort`
@@ -161,6 +153,18 @@ class Meeting:
                 sleep_while(line.address, posted, self._deadline)
         finally:
             self._asleep = None
+
+    def _look(self, line: Line, looks: int) -> bool:
+        words, step, yields = line.words, self.step, self._patience.yields
+        started, arrived = time.monotonic(), False
+        for _ in range(looks):
+            if words[0] >= step:
+                arrived = True
+                break
+            if yields:
+                os.sched_yield()
+        self._patience.ended(arrived, time.monotonic() - started)
+        return arrived
 
     def _check(self) -> None:
         self._is_checked = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from ._hosts import Hosts, places_of
 from ._onehost import OneHost, Rooms
 from ._segment import CAPACITY, Segment, arena, segment_of
 
@@ -38,13 +39,20 @@ class SharedMemory:
     def attach(
         self, rank: int, members: Sequence[MemberEntry], between: Between
     ) -> Engine:
-        here = [i for i, m in enumerate(members) if m.host == members[rank].host]
+        # Without memory to share a rank is a host of its own.
+        places, leaders = places_of(
+            [each.host if each.capacity else i for i, each in enumerate(members)]
+        )
+        me = places[rank]
         segments = [
             Segment(i, self._arena.memory) if i == rank else segment_of(i, members[i])
-            for i in here
+            for i, place in enumerate(places)
+            if place.host == me.host
         ]
-        cores = len(os.sched_getaffinity(0))
-        return OneHost(Rooms(here.index(rank), segments, cores))
+        rooms = Rooms(me.place, segments, len(os.sched_getaffinity(0)))
+        if len(leaders) == 1:
+            return OneHost(rooms)
+        return Hosts(rooms, rank, places, leaders, between)
 
     def close(self) -> None:
         self._arena.close()

@@ -10,6 +10,7 @@ all ranks hold the same bits.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
@@ -70,6 +71,22 @@ class Rooms:
         for start in range(0, source.size, chunk):
             end = min(start + chunk, source.size)
             self._reduce_chunk(reduction, source[start:end], target[start:end])
+
+    def reduce(
+        self, reduction: Reduction, source: np.ndarray, target: np.ndarray
+    ) -> None:
+        """The first rank's ``target``, of the accumulator's dtype, becomes the
+        reduction of all sources; that of other ranks is not touched.
+
+        Cost: two steps a chunk; each rank copies it in, the first one also out.
+        """
+        chunk = ROOM // reduction.accumulator.itemsize
+        for start in range(0, max(source.size, 1), chunk):
+            end = min(start + chunk, source.size)
+            bounds = self._reduce_shares(reduction, source[start:end])
+            self.meeting.meet()
+            if self.place == 0:
+                self._take_shares(bounds, target[start:end])
 
     def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
         """``target`` becomes the ``source`` of the rank at place ``root``, where both
@@ -154,8 +171,19 @@ class Rooms:
     def _reduce_chunk(
         self, reduction: Reduction, source: np.ndarray, target: np.ndarray
     ) -> None:
+        bounds = self._reduce_shares(reduction, source)
+        low, high = bounds[self.place], bounds[self.place + 1]
+        result = self.own(target.dtype, high - low)
+        self.meeting.post()
+        target[low:high] = result
+        self.meeting.wait()
+        self._take_shares(bounds, target, besides=self.place)
+
+    def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
+        """A step, after which each rank has its share of the result in its next room;
+        where the shares begin and end."""
         dtype, count = source.dtype, source.size
-        bounds = _shares(count, self.size, _LINE // source.itemsize)
+        bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
         low, high = bounds[self.place], bounds[self.place + 1]
         # Nobody reads this rank's own share but itself.
         self.own(dtype, low)[...] = source[:low]
@@ -167,15 +195,16 @@ class Rooms:
             else self.of(place, dtype, high - low, low)
             for place in range(self.size)
         ]
-        result = self.own(dtype, high - low)
-        _reduce(reduction, parts, result)
-        self.meeting.post()
-        target[low:high] = result
-        self.meeting.wait()
-        for place in range(self.size):
-            if place != self.place:
-                low, high = bounds[place], bounds[place + 1]
-                target[low:high] = self.of(place, dtype, high - low)
+        _reduce(reduction, parts, self.own(reduction.dtype, high - low))
+        return bounds
+
+    def _take_shares(
+        self, bounds: Sequence[int], target: np.ndarray, besides: int = -1
+    ) -> None:
+        """Copies what `_reduce_shares` has left, but for the share of one rank."""
+        for place, (low, high) in enumerate(pairwise(bounds)):
+            if place != besides:
+                target[low:high] = self.of(place, target.dtype, high - low)
 
     def _share(self, dtype: np.dtype) -> int:
         """Elements of a room that are one rank's when all ranks share it."""
