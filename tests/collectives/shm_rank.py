@@ -6,6 +6,7 @@ waits for others. Every command is answered by its number and what came of it.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import sys
@@ -105,6 +106,13 @@ class Rank:
         for _ in range(times):
             self.engine.run(call)
         return target.tobytes()
+
+    def run_random(self, rank, count):
+        """A sum of what each rank draws by its number: its digest, and its end."""
+        source = np.random.default_rng(rank).standard_normal(count, np.float32)
+        call = Call(1, Kind.ALL_REDUCE, source, source, 7, "", math.inf)
+        self.engine.run(call)
+        return hashlib.sha256(source).hexdigest(), source[-1000:].copy()
 
     def run_for_ever(self, kind, count):
         """Until it fails."""

@@ -7,7 +7,7 @@ from whom is waited for. Nobody can know; a rank goes by what its last waits hav
 
 The same 64 MB of 2 ranks on 2 cores take 5.5 ms with looks, 10 with sleeps; beside a
 process that keeps one core busy, 11 ms with sleeps and 40 with looks (100 if looks also
-yield the core); going by the last waits 5.5 and 11. (`benchmarks/raw_shared.py`)
+yield the core); going by the last waits 5.5 and 11. (`benchmarks.raw_shared`)
 """
 
 from __future__ import annotations
