@@ -139,7 +139,9 @@ def test_nothing_grows_in_1000_calls(ranks) -> None:
     call_all(250)
     for was, now in zip(before, ranks.all("used", [()] * 3), strict=True):
         assert now[:3] == was[:3]
-        assert now[3] - was[3] < 2**22
+        # A tenth of what 1,000 kept arrays of the smaller size would take; the pages
+        # that malloc keeps of what tests send to and fro stay below it.
+        assert now[3] - was[3] < 2**24
 
 
 def test_nothing_is_left_of_generations(processes) -> None:
