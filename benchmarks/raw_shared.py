@@ -89,7 +89,7 @@ def _engine_rank(wire: Connection, rank: int, size: int) -> None:
     engine = memory.attach(rank, [MemberEntry(*each) for each in entries], None)
 
     def all_reduce(source: np.ndarray, target: np.ndarray) -> None:
-        engine.run(Call(1, Kind.ALL_REDUCE, source, target, 1, "", math.inf))
+        engine.run(Call(1, Kind.ALL_REDUCE, source, target, 1, "", math.inf, 60.0))
 
     wire.send(_time(all_reduce, nbytes, repeats))
 

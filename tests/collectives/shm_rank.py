@@ -93,14 +93,14 @@ class Rank:
 
     def takes(self, kind, options):
         nothing = np.zeros(0, np.float32)
-        call = Call(1, Kind(kind), nothing, nothing, 7, kind, math.inf)
+        call = Call(1, Kind(kind), nothing, nothing, 7, kind, math.inf, 60.0)
         return self.engine.takes(replace(call, **options))
 
     def run(self, kind, dtype, source, count, options, times=1):
         """``source``: bytes; ``count``: elements of the target, None: in place."""
         source = np.frombuffer(source, DTYPES[dtype]).copy()
         target = source if count is None else np.empty(count, source.dtype)
-        call = Call(1, Kind(kind), source, target, 7, kind, math.inf)
+        call = Call(1, Kind(kind), source, target, 7, kind, math.inf, 60.0)
         call = replace(call, **options)
         assert self.engine.takes(call)
         for _ in range(times):
@@ -110,14 +110,16 @@ class Rank:
     def run_random(self, rank, count):
         """A sum of what each rank draws by its number: its digest, and its end."""
         source = np.random.default_rng(rank).standard_normal(count, np.float32)
-        call = Call(1, Kind.ALL_REDUCE, source, source, 7, "", math.inf)
+        call = Call(1, Kind.ALL_REDUCE, source, source, 7, "", math.inf, 60.0)
         self.engine.run(call)
         return hashlib.sha256(source).hexdigest(), source[-1000:].copy()
 
     def run_for_ever(self, kind, count):
         """Until it fails."""
         source = np.zeros(count, np.float32)
-        call = Call(1, Kind(kind), source, source, 7, kind, math.inf, ReduceOp.SUM)
+        call = Call(
+            1, Kind(kind), source, source, 7, kind, math.inf, 60.0, ReduceOp.SUM
+        )
         while True:
             self.engine.run(call)
 
@@ -166,3 +168,5 @@ def main(connection: Connection) -> None:
 
 if __name__ == "__main__":
     main(Connection(int(sys.argv[1])))
+    # Where a first rank was killed, what plays the network waits for it for ever.
+    os._exit(0)

@@ -80,10 +80,10 @@ def test_waits_names_who_has_not_called(ranks) -> None:
     call = ("run", "all_reduce", "float32", bytes(400), 100, {})
     calling = first.ask(*call)
     while first.tell("waits") != (1, 2):
-        continue
+        assert not first.is_answered(calling)
     late = second.ask(*call)
     while first.tell("waits") != (2,):
-        continue
+        assert not second.is_answered(late)
     assert not first.is_answered(calling)
     last = third.ask(*call)
     sums = [first.answer(calling), second.answer(late), third.answer(last)]
@@ -203,7 +203,7 @@ def pair():
 
 def barrier():
     nothing = np.zeros(0, np.float32)
-    return Call(1, Kind.BARRIER, nothing, nothing, 7, "barrier()", math.inf)
+    return Call(1, Kind.BARRIER, nothing, nothing, 7, "barrier()", math.inf, 60.0)
 
 
 def test_ctrl_c_ends_a_call_and_all_after_it(pair) -> None:

@@ -71,13 +71,24 @@ class Call:
     """What is called, for people: ``all_reduce(float32[10, 3], SUM)``."""
     deadline: float
     """`time.monotonic` at which an engine that still waits raises `Overdue`."""
+    timeout: float
+    """Seconds that the caller gave it, of which the last are for finding out why it
+    takes so long (`margin_of`): the deadline comes before."""
     op: ReduceOp = ReduceOp.SUM
     root: int = 0
+    """Among the ranks that take part."""
     sizes: tuple[int, ...] = ()
     tag: str | None = None
     """Tagged calls may be made in another order on another rank."""
     compression: str | None = None
     algorithm: str | None = None
+    is_frozen: bool = False
+    """Nobody changes ``source``, not even after the call."""
+
+
+def margin_of(timeout: float) -> float:
+    """Seconds between a call's deadline and the error of its caller."""
+    return min(1.0, timeout / 4)
 
 
 class Overdue(Exception):

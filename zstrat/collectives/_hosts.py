@@ -24,7 +24,7 @@ from ._reduction import Reduction, reduction_of
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ._engine import Between, Call, Started
     from ._onehost import Rooms
@@ -71,7 +71,9 @@ class Hosts:
         places: Sequence[Place],
         leaders: Sequence[int],
         between: Between,
+        closed: Callable[[], object],
     ) -> None:
+        self._closed = closed
         self._rooms: Rooms | None = rooms
         self._places, self._leaders = tuple(places), tuple(leaders)
         self._host, self._leads = places[rank].host, places[rank].place == 0
@@ -107,6 +109,7 @@ class Hosts:
 
     def close(self) -> None:
         self._rooms = None
+        self._closed()
 
     def _all_reduce(self, rooms: Rooms, call: Call) -> None:
         """Cost on the network, per host: one all-reduce of the array."""

@@ -34,6 +34,10 @@ from ._patience import Patience
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+_NAP: Final = 1.0
+"""Seconds of the longest sleep. Ctrl-C just before the system call does not end it, as
+Python runs handlers of signals between its own instructions: then it waits for this."""
+
 _RING_AGAIN: Final = 0.001
 """Seconds: some hundred times what a thread needs from its last look to its sleep."""
 
@@ -148,9 +152,11 @@ class Meeting:
                 self._asleep = line  # before the look at the error: see `abort`
                 if self._error is not None:
                     raise self._error
-                if time.monotonic() >= self._deadline:
+                now = time.monotonic()
+                if now >= self._deadline:
                     raise Overdue(self.waits())
-                sleep_while(line.address, posted, self._deadline)
+                until = min(self._deadline, now + _NAP)
+                sleep_while(line.address, posted, until)
         finally:
             self._asleep = None
 

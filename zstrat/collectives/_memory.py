@@ -23,6 +23,7 @@ class SharedMemory:
     def __init__(self) -> None:
         """Raises: OSError: the kernel gives no anonymous memory."""
         self._arena = arena()
+        self._is_closed = False
 
     @property
     def descriptor(self) -> int:
@@ -51,8 +52,11 @@ class SharedMemory:
         ]
         rooms = Rooms(me.place, segments, len(os.sched_getaffinity(0)))
         if len(leaders) == 1:
-            return OneHost(rooms)
-        return Hosts(rooms, rank, places, leaders, between)
+            return OneHost(rooms, self.close)
+        return Hosts(rooms, rank, places, leaders, between, self.close)
 
     def close(self) -> None:
-        self._arena.close()
+        """Done by the engine's as well; the second time nothing happens."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._arena.close()

@@ -21,7 +21,7 @@ from ._reduction import Reduction, reduction_of
 from ._segment import ROOM
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ._engine import Call
     from ._segment import Segment
@@ -212,10 +212,12 @@ class Rooms:
 
 
 class OneHost:
-    """The engine of a group whose ranks all run on this host."""
+    """The engine of a group whose ranks all run on this host. ``closed`` is called
+    when it is closed."""
 
-    def __init__(self, rooms: Rooms) -> None:
+    def __init__(self, rooms: Rooms, closed: Callable[[], object]) -> None:
         self._rooms: Rooms | None = rooms
+        self._closed = closed
 
     def takes(self, call: Call) -> bool:
         return may_take(call)
@@ -237,6 +239,7 @@ class OneHost:
 
     def close(self) -> None:
         self._rooms = None
+        self._closed()
 
 
 def may_take(call: Call) -> bool:
