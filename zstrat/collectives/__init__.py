@@ -18,6 +18,8 @@ from ._cost import cost as cost
 from ._doubling import dissemination_barrier as dissemination_barrier
 from ._doubling import doubling_all_gather as doubling_all_gather
 from ._doubling import halving_doubling_all_reduce as halving_doubling_all_reduce
+from ._engine import Call as Call
+from ._engine import Kind as Kind
 from ._exchanges import chain_broadcast as chain_broadcast
 from ._exchanges import direct_all_gather as direct_all_gather
 from ._exchanges import direct_all_reduce as direct_all_reduce
@@ -26,6 +28,7 @@ from ._exchanges import direct_reduce_scatter as direct_reduce_scatter
 from ._exchanges import pairwise_all_to_all as pairwise_all_to_all
 from ._exchanges import scatter_broadcast as scatter_broadcast
 from ._group import Group as Group
+from ._memory import SharedMemory as SharedMemory
 from ._node import GROUP_MESSAGES as GROUP_MESSAGES
 from ._node import Node as Node
 from ._pending import Pending as Pending

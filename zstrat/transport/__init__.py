@@ -14,6 +14,8 @@ from ._pool import POOL as POOL
 from ._portal import Portal as Portal
 from ._portal import outcome as outcome
 from ._remote import Remote as Remote
+from ._shared import Arena as Arena
+from ._shared import Mapping as Mapping
 from ._waiting import Bell as Bell
 from ._waiting import LoopBell as LoopBell
 from ._waiting import ThreadBell as ThreadBell

@@ -97,7 +97,10 @@ class Blocks:
 
 
 class Arena:
-    """What this process shares with one peer: it writes, the peer reads."""
+    """What this process shares with its peers: it writes, they read.
+
+    ``memory`` (uint8 [capacity]) begins with the word that proves that it is shared.
+    """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         """Raises: OSError: the kernel has no anonymous memory files, or no memory."""
@@ -109,11 +112,11 @@ class Arena:
         try:
             os.ftruncate(self.descriptor, capacity)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory = np.frombuffer(mmap.mmap(self.descriptor, capacity), np.uint8)
+            self.memory = np.frombuffer(mmap.mmap(self.descriptor, capacity), np.uint8)
         except OSError:
             os.close(self.descriptor)
             raise
-        self._memory[:_WORD] = np.frombuffer(self.word, np.uint8)
+        self.memory[:_WORD] = np.frombuffer(self.word, np.uint8)
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
@@ -125,7 +128,7 @@ class Arena:
         position = start
         for raw in raws:
             position = aligned(position)
-            self._memory[position : position + raw.nbytes] = raw
+            self.memory[position : position + raw.nbytes] = raw
             position += raw.nbytes
         return start
 
@@ -133,12 +136,12 @@ class Arena:
         return self._blocks.give_back(offset)
 
     def close(self) -> None:
-        """Lets go of the memory; a peer that still reads it keeps its own mapping."""
+        """Lets go of the file; the memory goes with the last mapping or array of it."""
         os.close(self.descriptor)
 
 
 class Mapping:
-    """The arena of a peer, as this process sees it: read-only."""
+    """The arena of a peer, as this process sees it: ``memory`` is read-only."""
 
     def __init__(self, pid: int, descriptor: int, capacity: int, word: bytes) -> None:
         """Raises: OSError: it cannot be opened, or is not what the peer says it is."""
@@ -153,7 +156,7 @@ class Mapping:
             os.close(file)
         if memory[: len(word)] != word or len(word) != _WORD:
             raise OSError("the memory does not hold the word of the peer")
-        self._memory = np.frombuffer(memory, np.uint8)
+        self.memory = np.frombuffer(memory, np.uint8)
 
     def body(
         self, offset: int, nbytes: int, released: Callable[[int], None]
@@ -164,9 +167,9 @@ class Mapping:
         Raises:
             ValueError: It does not lie within the arena.
         """
-        if offset < _PAGE or offset % _PAGE or offset + nbytes > self._memory.size:
+        if offset < _PAGE or offset % _PAGE or offset + nbytes > self.memory.size:
             raise ValueError(f"{nbytes} bytes at {offset} are outside of the arena")
-        return lend(self._memory[offset : offset + nbytes], released, offset)
+        return lend(self.memory[offset : offset + nbytes], released, offset)
 
 
 def _check(file: int, capacity: int) -> None:

@@ -1,0 +1,172 @@
+"""One rank in a process of its own, told by the test what to do; see `shm_ranks`.
+
+Calls run on a thread, one after the other, so that the rank still listens while it
+waits for others. Every command is answered by its number and what came of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+
+from zstrat.collectives import Call, Kind, ReduceOp, SharedMemory
+from zstrat.errors import PeerLostError
+from zstrat.wire import DTYPES, MemberEntry
+
+
+class Between:
+    """The message lane, played by shared memory of the first ranks: parts are carried
+    out one by one on a thread, some time after they were started."""
+
+    def __init__(self, engine, leaders):
+        self.engine, self.leaders, self.parts = engine, leaders, []
+        self.thread = ThreadPoolExecutor(1)
+
+    def start(self, call, ranks, part):
+        assert list(ranks) == self.leaders
+        self.parts.append(part)
+        return Part(self.thread.submit(self.engine.run, call))
+
+
+class Part:
+    def __init__(self, future):
+        self.wait = future.result
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.memory = self.engine = self.outer = self.between = None
+
+    def entry(self, rank, host):
+        """What others learn of it as a rank, and as a first rank of its host."""
+        self.memory, self.outer = SharedMemory(), SharedMemory()
+        return tuple(
+            tuple(
+                MemberEntry(
+                    f"/job:worker/task:{rank}",
+                    "",
+                    name,
+                    os.getpid(),
+                    1,
+                    shared.descriptor,
+                    shared.capacity,
+                    shared.word,
+                )
+            )
+            for name, shared in ((host, self.memory), ("all", self.outer))
+        )
+
+    def attach(self, rank, entries):
+        members, outer = (
+            [MemberEntry(*e) for e in row] for row in zip(*entries, strict=True)
+        )
+        hosts = [member.host for member in members]
+        leaders = sorted(hosts.index(host) for host in set(hosts))
+        if len(leaders) > 1 and rank in leaders:
+            firsts = [outer[leader] for leader in leaders]
+            engine = self.outer.attach(leaders.index(rank), firsts, None)
+            self.between = Between(engine, leaders)
+        self.engine = self.memory.attach(rank, members, self.between)
+
+    def close(self):
+        self.engine.close()
+        if self.between is not None:
+            self.between.thread.shutdown()
+            self.between.engine.close()
+        self.memory.close()
+        self.outer.close()
+        self.memory = self.engine = self.outer = self.between = None
+
+    def parts(self):
+        """The numbers of the parts that went to other hosts."""
+        return self.between.parts if self.between else []
+
+    def takes(self, kind, options):
+        nothing = np.zeros(0, np.float32)
+        call = Call(1, Kind(kind), nothing, nothing, 7, kind, math.inf, 60.0)
+        return self.engine.takes(replace(call, **options))
+
+    def run(self, kind, dtype, source, count, options, times=1):
+        """``source``: bytes; ``count``: elements of the target, None: in place."""
+        source = np.frombuffer(source, DTYPES[dtype]).copy()
+        target = source if count is None else np.empty(count, source.dtype)
+        call = Call(1, Kind(kind), source, target, 7, kind, math.inf, 60.0)
+        call = replace(call, **options)
+        assert self.engine.takes(call)
+        for _ in range(times):
+            self.engine.run(call)
+        return target.tobytes()
+
+    def run_random(self, rank, count):
+        """A sum of what each rank draws by its number: its digest, and its end."""
+        source = np.random.default_rng(rank).standard_normal(count, np.float32)
+        call = Call(1, Kind.ALL_REDUCE, source, source, 7, "", math.inf, 60.0)
+        self.engine.run(call)
+        return hashlib.sha256(source).hexdigest(), source[-1000:].copy()
+
+    def run_for_ever(self, kind, count):
+        """Until it fails."""
+        source = np.zeros(count, np.float32)
+        call = Call(
+            1, Kind(kind), source, source, 7, kind, math.inf, 60.0, ReduceOp.SUM
+        )
+        while True:
+            self.engine.run(call)
+
+    def waits(self):
+        return self.engine.waits()
+
+    def lose(self, rank):
+        """What the node does when the link to a rank breaks."""
+        self.engine.abort(PeerLostError(f"rank {rank}", "the link is gone"))
+
+    def used(self):
+        """Descriptors, threads, mapped regions of ours, and resident bytes."""
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        maps = Path("/proc/self/maps").read_text().count("memfd:zstrat")
+        files = len(os.listdir("/proc/self/fd"))
+        return files, threading.active_count(), maps, resident
+
+
+AT_ONCE = ("waits", "lose")
+
+
+def main(connection: Connection) -> None:
+    rank, commands = Rank(), SimpleQueue()
+
+    def answer(number, name, arguments):
+        try:
+            outcome = (number, "done", getattr(rank, name)(*arguments))
+        except Exception as error:  # goes to the test
+            outcome = (number, type(error).__name__, error.args)
+        connection.send(outcome)
+
+    def work():
+        while (command := commands.get()) is not None:
+            answer(*command)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while (command := connection.recv()) is not None:
+        if command[1] in AT_ONCE:
+            answer(*command)
+        else:
+            commands.put(command)
+    commands.put(None)
+    thread.join()
+
+
+if __name__ == "__main__":
+    main(Connection(int(sys.argv[1])))
+    # Where a first rank was killed, what plays the network waits for it for ever.
+    os._exit(0)

@@ -1,0 +1,187 @@
+"""Ranks on several hosts: each host agrees in its memory, its first rank speaks for it.
+
+A reduction goes in parts. Each part is reduced inside the host, its first rank starts
+the reduction of that part among the first ranks of all hosts, and while it travels the
+next part is reduced; when it is back, the others of the host copy it. So the network
+carries each element once per host, not once per rank, and both kinds of work overlap
+(the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's two-level trees).
+
+Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank
+takes the mean and rounds, from the same bits, so all ranks hold the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ._engine import Kind
+from ._onehost import may_take
+from ._reduction import Reduction, reduction_of
+from ._terms import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ._engine import Between, Call, Started
+    from ._onehost import Rooms
+
+PART: Final = 4 * 2**20
+"""Bytes of a part: four rooms, so that a ring of some hosts still has hops of 1 MiB."""
+
+AHEAD: Final = 8
+"""Parts that travel at once: 32 MiB, what 25 Gb/s carry in 10 ms; what the first ranks
+keep of f16 and bf16 besides the result is bounded by it."""
+
+_KINDS: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.BARRIER)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: which host, counted by first ranks, and which rank on it."""
+
+    host: int
+    place: int
+
+
+def places_of(hosts: Sequence[object]) -> tuple[list[Place], list[int]]:
+    """Place of each rank, and the first rank of each host; ``hosts`` is, by rank, what
+    the ranks of one host have alike."""
+    seen: dict[object, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        seen.setdefault(host, []).append(rank)
+    numbers = {host: number for number, host in enumerate(seen)}
+    places = [
+        Place(numbers[host], seen[host].index(rank)) for rank, host in enumerate(hosts)
+    ]
+    return places, [ranks[0] for ranks in seen.values()]
+
+
+class Hosts:
+    """The engine of a group on several hosts. Gathers and exchanges, which save nothing
+    by it, go by messages."""
+
+    def __init__(
+        self,
+        rooms: Rooms,
+        rank: int,
+        places: Sequence[Place],
+        leaders: Sequence[int],
+        between: Between,
+        closed: Callable[[], object],
+    ) -> None:
+        self._closed = closed
+        self._rooms: Rooms | None = rooms
+        self._places, self._leaders = tuple(places), tuple(leaders)
+        self._host, self._leads = places[rank].host, places[rank].place == 0
+        self._others = tuple(leader for leader in leaders if leader != rank)
+        self._between = between
+        self._is_between = False
+
+    def takes(self, call: Call) -> bool:
+        shares = len(self._leaders) < len(self._places)
+        return shares and call.kind in _KINDS and may_take(call)
+
+    def run(self, call: Call) -> None:
+        rooms = self._rooms
+        assert rooms is not None, "the group runs nothing after close()"
+        with rooms.meeting.call(call.about, call.deadline):
+            if call.kind is Kind.ALL_REDUCE:
+                self._all_reduce(rooms, call)
+            elif call.kind is Kind.BROADCAST:
+                self._broadcast(rooms, call)
+            else:
+                self._barrier(rooms, call)
+
+    def waits(self) -> Sequence[int]:
+        rooms = self._rooms
+        if self._is_between:
+            return self._others
+        return () if rooms is None else rooms.meeting.waits()
+
+    def abort(self, error: Exception) -> None:
+        rooms = self._rooms
+        if rooms is not None:
+            rooms.meeting.abort(error)
+
+    def close(self) -> None:
+        self._rooms = None
+        self._closed()
+
+    def _all_reduce(self, rooms: Rooms, call: Call) -> None:
+        """Cost on the network, per host: one all-reduce of the array."""
+        whole = reduction_of(call.op, call.source.dtype, len(self._places))
+        op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
+        within = Reduction(op, whole.accumulator, whole.accumulator, rooms.size)
+
+        def hand_out(part: slice, total: np.ndarray, started: Started | None) -> None:
+            target = call.target[part]
+            if started is not None:
+                self._wait(started)
+                whole.finish(total, target if whole.rounds else total)
+            rooms.broadcast(0, target, target)
+
+        travelling: deque[tuple[slice, np.ndarray, Started | None]] = deque()
+        for number, part in enumerate(_parts(call, whole.accumulator)):
+            total = call.target[part]
+            if whole.rounds and self._leads:
+                total = np.empty(total.size, whole.accumulator)
+            rooms.reduce(within, call.source[part], total)
+            started = None
+            if self._leads:
+                across = replace(call, source=total, target=total, op=op)
+                started = self._between.start(across, self._leaders, number)
+            travelling.append((part, total, started))
+            if len(travelling) >= AHEAD:
+                hand_out(*travelling.popleft())
+        while travelling:
+            hand_out(*travelling.popleft())
+
+    def _broadcast(self, rooms: Rooms, call: Call) -> None:
+        """Cost on the network: one broadcast of the array among the hosts."""
+        root = self._places[call.root]
+        is_here = root.host == self._host
+        travelling: deque[tuple[slice, Started | None]] = deque()
+
+        def arrive(part: slice, started: Started | None) -> None:
+            if started is not None:
+                self._wait(started)
+            if not is_here:
+                rooms.broadcast(0, call.target[part], call.target[part])
+
+        for number, part in enumerate(_parts(call, call.source.dtype)):
+            target = call.target[part]
+            if is_here:
+                rooms.broadcast(root.place, call.source[part], target)
+            started = None
+            if self._leads:
+                across = replace(call, source=target, target=target, root=root.host)
+                started = self._between.start(across, self._leaders, number)
+            travelling.append((part, started))
+            if len(travelling) >= AHEAD:
+                arrive(*travelling.popleft())
+        while travelling:
+            arrive(*travelling.popleft())
+
+    def _barrier(self, rooms: Rooms, call: Call) -> None:
+        rooms.meeting.meet()
+        if self._leads:
+            self._wait(self._between.start(call, self._leaders, 0))
+        rooms.meeting.meet()
+
+    def _wait(self, started: Started) -> None:
+        self._is_between = True
+        try:
+            started.wait()
+        finally:
+            self._is_between = False
+
+
+def _parts(call: Call, dtype: np.dtype) -> Iterator[slice]:
+    """At least one: there is something to agree about in an empty array, too."""
+    step, size = PART // dtype.itemsize, call.source.size
+    for start in range(0, max(size, 1), step):
+        yield slice(start, min(start + step, size))

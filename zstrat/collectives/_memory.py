@@ -1,0 +1,62 @@
+"""The shared memory of a rank, from before its group is formed until it is closed."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ._hosts import Hosts, places_of
+from ._onehost import OneHost, Rooms
+from ._segment import CAPACITY, Segment, arena, segment_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.wire import MemberEntry
+
+    from ._engine import Between, Engine
+
+
+class SharedMemory:
+    """Implements `zstrat.collectives._engine.HostMemory`."""
+
+    def __init__(self) -> None:
+        """Raises: OSError: the kernel gives no anonymous memory."""
+        self._arena = arena()
+        self._is_closed = False
+
+    @property
+    def descriptor(self) -> int:
+        return self._arena.descriptor
+
+    @property
+    def capacity(self) -> int:
+        return CAPACITY
+
+    @property
+    def word(self) -> bytes:
+        return self._arena.word
+
+    def attach(
+        self, rank: int, members: Sequence[MemberEntry], between: Between
+    ) -> Engine:
+        # Without memory to share a rank is a host of its own.
+        places, leaders = places_of(
+            [each.host if each.capacity else i for i, each in enumerate(members)]
+        )
+        me = places[rank]
+        segments = [
+            Segment(i, self._arena.memory) if i == rank else segment_of(i, members[i])
+            for i, place in enumerate(places)
+            if place.host == me.host
+        ]
+        rooms = Rooms(me.place, segments, len(os.sched_getaffinity(0)))
+        if len(leaders) == 1:
+            return OneHost(rooms, self.close)
+        return Hosts(rooms, rank, places, leaders, between, self.close)
+
+    def close(self) -> None:
+        """Done by the engine's as well; the second time nothing happens."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._arena.close()
