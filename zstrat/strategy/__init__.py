@@ -6,6 +6,9 @@ from ._default import get_replica_context as get_replica_context
 from ._default import get_strategy as get_strategy
 from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
+from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from ._options import CommunicationImplementation as CommunicationImplementation
+from ._options import CommunicationOptions as CommunicationOptions
 from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
 from ._placement import ServerVariables as ServerVariables
 from ._strategy import Extended as Extended

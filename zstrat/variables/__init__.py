@@ -6,6 +6,7 @@ from ._apply import apply as apply
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator
+from ._device import DeviceHome as DeviceHome
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
@@ -17,10 +18,14 @@ from ._initial import DeferredValue as DeferredValue
 from ._initial import initial as initial
 from ._initial import initialize as initialize
 from ._local import LocalHome as LocalHome
+from ._local_rows import optimized as optimized
+from ._local_rows import require_by_rows as require_by_rows
+from ._local_rows import row_leaves as row_leaves
 from ._module import Module as Module
 from ._module import unwatch as unwatch
 from ._module import watch as watch
 from ._optimizer import Optimizer as Optimizer
+from ._optimizer import next_id as next_id
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
 from ._rows import Gathering as Gathering
@@ -50,3 +55,4 @@ from ._tree import values as values
 from ._variable import Variable as Variable
 from ._variable import detached as detached
 from ._variable import handle as handle
+from ._variable import owned as owned

@@ -1,0 +1,176 @@
+"""Synchronous training of several processes, each with a copy of all variables.
+
+Every process runs the same program on its own data. A step is compiled around its
+collectives: a program that ends in gradients, their sum over all replicas, a program
+that applies it (`zstrat.program._stages`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, final
+
+import jax
+
+from zstrat.cluster import (
+    TFConfigClusterResolver,
+    id_in_cluster,
+    is_chief,
+    normalize_cluster_spec,
+    validate_cluster_spec,
+    worker_count,
+)
+from zstrat.program._collective import Team
+from zstrat.program._cross import Channel
+
+from ._mirrored import MirroredVariables
+from ._options import CommunicationOptions
+from ._strategy import Extended, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from zstrat.cluster import ClusterResolver
+    from zstrat.program._cross import Collective
+    from zstrat.variables import AbstractVariable, Creator
+
+
+@final
+class MultiWorkerMirroredExtended(Extended):
+    """Devices and duties of one process among several."""
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        task: tuple[str, int],
+        variables: MirroredVariables,
+        should_checkpoint: bool,
+    ) -> None:
+        job, index = task
+        where = f"/job:{job}/replica:0/task:{index}"
+        self._devices = tuple(
+            f"{where}/device:{device.platform.upper()}:{n}"
+            for n, device in enumerate(devices)
+        )
+        self._variables = variables
+        self._should_checkpoint = should_checkpoint
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process saves: the chief, or worker 0 where there is none."""
+        return self._should_checkpoint
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes metrics: the one that saves."""
+        return self._should_checkpoint
+
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(self._variables.owns(part) for part in v.components)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: AbstractVariable
+    ) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training over the processes of a cluster.
+
+    Blocks until all of them are there. Variables created in `scope` are copies of those
+    of the first process; `run` runs on this process's devices, and gradients are summed
+    over all replicas of all processes.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster and which one this is; TF_CONFIG
+            if left out. An empty cluster is this process alone.
+        communication_options: How the processes exchange what they reduce.
+        group: Brings the processes together; another one in tests.
+
+    Raises:
+        ValueError: The cluster does not know this task, or it trains nothing.
+        CollectiveTimeoutError: A process does not come; names it.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        group: Callable[[ClusterResolver, CommunicationOptions], Collective]
+        | None = None,
+    ) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        options = communication_options or CommunicationOptions()
+        spec = normalize_cluster_spec(resolver.cluster_spec())
+        task, saves = _task(resolver)
+        self._resolver = resolver
+        self._options = options
+        self._channel: Channel | None = None
+        if spec and worker_count(spec, task[0]) > 1:
+            assert group is not None
+            self._channel = Channel(group(resolver, options))
+        self._local = tuple(jax.local_devices())
+        self._variables = MirroredVariables(self._local, self._channel)
+        self._extended = MultiWorkerMirroredExtended(
+            self._local, task, self._variables, saves
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    @property
+    def communication_options(self) -> CommunicationOptions:
+        return self._options
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of all processes."""
+        return self._team().size
+
+    @property
+    def extended(self) -> MultiWorkerMirroredExtended:
+        return self._extended
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._local
+
+    def _team(self) -> Team:
+        return Team(len(self._local), self._channel)
+
+    def __repr__(self) -> str:
+        team = self._team()
+        return (
+            f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
+            f"{team.size // team.local}, {team.local} devices>"
+        )
+
+
+def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
+    """The task that this process is, and whether it saves."""
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if not spec:
+        return ("localhost", 0), True
+    if job is None or index is None:
+        raise ValueError(
+            "When `cluster_spec` is not empty, both `task_type` and `task_id` must be "
+            "specified."
+        )
+    validate_cluster_spec(spec, job, index)
+    id_in_cluster(spec, job, index)  # refuses a ps
+    return (job, index), is_chief(spec, job, index)
