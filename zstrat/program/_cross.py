@@ -12,8 +12,7 @@ collectives in the same order.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,9 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from ._where import here
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Collective(Protocol):
@@ -116,7 +118,7 @@ def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array
     return list(_gathering(channel, here())(tuple(arrays)))
 
 
-crossing: Final = Primitive("zstrat_crossing")
+crossing: Final[Any] = Primitive("zstrat_crossing")
 """Its equations have the parameters ``channel``, ``kind`` and ``where``."""
 crossing.multiple_results = True
 

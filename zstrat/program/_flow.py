@@ -166,8 +166,8 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
             masks.update(dict.fromkeys(eqn.outvars, union))
             continue
         if id(inner) not in known:
-            inside = _masks(inner, known)
-            known[id(inner)] = [_mask(inside, var) for var in inner.outvars]
+            within = _masks(inner, known)
+            known[id(inner)] = [_mask(within, var) for var in inner.outvars]
         for var, mask in zip(eqn.outvars, known[id(inner)], strict=True):
             masks[var] = _through(mask, given)
     return masks

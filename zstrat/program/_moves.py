@@ -110,7 +110,8 @@ def rows_of(
     assert rows is not None
     left_out = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
     rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
-    return rows.reshape(*ids.shape, *rows.shape[1:])
+    shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
+    return shaped
 
 
 def slots_like(variable: Variable, optimizer: Optimizer) -> Any:
@@ -167,4 +168,5 @@ def _rows_moved(
 
 
 def _at(indices: jax.Array, array: jax.Array) -> jax.Array:
-    return array.at[indices].get(mode="clip")
+    rows: jax.Array = array.at[indices].get(mode="clip")
+    return rows

@@ -41,6 +41,7 @@ from ._eager import Immediate
 from ._feeds import Discovery, Replay
 from ._flow import Flow
 from ._iterator import Drawing
+from ._region import in_stages
 from ._substitution import is_live
 from ._where import claimed
 
@@ -107,9 +108,11 @@ def replicate(
     def given(values: Any, rows: Any) -> Replay:
         return Replay("strategy.run", dict(zip(keys, values, strict=True)), (), rows)
 
-    def mapped(one: Callable[..., Any], rows: Sequence[Any]) -> Any:
+    def mapped(
+        one: Callable[..., Any], rows: Sequence[Any], whole: Sequence[Any] = ()
+    ) -> Any:
         own = [*split, *rows]
-        return _mapped(one, count, devices)(values, shared, own)
+        return _mapped(one, count, devices)(values, [*shared, *whole], own)
 
     rows = _looked_up(fn, found, given, mapped, len(split), outside, team)
     traced: list[_Traced] = []
@@ -123,7 +126,10 @@ def replicate(
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         return arrays, [update.operands for update in replica.capture.updates]
 
-    arrays, operands = mapped(one, rows)
+    if team.channel is None:
+        arrays, operands = mapped(one, rows)
+    else:
+        arrays, operands = in_stages(one, mapped, rows, len(shared))
     (region,) = traced
     if region.capture.asked_context and (tell := asked.get()) is not None:
         tell()

@@ -156,7 +156,7 @@ class StagedProgram:
             _home(variable).take_over(next(left))
         for variable, rule in self._staged.slots:
             home = _home(variable)
-            treedef = jax.tree.structure(home.slots(rule))
+            treedef: Any = jax.tree.structure(home.slots(rule))
             leaves = list(itertools.islice(left, treedef.num_leaves))
             home.take_over_slots(rule, treedef.unflatten(leaves))
         updates = []

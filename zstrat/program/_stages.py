@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """One collective: of the values ``operands`` it makes the values ``results``."""
+    """One collective: of the values ``operands`` it makes the values ``results``.
+    ``where`` is the user's line."""
 
     channel: Channel
     kind: Kind
     operands: tuple[int, ...]
     results: tuple[int, ...]
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,9 @@ class _Cut:
         return [self._stage(number) for number in range(self._last + 1)]
 
     def _stage(self, number: int) -> Stage:
-        mine, later, crossings = [], [], []
+        mine: list[Any] = []
+        later: list[Any] = []
+        crossings: list[Any] = []
         for eqn, place in zip(self._eqns, self._places, strict=True):
             if place == number:
                 (crossings if _crosses(eqn) else mine).append(eqn)
@@ -134,6 +138,7 @@ class _Cut:
             eqn.params["kind"],
             tuple([self._number(var) for var in eqn.invars]),
             tuple([self._numbers[var] for var in eqn.outvars]),
+            eqn.params["where"],
         )
 
     def _number(self, var: Any) -> int:

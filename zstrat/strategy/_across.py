@@ -49,6 +49,8 @@ def reduce_across(
     """
     assert team.channel is not None
     axes = as_axes(axis)
+    leaves: list[Any]
+    treedef: Any  # its stubs lack what we call
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
     if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
         raise NotImplementedError(
@@ -98,8 +100,8 @@ def _gathered(channel: Channel, parts: Sequence[Any], axis: int) -> Any:
     mine = concatenate(parts, axis)
     (axis,) = require_axes((axis,), mine.shape)
     if _is_traced():
-        front = gather_from(channel, [jnp.moveaxis(jnp.asarray(mine), axis, 0)])
-        return jnp.moveaxis(front[0], 0, axis)
+        moved = jnp.moveaxis(jnp.asarray(mine), axis, 0)
+        return jnp.moveaxis(gather_from(channel, [moved])[0], 0, axis)
     front = np.moveaxis(np.asarray(mine), axis, 0)
     whole = channel.carry_out(Kind.GATHER, [np.ascontiguousarray(front)])[0]
     return np.moveaxis(np.asarray(whole), 0, axis)

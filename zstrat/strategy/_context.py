@@ -159,8 +159,8 @@ class ReplicaContext:
         return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
-        """Concatenates a pytree over the replicas along ``axis``, in replica order; each
-        gets the result.
+        """Concatenates a pytree over the replicas along ``axis``, in replica order, for
+        each of them.
 
         Every replica gives an array of the same shape. Differentiable: a replica's
         gradient is its part of the sum of the incoming gradients.

@@ -25,7 +25,7 @@ from zstrat.variables import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.program._cross import Channel
     from zstrat.variables import AbstractVariable, Optimizer, Request
@@ -87,7 +87,7 @@ class MirroredVariables:
         return DeviceHome(value, self._place, self.lock)
 
 
-def _placing(devices: Sequence[jax.Device]) -> Any:
+def _placing(devices: Sequence[jax.Device]) -> Callable[[Any], jax.Array]:
     if len(devices) == 1:
         where: Any = devices[0]
     else:
@@ -96,6 +96,7 @@ def _placing(devices: Sequence[jax.Device]) -> Any:
 
     def place(array: Any) -> jax.Array:
         # A copy: jax may use the very memory of an array of numpy.
-        return jax.device_put(np.array(array, order="C"), where)
+        placed: jax.Array = jax.device_put(np.array(array, order="C"), where)
+        return placed
 
     return place

@@ -7,7 +7,7 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, final
 
 import jax
 
@@ -29,7 +29,6 @@ from ._strategy import Extended, Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver
     from zstrat.program._cross import Collective
@@ -92,8 +91,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     over all replicas of all processes.
 
     Args:
-        cluster_resolver: Tells the tasks of the cluster and which one this is; TF_CONFIG
-            if left out. An empty cluster is this process alone.
+        cluster_resolver: Tells the tasks of the cluster and which one this is. Left
+            out: TF_CONFIG does. An empty cluster is this process alone.
         communication_options: How the processes exchange what they reduce.
         group: Brings the processes together; another one in tests.
 

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.wire import UpdateOp
+
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
     from ._variable import Variable
-    from zstrat.wire import UpdateOp
 
 
 class DeviceHome:
@@ -79,9 +80,11 @@ class DeviceHome:
         with self.lock:
             if self._value.is_deleted():
                 raise DataLossError(
-                    f"the value of {variable.spec} is gone, because a step failed "
-                    "while it was computing the next one: restore a checkpoint, or "
-                    "take the values of another process"
+                    "this process",
+                    variable.name,
+                    "its value is gone, because a step failed while it was computing "
+                    "the next one: restore a checkpoint, or take the values of another "
+                    "process",
                 )
             # Of memory that numpy looks at XLA makes no new value in place.
             return np.asarray(self._value)
