@@ -5,6 +5,9 @@ them is one equation of a primitive of ours. Nothing compiles that equation: the
 is cut there (`_stages`), and what lies before it runs, then the collective, then what
 lies behind. Where nothing is traced, the collective happens at once.
 
+Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
+mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
+
 Law of the file: all processes trace the same program, so they come to the same
 collectives in the same order.
 """
@@ -12,6 +15,7 @@ collectives in the same order.
 from __future__ import annotations
 
 import enum
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
@@ -23,6 +27,19 @@ from ._where import here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from jax.sharding import Mesh
+
+# jax's stubs leave it untyped.
+_psum: Final[Any] = jax.lax.psum
+
+
+PROCESS: Final = "process"
+"""Name of the axis that is mapped over processes."""
+
+within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=False)
+"""Whether what is traced is mapped over `PROCESS`. Law of the file: whoever sets it
+resets it."""
 
 
 class Collective(Protocol):
@@ -65,11 +82,13 @@ class Channel:
     """The processes of a strategy, as traced programs know them.
 
     The collective behind it may change (a group that is formed anew): ``mark`` is what
-    a trace depends on.
+    a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
+    `PROCESS` and that of the replicas, XLA carries out what steps do.
     """
 
-    def __init__(self, collective: Collective) -> None:
+    def __init__(self, collective: Collective, mesh: Mesh | None = None) -> None:
         self.collective = collective
+        self.mesh = mesh
 
     @property
     def rank(self) -> int:
@@ -154,10 +173,28 @@ def _bound(
     if not arrays:
         return []
     given = [jnp.asarray(array) for array in arrays]
+    if within_mesh.get():
+        return _mapped(kind, given)
     found: list[jax.Array] = crossing.bind(
         *given, channel=channel, kind=kind, where=where
     )
     return list(found)
+
+
+def _mapped(kind: Kind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The collective inside of XLA."""
+    match kind:
+        case Kind.SUM:
+            summed: list[jax.Array] = _psum(list(arrays), PROCESS)
+            return summed
+        case Kind.GATHER:
+            return [jax.lax.all_gather(x, PROCESS, tiled=True) for x in arrays]
+        case Kind.FIRST:
+            # A select, because 0 * nan of another rank is nan.
+            is_mine = jax.lax.axis_index(PROCESS) == 0
+            mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
+            found: list[jax.Array] = _psum(mine, PROCESS)
+            return [x.astype(y.dtype) for x, y in zip(found, arrays, strict=True)]
 
 
 def _differentiable(channel: Channel, where: str) -> Any:

@@ -23,10 +23,12 @@ from ._lookups import PlannedLookup
 from ._moves import is_here, slots_like
 from ._narrow import is_narrowed
 from ._plan import Plan, PlannedUpdate, Template
-from ._stages import crosses
+from ._stages import channels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from jax.sharding import Mesh
 
     from zstrat.variables import Optimizer, Variable
 
@@ -58,17 +60,23 @@ class Traced:
 @dataclass(frozen=True, slots=True)
 class Staged:
     """The body of a step of variables that live here, or of several processes, as a
-    program.
+    function to be traced.
 
-    From the leaves of arguments and of elements, the values of the plan's reads, and
-    the leaves of ``slots``, to arrays of the result, the values of ``moved``, the
-    leaves of ``slots``, and the operands of each update.
+    ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements, the
+    values of the plan's reads, and the slots of each of ``slots``. It returns arrays of
+    the result, values of ``moved``, slots, and the operands of each update. ``inputs``
+    and ``leaves`` are some, for their types.
     """
 
-    closed: Any
-    inputs: int
+    body: Callable[..., Any]
+    inputs: list[Any]
+    leaves: list[Any]
     moved: tuple[Variable, ...]
     slots: tuple[tuple[Variable, Optimizer], ...]
+    values_like: list[Any]
+    slots_like: list[Any]
+    mesh: Mesh | None
+    """Of the devices of all processes, if XLA brings them together."""
 
 
 def discover(
@@ -110,8 +118,9 @@ def discover(
     capture, structure = found[-1]
     _refuse_leaks(step, closed, len(results), capture.updates)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
-    if plan.moves or crosses(closed) or any(map(is_here, plan.variables)):
-        return plan, _staged(plan, template, call, elements, capture)
+    if plan.moves or channels_of(closed) or any(map(is_here, plan.variables)):
+        mesh = next((c.mesh for c in channels_of(closed) if c.mesh), None)
+        return plan, _staged(plan, template, call, elements, capture, mesh)
     if plan.lookups:
         return _traced(plan, template, call, elements)
     return plan, _empty(template, [element.treedef for element in elements])
@@ -171,6 +180,7 @@ def _staged(
     call: Call,
     elements: Sequence[Element],
     found: Capture,
+    mesh: Mesh | None,
 ) -> Staged:
     """The second trace of a body that is cut into stages."""
     if plan.lookups:
@@ -178,11 +188,12 @@ def _staged(
     keys = [spec.key for spec in plan.reads]
     kept = {key: (v, rule) for key, (v, rule, _) in found.moves.slots.items()}
     moved = list(found.moves.values)
+    template = _empty(template, [element.treedef for element in elements])
 
-    def replayed(inputs: Any, drawn: Any, values: Any, slots: Any) -> Any:
+    def body(inputs: Any, leaves: Any, values: Any, slots: Any) -> Any:
         known = dict(zip(keys, values, strict=True))
         beside = dict(zip(kept, slots, strict=True))
-        feed = Replay(plan.function, known, drawn, (), beside)
+        feed = Replay(plan.function, known, template.drawn(leaves), (), beside)
         capture = Capture(feed, template.iterators)
         structure, arrays = template.run(capture, inputs)
         require_same(plan, capture, structure)
@@ -193,16 +204,15 @@ def _staged(
             [list(update.operands) for update in capture.updates],
         )
 
-    drawn = [element.treedef.unflatten(element.leaves) for element in elements]
-    values = [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads]
-    slots = [slots_like(variable, rule) for variable, rule in kept.values()]
-    with _refusals.in_our_words(plan.function):
-        closed = jax.make_jaxpr(replayed)(call.inputs, drawn, values, slots)
     return Staged(
-        closed,
-        len(call.inputs) + sum(len(element.leaves) for element in elements),
+        body,
+        call.inputs,
+        [leaf for element in elements for leaf in element.leaves],
         tuple([variable for variable, _ in found.moves.values.values()]),
         tuple(kept.values()),
+        [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads],
+        [slots_like(variable, rule) for variable, rule in kept.values()],
+        mesh,
     )
 
 

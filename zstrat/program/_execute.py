@@ -18,13 +18,13 @@ from zstrat.variables import read_all, read_parts, update_all
 
 from ._compile import Program
 from ._eager import Immediate
+from ._programs import HereProgram
 from ._refusals import not_shared, variables_in_our_words
 from ._results import Computed, StepResult, StepUpdate
 from ._row_updates import split as split_rows
 from ._rows_program import RowsProgram
 from ._running import Lookups
 from ._signature import cut
-from ._staged import StagedProgram
 from ._structure import ResultLayout, split
 from ._wanted import Wanted
 
@@ -67,7 +67,7 @@ def prepare(
         raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
-    if isinstance(program, StagedProgram):
+    if isinstance(program, HereProgram):
         draws.unread()
         program.plan.require_shared()
         raise not_shared(f"the step function {function.name!r}")
@@ -213,7 +213,7 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
-    if isinstance(program, StagedProgram):
+    if isinstance(program, HereProgram):
         return _run_stages(program, call.inputs, draws)
     prepared = Prepared(program, call.inputs, draws)
     plan = prepared.plan
@@ -227,10 +227,10 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return plan.out_structure.unflatten(computed.results)
 
 
-def _run_stages(program: StagedProgram, inputs: list[Any], draws: Draws) -> Any:
+def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     elements = [leaf for element in draws.elements for leaf in element.leaves]
     try:
-        results, updates = program.run([*inputs, *elements])
+        results, updates = program.run(inputs, elements)
     except BaseException:
         draws.unread()  # nothing has changed: the step may be run again
         raise

@@ -63,6 +63,15 @@ class Template:
     iterators: tuple[StepIterator, ...]
     elements: tuple[TreeDef, ...]
 
+    def drawn(self, leaves: Sequence[Any]) -> list[Any]:
+        """The elements that have these leaves."""
+        found, start = [], 0
+        for treedef in self.elements:
+            end = start + treedef.num_leaves
+            found.append(treedef.unflatten(leaves[start:end]))
+            start = end
+        return found
+
     def run(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> tuple[Structure, list[jax.Array]]:

@@ -19,22 +19,28 @@ from typing import TYPE_CHECKING, Any, Final
 from ._compile import Program
 from ._context import worker_context
 from ._discover import Staged, Traced, discover
+from ._held import Held
 from ._iterator import Element
 from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
 from ._staged import StagedProgram
+from ._whole import WholeProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ._iterator import StepIterator
+    from ._plan import Plan
     from ._signature import Call
 
 MAX_PROGRAMS: Final = 128
 """Signatures of one function. Each keeps an executable of about a megabyte; a function
 with more is traced anew by mistake, and was warned about long before."""
 
-AnyProgram = Program | RowsProgram | StagedProgram
+HereProgram = StagedProgram | WholeProgram
+"""Of variables that live here, or of several processes."""
+
+AnyProgram = Program | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
 """Numbers of traces at which it is said (TF warns at the fifth)."""
@@ -56,7 +62,7 @@ class Signature:
     def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """The program for these elements in the current worker context."""
         found = self.programs.get(self._name(elements))
-        if isinstance(found, StagedProgram) and not found.is_current:
+        if isinstance(found, HereProgram) and not found.is_current:
             return None
         return found
 
@@ -205,7 +211,7 @@ class Programs:
         if isinstance(body, Traced):
             program = RowsProgram(plan, body)
         elif isinstance(body, Staged):
-            program = StagedProgram(plan, body)
+            program = self._of_stages(plan, body)
         else:
             program = Program(plan, body)
         signature = self._signatures.setdefault(call.key, Signature())
@@ -213,6 +219,12 @@ class Programs:
         self._forget_oldest()
         self._count(describe(args, kwargs, draws.elements))
         return program
+
+    def _of_stages(self, plan: Plan, staged: Staged) -> AnyProgram:
+        mesh = staged.mesh or Held(plan, staged.moved, staged.slots).mesh
+        if mesh is not None:
+            return WholeProgram(plan, staged, mesh)
+        return StagedProgram(plan, staged)
 
     def _forget_oldest(self) -> None:
         while sum(len(s.programs) for s in self._signatures.values()) > MAX_PROGRAMS:

@@ -37,6 +37,7 @@ from zstrat.variables import (
 from ._capture import Capture
 from ._collective import AXIS, Team
 from ._context import asked
+from ._cross import within_mesh
 from ._eager import Immediate
 from ._feeds import Discovery, Replay
 from ._flow import Flow
@@ -126,7 +127,7 @@ def replicate(
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         return arrays, [update.operands for update in replica.capture.updates]
 
-    if team.channel is None:
+    if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:
         arrays, operands = in_stages(one, mapped, rows, len(shared))
@@ -361,7 +362,8 @@ def _mapped(
 ) -> Callable[..., Any]:
     """``one`` over all replicas: outputs stacked, update operands as they are (they are
     equal on every replica)."""
-    if len(devices) < count:
+    is_nested = within_mesh.get()
+    if len(devices) < count and not is_nested:
         return jax.vmap(
             one,
             in_axes=(None, None, 0),
@@ -377,7 +379,9 @@ def _mapped(
     each, whole = _spec(AXIS), _spec()
     return jax.shard_map(
         body,
-        mesh=Mesh(np.array(devices[:count]), (AXIS,)),
+        # The mesh of all processes is there already, and this is an axis of it.
+        mesh=None if is_nested else Mesh(np.array(devices[:count]), (AXIS,)),
+        axis_names={AXIS},
         in_specs=(whole, whole, each),
         out_specs=(each, whole),
         # Off: replicas compute their own gradients of the shared values, and it is ours

@@ -5,35 +5,28 @@ they are. The last stage makes the next ones in their memory (they are donated),
 nothing has changed until all collectives are done: a step that fails in one of them may
 be run again. Whatever a stage leaves for a later one stays on the device; only the
 operands of collectives are looked at by the host, and let go when they are done.
-
-Law of the file: from the first read of a variable to its new value, its lock is held.
 """
 
 from __future__ import annotations
 
-import itertools
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
-
-from zstrat.variables import DeviceHome, read_all
 
 from . import _refusals
 from ._compile import own
-from ._results import StepUpdate
+from ._cross import Kind
+from ._held import Held, cut_at
 from ._stages import stages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from zstrat.variables import Variable
-
-    from ._cross import Channel, Kind
+    from ._cross import Channel
     from ._discover import Staged
     from ._plan import Plan
+    from ._results import StepUpdate
     from ._stages import Crossing, Stage
 
 
@@ -55,45 +48,60 @@ class StagedProgram:
 
     def __init__(self, plan: Plan, staged: Staged) -> None:
         self.plan = plan
-        self.constant = None
-        self._staged = staged
-        self._name = plan.function.rpartition(".")[2]
-        self._homes = [variable.home for variable in plan.variables]
-        cut, self._constants = stages(staged.closed)
-        channels = [x.channel for stage in cut for x in stage.crossings]
-        self._marks = {channel: channel.mark for channel in channels}
-        self._inputs = len(staged.closed.in_avals)
-        self._stages = _compiled(cut, self._name, self._moved(), self._inputs)
-        self._shared = _shared(cut, staged.inputs)
+        self._held = Held(plan, staged.moved, staged.slots)
+        self._slots = staged.slots_like
+        with _refusals.in_our_words(plan.function):
+            closed, shape = jax.make_jaxpr(staged.body, return_shape=True)(
+                staged.inputs, staged.leaves, staged.values_like, self._slots
+            )
+        self._shape: list[Any] = list(shape)
+        cut, self._constants = stages(closed)
+        channels = {x.channel for stage in cut for x in stage.crossings}
+        self._channels = {channel: channel.mark for channel in channels}
+        self._mark = self._held.mark
+        given = len(staged.inputs) + len(staged.leaves)
+        moved = [given + n for n, yes in enumerate(self._held.are_moved()) if yes]
+        inputs = len(closed.in_avals)
+        moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
+        name = plan.function.rpartition(".")[2]
+        self._stages = _compiled(cut, name, set(moved), inputs)
+        self._shared = _shared(cut, given)
         self._traced = False
 
     @property
     def is_current(self) -> bool:
         """Whether the processes are still those that it was traced for."""
-        return all(channel.mark == mark for channel, mark in self._marks.items())
+        return self._held.mark == self._mark and all(
+            channel.mark == mark for channel, mark in self._channels.items()
+        )
 
     @property
     def stage_count(self) -> int:
         """Compiled programs of one step."""
         return len(self._stages)
 
-    def run(self, given: Sequence[Any]) -> tuple[list[jax.Array], list[StepUpdate]]:
-        """Runs the step on the leaves of arguments and elements; the arrays of the
-        result may not be ready yet. Returns what it wants done to other variables, too.
+    def run(
+        self, inputs: Sequence[Any], leaves: Sequence[Any]
+    ) -> tuple[list[jax.Array], list[StepUpdate]]:
+        """Runs the step on inputs and the leaves of elements; the arrays of the result
+        may not be ready yet. Returns what it wants done to other variables, too.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
         """
-        with ExitStack() as held:
-            for lock in self._locks():
-                held.enter_context(lock)
-            store = dict(enumerate([*given, *self._values(), *self._slots()]))
+        held = self._held
+        with held.locked():
+            slots = jax.tree.leaves(held.slots())
+            store = dict(enumerate([*inputs, *leaves, *held.values(), *slots]))
             store.update(self._constants)
+            del slots
             for number in self._shared:
                 store[number] = jax.device_put(store[number])
             for part in self._stages:
                 outputs = self._compute(part, store)
-            return self._put(outputs)
+            results, values, slots, operands = cut_at(outputs, self._shape)
+            held.put(values, slots)
+        return results, held.updates(operands)
 
     def _compute(self, part: _Compiled, store: dict[int, Any]) -> list[Any]:
         given_up = [store[number] for number in part.given_up]
@@ -104,11 +112,10 @@ class StagedProgram:
             with _refusals.in_our_words(self.plan.function):
                 outputs = part.run(given_up, kept)
             self._traced = part is self._stages[-1]
-        del given_up, kept
         if part is self._stages[-1]:
             return outputs
         store.update(zip(part.stage.gives, outputs, strict=True))
-        del outputs
+        del given_up, kept, outputs
         for channel, kind, crossings in part.calls:
             operands = [store[n] for x in crossings for n in x.operands]
             results = [n for x in crossings for n in x.results]
@@ -118,60 +125,6 @@ class StagedProgram:
         for number in part.dead:
             del store[number]
         return []
-
-    def _locks(self) -> Iterator[Any]:
-        homes = [*self._homes, *[variable.home for variable in self._staged.moved]]
-        found = {id(h.lock): h.lock for h in homes if isinstance(h, DeviceHome)}
-        return iter([found[key] for key in sorted(found)])
-
-    def _values(self) -> list[Any]:
-        away = [
-            variable
-            for variable in self.plan.variables
-            if not isinstance(variable.home, DeviceHome)
-        ]
-        read = iter(read_all(away))
-        return [
-            home.value() if isinstance(home, DeviceHome) else next(read)
-            for home in self._homes
-        ]
-
-    def _slots(self) -> list[Any]:
-        kept = [_home(v).slots(rule) for v, rule in self._staged.slots]
-        return jax.tree.leaves(kept)
-
-    def _moved(self) -> set[int]:
-        """The inputs that the last stage makes anew: of values and of slots."""
-        keys = {variable.spec.key for variable in self._staged.moved}
-        first = self._staged.inputs
-        values = {
-            first + n for n, spec in enumerate(self.plan.reads) if spec.key in keys
-        }
-        return values | set(range(first + len(self.plan.reads), self._inputs))
-
-    def _put(self, outputs: list[Any]) -> tuple[list[jax.Array], list[StepUpdate]]:
-        left = iter(outputs)
-        results = list(itertools.islice(left, len(self.plan.out_specs)))
-        for variable in self._staged.moved:
-            _home(variable).take_over(next(left))
-        for variable, rule in self._staged.slots:
-            home = _home(variable)
-            treedef: Any = jax.tree.structure(home.slots(rule))
-            leaves = list(itertools.islice(left, treedef.num_leaves))
-            home.take_over_slots(rule, treedef.unflatten(leaves))
-        updates = []
-        for planned in self.plan.updates:
-            arrays = [np.asarray(next(left)) for _ in planned.operands]
-            updates.append(
-                StepUpdate(planned.spec, planned.op, planned.optimizer, tuple(arrays))
-            )
-        return results, updates
-
-
-def _home(variable: Variable) -> DeviceHome:
-    home = variable.home
-    assert isinstance(home, DeviceHome)
-    return home
 
 
 def _compiled(
@@ -235,7 +188,7 @@ def _require_same(
     """What comes back has the shape that the rest of the step is compiled for."""
     for operand, result in zip(operands, results, strict=True):
         shape = operand.shape
-        if kind.name == "GATHER":
+        if kind is Kind.GATHER:
             shape = (shape[0] * channel.size, *shape[1:])
         if tuple(result.shape) != tuple(shape):
             raise ValueError(

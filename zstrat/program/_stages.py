@@ -30,7 +30,7 @@ from ._cross import Channel, Kind, crossing
 from ._flow import inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def stages(closed: ClosedJaxpr) -> tuple[list[Stage], dict[int, Any]]:
     return cut.stages(), cut.constants
 
 
-def crosses(closed: Any) -> bool:
-    """Whether there is a collective anywhere in the program."""
-    return _has_crossing(closed.jaxpr)
+def channels_of(closed: Any) -> list[Channel]:
+    """The processes that the program has collectives with, anywhere in it."""
+    return list(dict.fromkeys(_channels(closed.jaxpr)))
 
 
 class _Cut:
@@ -283,6 +283,14 @@ def _where(eqn: Any) -> str:
             if _has_crossing_inside(other):
                 return _where(other)
     raise AssertionError("there is no collective inside")
+
+
+def _channels(jaxpr: Any) -> Iterator[Channel]:
+    for eqn in jaxpr.eqns:
+        if _crosses(eqn):
+            yield eqn.params["channel"]
+        for inner in _jaxprs(eqn):
+            yield from _channels(inner)
 
 
 def _has_crossing(jaxpr: Any) -> bool:

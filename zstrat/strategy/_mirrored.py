@@ -6,7 +6,6 @@ every process makes the same updates, of operands that are equal everywhere.
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,6 +16,7 @@ from zstrat.program._cross import Kind
 from zstrat.variables import (
     DeviceHome,
     LocalHome,
+    Residence,
     Variable,
     VariableSynchronization,
     initialize,
@@ -43,14 +43,15 @@ class MirroredVariables:
         self, devices: Sequence[jax.Device], channel: Channel | None = None
     ) -> None:
         self._channel = channel
-        self._place = _placing(devices)
-        # Steps hold it from the first read to the last update.
-        self.lock = threading.RLock()
+        mesh = None if channel is None else channel.mesh
+        self.residence = Residence(
+            _placing(devices, mesh), mesh, lambda: channel and channel.mark
+        )
 
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""
         home = variable.home
-        return isinstance(home, DeviceHome) and home.lock is self.lock
+        return isinstance(home, DeviceHome) and home.residence is self.residence
 
     def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
         """New variables, in one broadcast for all of them.
@@ -84,15 +85,18 @@ class MirroredVariables:
         if seen != value.dtype:
             # jax would cut it to 32 bits; steps refuse it, with words.
             return LocalHome(value)
-        return DeviceHome(value, self._place, self.lock)
+        return DeviceHome(value, self.residence)
 
 
-def _placing(devices: Sequence[jax.Device]) -> Callable[[Any], jax.Array]:
-    if len(devices) == 1:
+def _placing(
+    devices: Sequence[jax.Device], mesh: Mesh | None
+) -> Callable[[Any], jax.Array]:
+    if mesh is None and len(devices) == 1:
         where: Any = devices[0]
     else:
         made: Any = PartitionSpec  # untyped
-        where = NamedSharding(Mesh(np.array(devices), ("replica",)), made())
+        mesh = mesh or Mesh(np.array(devices), ("replica",))
+        where = NamedSharding(mesh, made())
 
     def place(array: Any) -> jax.Array:
         # A copy: jax may use the very memory of an array of numpy.

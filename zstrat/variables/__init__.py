@@ -7,6 +7,7 @@ from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator
 from ._device import DeviceHome as DeviceHome
+from ._device import Residence as Residence
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows

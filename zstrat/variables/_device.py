@@ -10,6 +10,8 @@ one, or nothing of it was given away.
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,8 +23,9 @@ from ._local import moved
 from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from jax.sharding import Mesh
 
     from zstrat.wire import UpdateOp
 
@@ -31,25 +34,32 @@ if TYPE_CHECKING:
     from ._variable import Variable
 
 
-class DeviceHome:
-    """One variable on the devices of this process, with the slots of the optimizers
-    that moved it.
+def _always() -> Hashable:
+    return None
 
-    Args:
-        value: The first value.
-        place: Puts an array where the variables of its strategy live.
-        lock: Of all variables of its strategy, which steps take together.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Residence:
+    """Where the variables of one strategy live.
+
+    ``place`` puts an array there, as a copy. ``mesh`` are the devices of all processes,
+    if values are arrays over them. Steps hold the ``lock``; what they were traced for
+    is ``mark()``.
     """
 
-    def __init__(
-        self,
-        value: np.ndarray,
-        place: Callable[[Any], jax.Array],
-        lock: threading.RLock,
-    ) -> None:
-        self.lock = lock
-        self.place = place
-        self._value = place(value)
+    place: Callable[[Any], jax.Array]
+    mesh: Mesh | None = None
+    mark: Callable[[], Hashable] = _always
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+
+class DeviceHome:
+    """One variable on the devices of this process, with the slots of the optimizers
+    that moved it."""
+
+    def __init__(self, value: np.ndarray, residence: Residence) -> None:
+        self.residence = residence
+        self._value = residence.place(value)
         self._slots: dict[int, Any] = {}
 
     # ---- for steps, which hold the lock --------------------------------------------
@@ -77,7 +87,7 @@ class DeviceHome:
     # ---- the home of a variable ----------------------------------------------------
 
     def read(self, variable: Variable) -> np.ndarray:
-        with self.lock:
+        with self.residence.lock:
             if self._value.is_deleted():
                 raise DataLossError(
                     "this process",
@@ -99,10 +109,12 @@ class DeviceHome:
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None:
-        with self.lock:
+        with self.residence.lock:
             slots = None if optimizer is None else self.slots(optimizer)
             value, slots = moved(self.read(variable), slots, op, operands, optimizer)
-            self._value = self.place(np.asarray(value, variable.spec.numpy_dtype))
+            self._value = self.residence.place(
+                np.asarray(value, variable.spec.numpy_dtype)
+            )
             if optimizer is not None:
                 self._slots[optimizer.id] = self._placed(slots)
 
@@ -130,7 +142,7 @@ class DeviceHome:
 
     def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
         """Value and slots of one moment: by optimizer, by path in its state."""
-        with self.lock:
+        with self.residence.lock:
             slots = {number: named_slots(tree) for number, tree in self._slots.items()}
             return np.asarray(self._value), slots
 
@@ -145,7 +157,7 @@ class DeviceHome:
         Raises:
             ValueError: The slots are not those of the optimizer.
         """
-        with self.lock:
+        with self.residence.lock:
             made = {
                 each.id: None
                 if named is None
@@ -153,11 +165,11 @@ class DeviceHome:
                 for each, named in slots.items()
             }
             if value is not None:
-                self._value = self.place(np.asarray(value))
+                self._value = self.residence.place(np.asarray(value))
             for number, tree in made.items():
                 self._slots.pop(number, None)
                 if tree is not None:
                     self._slots[number] = tree
 
     def _placed(self, slots: Any) -> Any:
-        return jax.tree.map(lambda leaf: self.place(np.asarray(leaf)), slots)
+        return jax.tree.map(lambda leaf: self.residence.place(np.asarray(leaf)), slots)
