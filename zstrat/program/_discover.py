@@ -62,10 +62,10 @@ class Staged:
     """The body of a step of variables that live here, or of several processes, as a
     function to be traced.
 
-    ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements, the
-    values of the plan's reads, and the slots of each of ``slots``. It returns arrays of
-    the result, values of ``moved``, slots, and the operands of each update. ``inputs``
-    and ``leaves`` are some, for their types.
+    ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
+    the values of the plan's reads, and the slots of each of ``slots``. It returns
+    arrays of the result, values of ``moved``, slots, and the operands of each update.
+    ``inputs`` and ``leaves`` are some, for their types.
     """
 
     body: Callable[..., Any]

@@ -83,16 +83,15 @@ class Moves:
         else:
             slots = self.slots[key][2]
         if update.op is UpdateOp.OPTIMIZE:
-            moved = optimized(
-                optimizer.transformation, update.operands[0], slots, value
-            )
+            transformation = optimizer.transformation
+            value, slots = optimized(transformation, update.operands[0], slots, value)
         else:
             indices, rows = update.operands
             assert update.table is not None
             indices = rows_of_component(update.table, number, indices)
-            moved = _rows_moved(optimizer, value, slots, indices, rows)
-        self.slots[key] = variable, optimizer, moved[1]
-        return moved[0]
+            value, slots = _rows_moved(optimizer, value, slots, indices, rows)
+        self.slots[key] = variable, optimizer, slots
+        return value
 
 
 def rows_of(

@@ -11,6 +11,8 @@ All these traces are equal, so a number means the same value in each.
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,40 +39,53 @@ def in_stages(
     the number of those without them. What ``fn`` returns first has a part of each
     device, what it returns second is the same on all.
     """
-    own_numbers: list[int] = []
-    own: list[Any] = []
-    whole_numbers: list[int] = []
-    whole: list[Any] = []
-    number = 0
-    while True:
-        seen: list[_Part] = []
-
-        def part(values: Any, everywhere: Any, mine: Any) -> Any:
-            fixed = len(mine) - len(own_numbers)
-            args = values, everywhere[:shared], mine[:fixed]
-            found = _Part.of(one, args, number)
-            seen[:] = [found]
-            known = dict(zip(own_numbers, mine[fixed:], strict=True))
-            known.update(zip(whole_numbers, everywhere[shared:], strict=True))
-            return found.run(known)
-
-        parts, alike = mapped(part, [*rows, *own], whole)
-        found = seen[0]
+    store = _Store()
+    for number in itertools.count():
+        parts, alike, found = _mapped_part(one, mapped, rows, shared, store, number)
         if found.is_last:
             return parts, found.operands(alike)
-        own_numbers, own = [*own_numbers, *found.left], [*own, *parts]
-        start = 0
-        for crossed in found.stage.crossings:
-            end = start + len(crossed.operands)
-            whole += crossing.bind(
-                *alike[start:end],
-                channel=crossed.channel,
-                kind=crossed.kind,
-                where=crossed.where,
+        store.own.update(zip(found.left, parts, strict=True))
+        left = iter(alike)
+        for each in found.stage.crossings:
+            results = crossing.bind(
+                *itertools.islice(left, len(each.operands)),
+                channel=each.channel,
+                kind=each.kind,
+                where=each.where,
             )
-            whole_numbers += crossed.results
-            start = end
-        number += 1
+            store.whole.update(zip(each.results, results, strict=True))
+    raise AssertionError("counted to the end")
+
+
+@dataclass(slots=True)
+class _Store:
+    """Values by number: those of which each device has its own, and the others."""
+
+    own: dict[int, Any] = field(default_factory=dict)
+    whole: dict[int, Any] = field(default_factory=dict)
+
+
+def _mapped_part(
+    one: Callable[..., Any],
+    mapped: Callable[..., Any],
+    rows: Sequence[Any],
+    shared: int,
+    store: _Store,
+    number: int,
+) -> tuple[list[Any], list[Any], _Part]:
+    seen: list[_Part] = []
+
+    def part(values: Any, everywhere: Any, mine: Any) -> Any:
+        fixed = len(mine) - len(store.own)
+        args = values, everywhere[:shared], mine[:fixed]
+        seen[:] = [_Part.of(one, args, number)]
+        known = dict(zip(store.own, mine[fixed:], strict=True))
+        known.update(zip(store.whole, everywhere[shared:], strict=True))
+        return seen[0].run(known)
+
+    own, whole = [*rows, *store.own.values()], list(store.whole.values())
+    parts, alike = mapped(part, own, whole)
+    return parts, alike, seen[0]
 
 
 class _Part:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
+_of_processes: Final[Any] = jax.make_array_from_process_local_data
 _NUMBERS: Final = (int, float, complex)
 
 
@@ -107,7 +108,7 @@ class WholeProgram:
         # jax narrows it as it does every array of numpy.
         seen: Any = jax.dtypes.canonicalize_dtype(array.dtype)
         part = array.astype(seen, copy=False)[None]
-        return jax.make_array_from_process_local_data(self._apart, part)
+        return _of_processes(self._apart, part)
 
     def _compiled(self, staged: Staged, mesh: Mesh) -> Any:
         inputs, leaves = len(staged.inputs), len(staged.leaves)

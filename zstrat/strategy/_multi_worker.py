@@ -7,7 +7,7 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 
@@ -22,6 +22,7 @@ from zstrat.cluster import (
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
+from ._distributed import joined
 from ._mirrored import MirroredVariables
 from ._options import CommunicationOptions
 from ._strategy import Extended, Strategy
@@ -30,9 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    from zstrat.cluster import ClusterResolver
+    from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
     from zstrat.variables import AbstractVariable, Creator
+
+
+_PATIENCE: Final = 300.0
+"""Seconds for all processes to begin; jax's own default."""
 
 
 @final
@@ -118,7 +123,12 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._channel: Channel | None = None
         if spec and worker_count(spec, task[0]) > 1:
             assert group is not None
-            self._channel = Channel(group(resolver, options))
+            collective = group(resolver, options)
+            mesh = None
+            if options.is_xla:
+                host = _host(spec.task_address(*_first(spec)))
+                mesh = joined(collective, host, options.timeout_seconds or _PATIENCE)
+            self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
         self._variables = MirroredVariables(self._local, self._channel)
         self._extended = MultiWorkerMirroredExtended(
@@ -157,6 +167,17 @@ class MultiWorkerMirroredStrategy(Strategy):
             f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
             f"{team.size // team.local}, {team.local} devices>"
         )
+
+
+def _first(spec: ClusterSpec) -> tuple[str, int]:
+    """The task of rank 0."""
+    job = "chief" if "chief" in spec.jobs else "worker"
+    return job, spec.task_indices(job)[0]
+
+
+def _host(address: str) -> str:
+    host = address.rpartition("://")[2].rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:

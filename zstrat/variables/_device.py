@@ -72,7 +72,7 @@ class DeviceHome:
         """What the optimizer keeps beside it, made if it is not there yet."""
         if optimizer.id not in self._slots:
             self._slots[optimizer.id] = self._placed(
-                optimizer.transformation.init(self._value)
+                optimizer.transformation.init(np.asarray(self._value))
             )
         return self._slots[optimizer.id]
 
@@ -112,9 +112,8 @@ class DeviceHome:
         with self.residence.lock:
             slots = None if optimizer is None else self.slots(optimizer)
             value, slots = moved(self.read(variable), slots, op, operands, optimizer)
-            self._value = self.residence.place(
-                np.asarray(value, variable.spec.numpy_dtype)
-            )
+            made = np.asarray(value, variable.spec.numpy_dtype)
+            self._value = self.residence.place(made)
             if optimizer is not None:
                 self._slots[optimizer.id] = self._placed(slots)
 
