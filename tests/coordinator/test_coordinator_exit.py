@@ -13,8 +13,8 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import ClusterCoordinator
-from zstrat.coordinator._portal import Portal
 from zstrat.errors import CancelledError, ClosedError, DeadlineExceededError
+from zstrat.transport import Portal
 
 
 @zs.function

@@ -1,6 +1,31 @@
 """Ranks that compute together: schedules, groups, memory that one host shares."""
 
+from ._doubling import dissemination_barrier as dissemination_barrier
+from ._doubling import doubling_all_gather as doubling_all_gather
+from ._doubling import halving_doubling_all_reduce as halving_doubling_all_reduce
+from ._exchanges import chain_broadcast as chain_broadcast
+from ._exchanges import direct_all_gather as direct_all_gather
+from ._exchanges import direct_all_reduce as direct_all_reduce
+from ._exchanges import direct_gather as direct_gather
+from ._exchanges import direct_reduce_scatter as direct_reduce_scatter
+from ._exchanges import pairwise_all_to_all as pairwise_all_to_all
+from ._exchanges import scatter_broadcast as scatter_broadcast
+from ._group import Group as Group
+from ._pending import Pending as Pending
+from ._progress import Codec as Codec
+from ._progress import Progress as Progress
+from ._progress import Send as Send
+from ._progress import parts as parts
+from ._reduction import Reduction as Reduction
+from ._reduction import reduction_of as reduction_of
+from ._ring import ring_all_gather as ring_all_gather
+from ._ring import ring_all_reduce as ring_all_reduce
+from ._ring import ring_reduce_scatter as ring_reduce_scatter
 from ._schedule import Act as Act
 from ._schedule import Action as Action
 from ._schedule import Schedule as Schedule
 from ._terms import ReduceOp as ReduceOp
+from ._trees import double_tree_all_reduce as double_tree_all_reduce
+from ._trees import tree_all_reduce as tree_all_reduce
+from ._trees import tree_broadcast as tree_broadcast
+from ._trees import tree_reduce as tree_reduce

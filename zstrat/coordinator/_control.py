@@ -24,9 +24,9 @@ from ._strategy import CoordinatedStrategy
 if TYPE_CHECKING:
     import numpy as np
 
+    from zstrat.transport import Portal
     from zstrat.wire import PlainTree
 
-    from ._portal import Portal
     from ._session import ClusterSession
     from ._values import Kept
 

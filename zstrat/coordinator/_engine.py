@@ -16,10 +16,10 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
+from zstrat.transport import Bell, LoopBell, ThreadBell
 
 from ._queue import Closure, Ended, Phase, Queue
 from ._values import Kept, RemoteValue, RemoteValueStatus
-from ._waiting import Bell, LoopBell, ThreadBell
 
 if TYPE_CHECKING:
     import numpy as np

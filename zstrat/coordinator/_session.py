@@ -11,11 +11,10 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from zstrat.transport import Link, Security, hello, new_incarnation
+from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
-from ._portal import Portal
 from ._servers import Servers, initializing_timeout
 
 if TYPE_CHECKING:

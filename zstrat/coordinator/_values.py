@@ -25,8 +25,9 @@ from zstrat.wire import Layout, dtype_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
+    from zstrat.transport import Bell
+
     from ._engine import Engine
-    from ._waiting import Bell
 
 
 class RemoteValueStatus(enum.Enum):

@@ -9,4 +9,10 @@ from ._identity import new_incarnation as new_incarnation
 from ._link import Link as Link
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run
+from ._pool import POOL as POOL
+from ._portal import Portal as Portal
+from ._portal import outcome as outcome
 from ._remote import Remote as Remote
+from ._waiting import Bell as Bell
+from ._waiting import LoopBell as LoopBell
+from ._waiting import ThreadBell as ThreadBell

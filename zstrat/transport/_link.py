@@ -75,6 +75,8 @@ class Link:
             HELLO is the same.
         on_lost: Called once per loss: silence, a goodbye, a new incarnation, or a
             broken connection that did not come back in ``timeouts.reconnect``.
+        on_flushed: Called when messages left or may leave, on the way out of whatever
+            made them leave: `backlog` may have become less.
         security: Keys of this process; needs ``expect``, which says whose key the task
             must have.
         expect: Job and index that must answer.
@@ -90,6 +92,7 @@ class Link:
         on_notice: Callable[[Message], None] = _ignore,
         on_open: Callable[[Hello], None] = _ignore,
         on_lost: Callable[[PeerLostError], None] = _ignore,
+        on_flushed: Callable[[], None] | None = None,
         security: Security | None = None,
         expect: tuple[str, int] | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class Link:
         self._settings, self._security, self._expect = settings, security, expect
         self._patience = settings.timeouts.request
         self._on_notice, self._on_open, self._on_lost = on_notice, on_open, on_lost
+        self._on_flushed = on_flushed
         if security is not None and expect is None:
             raise ValueError(
                 f"{name}: say whom to expect, to know which key it must have"
@@ -227,6 +231,12 @@ class Link:
         outlet.peer.notify(message)
         outlet.flush()
 
+    @property
+    def backlog(self) -> int:
+        """Messages that wait to leave; 0 while the link is not open."""
+        outlet = self._outlet
+        return 0 if outlet is None else len(outlet.peer.outbox)
+
     async def close(self, reason: str = "it closed the link") -> None:
         """Says goodbye; open requests and waiters fail with `ClosedError`.
 
@@ -326,7 +336,7 @@ class Link:
             lane=lane_of(self._settings, self._me),
         )
         self._trouble = "something listens there, but it does not greet as a task does"
-        self._outlet = Outlet(peer, self._pump)
+        self._outlet = Outlet(peer, self._pump, on_flushed=self._on_flushed)
         self._outlet.flush()
         self._arm(peer.due)
 

@@ -164,12 +164,32 @@ class Pump:
 
 
 class Outlet:
-    """Sends what one peer wants to say, in order, as far as the socket takes it."""
+    """Sends what one peer wants to say, in order, as far as the socket takes it.
 
-    __slots__ = ("_loop", "_outbox", "_pump", "_stuck", "_to", "is_gone", "peer")
+    Args:
+        on_flushed: Called after each flush: there may be room for more.
+    """
 
-    def __init__(self, peer: Peer[Any], pump: Pump, to: Frames = ()) -> None:
+    __slots__ = (
+        "_loop",
+        "_on_flushed",
+        "_outbox",
+        "_pump",
+        "_stuck",
+        "_to",
+        "is_gone",
+        "peer",
+    )
+
+    def __init__(
+        self,
+        peer: Peer[Any],
+        pump: Pump,
+        to: Frames = (),
+        on_flushed: Callable[[], None] | None = None,
+    ) -> None:
         self.peer, self._pump, self._to = peer, pump, to
+        self._on_flushed = on_flushed
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
@@ -189,3 +209,5 @@ class Outlet:
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
         self._stuck = None
+        if self._on_flushed is not None:
+            self._on_flushed()

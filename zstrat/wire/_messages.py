@@ -717,7 +717,9 @@ class MemberEntry(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class JoinGroup:
     """A rank asks rank 0 to form a generation of a group; answered by `GroupFormed`
-    once all ``size`` ranks have asked, or by the error that names who did not."""
+    once all ``size`` ranks have asked, or by the error that names who did not within
+    ``patience`` seconds. ``generation``: the lowest that will do, 0 for a process that
+    was in none."""
 
     kind: ClassVar = 72
     group: str
@@ -725,6 +727,7 @@ class JoinGroup:
     rank: int
     size: int
     member: MemberEntry
+    patience: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -734,6 +737,7 @@ class GroupFormed:
 
     kind: ClassVar = 73
     ticket: int
+    generation: int
     members: list[MemberEntry]
 
 
@@ -756,12 +760,14 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class AbortCall:
-    """A notice: the sender gave a call up, for this reason (`to_wire` of an error)."""
+    """A notice: the sender gave a call up, for this reason (`to_wire` of an error), and
+    the generation with it. ``lost``: ranks that are gone for good."""
 
     kind: ClassVar = 75
     ticket: int
     call: int
     error: PlainTree
+    lost: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -786,10 +792,12 @@ class CallState:
 
 @dataclass(frozen=True, slots=True)
 class LeaveGroup:
-    """A notice: the sender leaves this generation on purpose."""
+    """A notice: the sender leaves this generation on purpose. ``calls``: how many it
+    has made, those with a tag not counted."""
 
     kind: ClassVar = 78
     ticket: int
+    calls: int
     reason: str
 
 

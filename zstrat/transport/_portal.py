@@ -20,14 +20,14 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError
-from zstrat.transport import new_event_loop
 
+from ._loop import new_event_loop
 from ._waiting import ThreadBell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-log = logging.getLogger("zstrat.coordinator")
+log = logging.getLogger("zstrat.transport")
 
 T = TypeVar("T")
 _CLOSING: Final = 10.0
@@ -77,17 +77,7 @@ class Portal:
             DeadlineExceededError: ``timeout`` seconds were not enough.
             ClosedError: The portal is closed.
         """
-        future = self._submit(work, what)
-        bell = ThreadBell()
-        future.add_done_callback(lambda _: bell.ring())
-        try:
-            if not bell.wait(timeout):
-                raise DeadlineExceededError(f"{what} did not end within {timeout} s")
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise ClosedError(f"{what}: the session was closed") from None
-        finally:
-            future.cancel()
+        return outcome(self._submit(work, what), timeout, what)
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """As `run`, awaitable from any event loop. Cancellation: cancels the work."""
@@ -146,6 +136,26 @@ class Portal:
         finally:
             self._closed = True
             self.loop.stop()
+
+
+def outcome(future: concurrent.futures.Future[T], timeout: float, what: str) -> T:
+    """Blocks until the work on a loop has ended; gives up and cancels it if that
+    takes too long, or if Ctrl-C ends the wait.
+
+    Raises:
+        DeadlineExceededError: ``timeout`` seconds were not enough.
+        ClosedError: The loop ended before the work.
+    """
+    bell = ThreadBell()
+    future.add_done_callback(lambda _: bell.ring())
+    try:
+        if not bell.wait(timeout):
+            raise DeadlineExceededError(f"{what} did not end within {timeout} s")
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise ClosedError(f"{what}: the session was closed") from None
+    finally:
+        future.cancel()
 
 
 async def _end_tasks() -> None:

@@ -1,0 +1,143 @@
+"""The laws of schedules, for sizes up to 17: carried out on sets of contributors."""
+
+from __future__ import annotations
+
+import pytest
+from collectives_ranks import contributions
+
+import zstrat.collectives as zc
+from zstrat.collectives import Act
+
+SIZES = range(1, 18)
+ALL_REDUCES = [
+    zc.ring_all_reduce,
+    zc.halving_doubling_all_reduce,
+    zc.tree_all_reduce,
+    zc.double_tree_all_reduce,
+    zc.direct_all_reduce,
+]
+BROADCASTS = [zc.tree_broadcast, zc.scatter_broadcast, zc.chain_broadcast]
+ALL_GATHERS = [zc.ring_all_gather, zc.doubling_all_gather, zc.direct_all_gather]
+REDUCE_SCATTERS = [zc.ring_reduce_scatter, zc.direct_reduce_scatter]
+
+
+def all_ranks(schedule, size, *rest):
+    found = [schedule(rank, size, *rest) for rank in range(size)]
+    assert len({each.places for each in found}) == 1
+    assert len({len(each.blocks) for each in found}) == 1
+    return found
+
+
+def sent(schedule) -> int:
+    return sum(a.act is Act.SEND for actions in schedule.blocks for a in actions)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("schedule", ALL_REDUCES)
+def test_all_reduce(schedule, size) -> None:
+    ranks = all_ranks(schedule, size)
+    everyone = frozenset(range(size))
+    blocks = range(len(ranks[0].blocks))
+    assert contributions(ranks) == [[everyone] * len(blocks)] * size
+    assert all(rank.result == tuple(blocks) for rank in ranks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("schedule", REDUCE_SCATTERS)
+def test_reduce_scatter(schedule, size) -> None:
+    ranks = all_ranks(schedule, size)
+    held = contributions(ranks)
+    for rank in range(size):
+        assert ranks[rank].result == (rank,)
+        assert held[rank][rank] == frozenset(range(size))
+        assert sum(each is not None for each in held[rank]) == 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("schedule", ALL_GATHERS)
+def test_all_gather(schedule, size) -> None:
+    ranks = all_ranks(schedule, size)
+    owners = [frozenset([block]) for block in range(size)]
+    assert contributions(ranks) == [owners] * size
+    assert all(rank.result == tuple(range(size)) for rank in ranks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("schedule", BROADCASTS)
+def test_broadcast(schedule, size) -> None:
+    for root in {0, size // 2, size - 1}:
+        ranks = all_ranks(schedule, size, root)
+        blocks = len(ranks[0].blocks)
+        assert contributions(ranks) == [[frozenset([root])] * blocks] * size
+        assert all(rank.result == tuple(range(blocks)) for rank in ranks)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reduce_and_gather_to_a_root(size) -> None:
+    for root in {0, size // 2, size - 1}:
+        held = contributions(all_ranks(zc.tree_reduce, size, root))
+        assert held[root] == [frozenset(range(size))]
+        held = contributions(all_ranks(zc.direct_gather, size, root))
+        assert held[root] == [frozenset([block]) for block in range(size)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_all_to_all(size) -> None:
+    ranks = all_ranks(zc.pairwise_all_to_all, size)
+    held = contributions(ranks)
+    for rank, schedule in enumerate(ranks):
+        assert schedule.result == tuple(i * size + rank for i in range(size))
+        assert [held[rank][b] for b in schedule.result] == [
+            frozenset([source]) for source in range(size)
+        ]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_leaves_the_barrier_before_all_have_come(size) -> None:
+    """Each hop tells all that its sender knows; in the end everyone knows of all."""
+    ranks = all_ranks(zc.dissemination_barrier, size)
+    knows = [{rank} for rank in range(size)]
+    told: dict[tuple[int, int], set[int]] = {}
+    for step in range(ranks[0].places):
+        for rank, schedule in enumerate(ranks):
+            send, take = schedule.blocks[0][2 * step : 2 * step + 2]
+            assert (send.act, take.act) == (Act.SEND, Act.TAKE)
+            assert (send.place, take.place) == (step, step)
+            told[send.peer, step] = set(knows[rank])
+        for rank, schedule in enumerate(ranks):
+            assert schedule.blocks[0][2 * step + 1].peer == (rank - 2**step) % size
+            knows[rank] |= told[rank, step]
+    assert knows == [set(range(size))] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_hops_are_as_many_as_the_docstrings_say(size) -> None:
+    others, depth = size - 1, (size - 1).bit_length()
+    for rank in range(size):
+        assert sent(zc.ring_all_reduce(rank, size)) == 2 * others  # of 1/size each
+        assert sent(zc.direct_all_reduce(rank, size)) == 2 * others
+        assert sent(zc.ring_reduce_scatter(rank, size)) == others
+        assert sent(zc.ring_all_gather(rank, size)) == others
+        assert sent(zc.doubling_all_gather(rank, size)) == others
+        assert sent(zc.pairwise_all_to_all(rank, size)) == others
+        assert sent(zc.dissemination_barrier(rank, size)) == depth
+        assert sent(zc.tree_broadcast(rank, size)) <= depth
+        assert sent(zc.chain_broadcast(rank, size)) <= 1
+        assert sent(zc.double_tree_all_reduce(rank, size)) <= 4  # of half the array
+        if size & others == 0:
+            assert sent(zc.halving_doubling_all_reduce(rank, size)) == 2 * others
+    total = sum(sent(zc.tree_all_reduce(rank, size)) for rank in range(size))
+    assert total == 2 * others
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_inner_rank_of_one_tree_is_a_leaf_of_the_other(size) -> None:
+    """Ranks may be the root of one of them besides: it has one child."""
+    for rank in range(size):
+        trees = zc.double_tree_all_reduce(rank, size).blocks
+        inner = [
+            any(action.act is Act.REDUCE for action in actions)
+            and all(action.act is not Act.FINISH for action in actions)
+            for actions in trees
+        ]
+        assert sum(inner) <= 1

@@ -1,0 +1,119 @@
+"""Partners at distances of powers of two: few steps, for arrays of middle size.
+
+Law: the place of a hop is ``step * blocks + block``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ._schedule import Act, Action, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def halving_doubling_all_reduce(rank: int, size: int) -> Schedule:
+    """Halves the array with partners at shrinking distance, then doubles what is done.
+
+    There are as many blocks as the largest power of two p <= ``size``. Ranks beyond p
+    ("extras") fold in first: rank 2i gives all it has to rank 2i + 1, and gets the
+    result in the end.
+
+    Cost: 2 log2(p) steps, 2 more with extras; each rank sends 2 (p - 1) / p of the
+    array; with extras, rank 2i sends all of it, rank 2i + 1 as much on top.
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+    operations in MPICH", 2005.
+    """
+    p = 1 << (size.bit_length() - 1)
+    extras = size - p
+    if rank < 2 * extras and not rank % 2:
+        blocks = tuple(tuple(_guest(rank, block, p)) for block in range(p))
+    else:
+        blocks = tuple(tuple(_member(rank, extras, block, p)) for block in range(p))
+    return Schedule(blocks, (2 * _log2(p) + 2) * p, tuple(range(p)))
+
+
+def doubling_all_gather(rank: int, size: int) -> Schedule:
+    """Block b is what rank b gives; blocks may differ in size.
+
+    At step k every rank has 2^k blocks, its own and those of the ranks after it, and
+    gives them to the rank 2^k before it.
+
+    Cost: ceil(log2(size)) steps; each rank sends size - 1 blocks.
+    Bruck et al., "Efficient algorithms for all-to-all communications in multiport
+    message-passing systems", 1997.
+    """
+    steps = (size - 1).bit_length()
+
+    def actions(block: int) -> Iterator[Action]:
+        distance = (block - rank) % size
+        came = distance.bit_length()  # it is here from this step on
+        if distance:
+            step = came - 1
+            peer = (rank + (1 << step)) % size
+            yield Action(Act.TAKE, peer, step * size + block)
+        else:
+            yield Action(Act.FINISH)
+        for step in range(came, steps):
+            if distance + (1 << step) < size:
+                peer = (rank - (1 << step)) % size
+                yield Action(Act.SEND, peer, step * size + block)
+
+    blocks = tuple(tuple(actions(block)) for block in range(size))
+    return Schedule(blocks, steps * size, tuple(range(size)))
+
+
+def dissemination_barrier(rank: int, size: int) -> Schedule:
+    """One block of nothing: no rank is through before all have begun.
+
+    At step k every rank tells the rank 2^k after it what it knows.
+
+    Cost: ceil(log2(size)) steps; as many empty hops from each rank.
+    Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+    """
+    steps = (size - 1).bit_length()
+    actions: list[Action] = []
+    for step in range(steps):
+        distance = 1 << step
+        actions.append(Action(Act.SEND, (rank + distance) % size, step))
+        actions.append(Action(Act.TAKE, (rank - distance) % size, step))
+    return Schedule((tuple(actions),), steps, ())
+
+
+def _guest(rank: int, block: int, p: int) -> Iterator[Action]:
+    yield Action(Act.SEND, rank + 1, block)
+    yield Action(Act.TAKE, rank + 1, (2 * _log2(p) + 1) * p + block)
+
+
+def _member(rank: int, extras: int, block: int, p: int) -> Iterator[Action]:
+    is_host = rank < 2 * extras
+    number = rank // 2 if is_host else rank - extras
+    if is_host:
+        yield Action(Act.REDUCE, rank - 1, block)
+    step = 1
+    for half in (p >> k for k in range(1, _log2(p) + 1)):
+        if number // (2 * half) == block // (2 * half):
+            act = Act.REDUCE if number & half == block & half else Act.SEND
+            partner = _rank_of(number ^ half, extras)
+            yield Action(act, partner, step * p + block)
+        step += 1
+    if block == number:
+        yield Action(Act.FINISH)
+    for half in (1 << k for k in range(_log2(p))):
+        if number // (2 * half) == block // (2 * half):
+            act = Act.SEND if number // half == block // half else Act.TAKE
+            partner = _rank_of(number ^ half, extras)
+            yield Action(act, partner, step * p + block)
+        step += 1
+    if is_host:
+        yield Action(Act.SEND, rank - 1, step * p + block)
+
+
+def _rank_of(number: int, extras: int) -> int:
+    """The rank of a member: extras' hosts are the odd ones of the first ranks."""
+    return 2 * number + 1 if number < extras else number + extras
+
+
+def _log2(p: int) -> int:
+    return p.bit_length() - 1

@@ -1,0 +1,187 @@
+"""The words between a group and what carries its calls out.
+
+A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
+kinds of engine. The message lane (`_messages`) takes every call, runs on the loop, and
+has any number under way. An `Engine`, as memory that one host shares, blocks the thread
+that runs it, and runs one call after the other.
+
+The law that makes ranks agree without a word: which engine takes a call, and in which
+order, depends only on what is alike on all ranks (kind, dtype, sizes, tag, options).
+
+Who finds the guilty: an engine knows ranks, not tasks. It raises `Overdue` or
+`Differs`; the group asks those ranks and makes the error that a person reads.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ._terms import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.wire import MemberEntry
+
+
+class Kind(enum.Enum):
+    """What is called, by the name of the method of a group."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One collective as this rank calls it, on flat arrays of one dtype.
+
+    ``source`` and ``target`` are one-dimensional, C-contiguous, in the machine's byte
+    order; they are one and the same memory (an in-place call) or do not overlap. The
+    engine writes nothing but ``target``, and keeps neither when the call is over.
+
+    ==============  =====================  ===============  ========================
+    kind            source                 target           sizes, in elements
+    ==============  =====================  ===============  ========================
+    ALL_REDUCE      [n]                    [n]              ()
+    BROADCAST       [n], read at the root  [n]              ()
+    ALL_GATHER      [sizes[rank]]          [sum(sizes)]     per rank
+    REDUCE_SCATTER  [sum(sizes)]           [sizes[rank]]    per rank
+    ALL_TO_ALL      [sum(row of rank)]     [sum(column)]    row i, column j: i to j,
+                                                            row by row
+    BARRIER         [0]                    [0]              ()
+    ==============  =====================  ===============  ========================
+    """
+
+    key: int
+    """Names the call on the wire; the same on all ranks, unique in the generation."""
+    kind: Kind
+    source: np.ndarray
+    target: np.ndarray
+    about: int
+    """Digest of ``words``, 32 bits: ranks that call different things find it out."""
+    words: str
+    """What is called, for people: ``all_reduce(float32[10, 3], SUM)``."""
+    deadline: float
+    """`time.monotonic` at which an engine that still waits raises `Overdue`."""
+    timeout: float
+    """Seconds that the caller gave it, of which the last are for finding out why it
+    takes so long (`margin_of`): the deadline comes before."""
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    """Among the ranks that take part."""
+    sizes: tuple[int, ...] = ()
+    tag: str | None = None
+    """Tagged calls may be made in another order on another rank."""
+    compression: str | None = None
+    algorithm: str | None = None
+    is_frozen: bool = False
+    """Nobody changes ``source``, not even after the call."""
+
+
+def margin_of(timeout: float) -> float:
+    """Seconds between a call's deadline and the error of its caller."""
+    return min(1.0, timeout / 4)
+
+
+class Overdue(Exception):
+    """The deadline has come; ``ranks`` are those that this one waits for."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__(tuple(ranks))
+        self.ranks = tuple(ranks)
+
+
+class Differs(Exception):
+    """A rank calls something else under the same number."""
+
+    def __init__(self, rank: int, about: int) -> None:
+        super().__init__(rank, about)
+        self.rank, self.about = rank, about
+
+
+class Engine(Protocol):
+    """Carries calls out in the thread that asks, one after the other."""
+
+    def takes(self, call: Call) -> bool:
+        """Whether `run` can carry it out; looks only at what all ranks have alike."""
+
+    def run(self, call: Call) -> None:
+        """Blocks until ``target`` holds the result.
+
+        Never called by two threads at a time; on all ranks in the same order.
+
+        Raises:
+            Overdue: The call's deadline has come. Nothing more is run after it.
+            Differs: Another rank calls something else. Nothing more is run after it.
+            Exception: What `abort` was given.
+        """
+
+    def waits(self) -> Sequence[int]:
+        """Ranks that `run` waits for just now; from any thread, takes no lock."""
+
+    def abort(self, error: Exception) -> None:
+        """`run`, the one under way and all later ones, raises this error at once.
+
+        From any thread; the first error stays. Ranks of the same host that wait in
+        `run` are told by their own groups, but may be woken by this one, too.
+        """
+
+    def close(self) -> None:
+        """Lets go of all memory. No `run` is under way."""
+
+
+class Started(Protocol):
+    """A call among some ranks that is under way."""
+
+    def wait(self) -> None:
+        """Blocks until its ``target`` holds the result.
+
+        Raises:
+            Overdue, Differs, Exception: As `Engine.run`.
+        """
+
+
+class Between(Protocol):
+    """The message lane, as an engine uses it to reach other hosts."""
+
+    def start(self, call: Call, ranks: Sequence[int], part: int) -> Started:
+        """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.
+
+        Several parts of one call may be under way; ``part`` numbers them, alike on all
+        of ``ranks``. ``source`` must not change before `Started.wait` returns.
+        """
+
+
+class HostMemory(Protocol):
+    """What this rank shares with ranks of its host; made before the group is formed,
+    so that the others learn of it with the members."""
+
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def word(self) -> bytes: ...
+
+    def attach(
+        self, rank: int, members: Sequence[MemberEntry], between: Between
+    ) -> Engine:
+        """The engine of one generation. Ranks of one host are those whose entries have
+        the same ``host`` and a capacity above 0.
+
+        It is used only if `attach` succeeds on all ranks; else it is closed.
+
+        Raises:
+            OSError: The memory of a rank of this host cannot be mapped; says why.
+        """
+
+    def close(self) -> None:
+        """Lets go of the memory of this rank."""

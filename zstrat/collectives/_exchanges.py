@@ -1,0 +1,145 @@
+"""Every rank talks to every other one itself: one step, and as many hops as ranks.
+
+Law: no rank sends to the same peer first as another one does, so that nobody is
+flooded while others idle.
+"""
+
+from __future__ import annotations
+
+from ._schedule import Act, Action, Schedule
+
+
+def direct_all_reduce(rank: int, size: int) -> Schedule:
+    """``size`` blocks; rank b collects and finishes block b and gives it to all.
+
+    Cost: 2 steps and 2 (size - 1) hops from each rank, 2 (size - 1) / size of the array
+    in all. Contributions are reduced in the order of ranks after b.
+    """
+
+    def actions(block: int) -> tuple[Action, ...]:
+        if block != rank:
+            send = Action(Act.SEND, block, (block - rank) % size)
+            return send, Action(Act.TAKE, block, size + (rank - block) % size)
+        reduces = (
+            Action(Act.REDUCE, (rank - step) % size, step) for step in range(1, size)
+        )
+        sends = (
+            Action(Act.SEND, (rank + step) % size, size + step)
+            for step in range(1, size)
+        )
+        return *reduces, Action(Act.FINISH), *sends
+
+    return Schedule(tuple(map(actions, range(size))), 2 * size, tuple(range(size)))
+
+
+def direct_reduce_scatter(rank: int, size: int) -> Schedule:
+    """``size`` blocks; rank b collects and keeps block b.
+
+    Cost: 1 step and size - 1 hops from each rank, all blocks but its own.
+    """
+
+    def actions(block: int) -> tuple[Action, ...]:
+        if block != rank:
+            return (Action(Act.SEND, block, (block - rank) % size),)
+        reduces = (
+            Action(Act.REDUCE, (rank - step) % size, step) for step in range(1, size)
+        )
+        return *reduces, Action(Act.FINISH)
+
+    return Schedule(tuple(map(actions, range(size))), size, (rank,))
+
+
+def direct_all_gather(rank: int, size: int) -> Schedule:
+    """Block b is what rank b gives, to all others itself; blocks may differ in size.
+
+    Cost: 1 step and size - 1 hops from each rank, its block each time.
+    """
+
+    def actions(block: int) -> tuple[Action, ...]:
+        if block != rank:
+            return (Action(Act.TAKE, block, (rank - block) % size),)
+        sends = (
+            Action(Act.SEND, (rank + step) % size, step) for step in range(1, size)
+        )
+        return Action(Act.FINISH), *sends
+
+    return Schedule(tuple(map(actions, range(size))), size, tuple(range(size)))
+
+
+def direct_gather(rank: int, size: int, root: int = 0) -> Schedule:
+    """Block b is what rank b gives, to ``root`` alone; blocks may differ in size.
+
+    Cost: 1 step; each rank but the root sends its block.
+    """
+
+    def actions(block: int) -> tuple[Action, ...]:
+        if block == rank:
+            give = Action(Act.SEND, root, block)
+            return (Action(Act.FINISH), give) if rank != root else (Action(Act.FINISH),)
+        return (Action(Act.TAKE, block, block),) if rank == root else ()
+
+    result = tuple(range(size)) if rank == root else ()
+    return Schedule(tuple(map(actions, range(size))), size, result)
+
+
+def pairwise_all_to_all(rank: int, size: int) -> Schedule:
+    """Block ``i * size + j`` goes from rank i to rank j; blocks may differ in size.
+
+    The result of rank j are the blocks ``i * size + j``, in the order of i.
+
+    Cost: 1 step and size - 1 hops from each rank, all it gives but its own part.
+    """
+    blocks: list[tuple[Action, ...]] = [()] * (size * size)
+    blocks[rank * size + rank] = (Action(Act.FINISH),)
+    for step in range(1, size):
+        to, source = (rank + step) % size, (rank - step) % size
+        blocks[rank * size + to] = (Action(Act.FINISH), Action(Act.SEND, to, step))
+        blocks[source * size + rank] = (Action(Act.TAKE, source, step),)
+    result = tuple(source * size + rank for source in range(size))
+    return Schedule(tuple(blocks), size, result)
+
+
+def scatter_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
+    """The root gives every other rank a part; these pass the parts around a ring.
+
+    ``size - 1`` blocks (one, for a group of one). The root sends the array once only,
+    whatever the size of the group.
+
+    Cost: size - 1 steps; the root sends the array once, the others all blocks but one.
+    After van de Geijn, "On global combine operations", 1994, without the tree.
+    """
+    others = size - 1
+    if not others:
+        return Schedule(((Action(Act.FINISH),),), 0, (0,))
+    if rank == root:
+        blocks = tuple(
+            (Action(Act.FINISH), Action(Act.SEND, (root + 1 + block) % size, 0))
+            for block in range(others)
+        )
+        return Schedule(blocks, others, tuple(range(others)))
+    number = (rank - root - 1) % size  # among those that are not the root
+    left = (root + 1 + (number - 1) % others) % size
+    right = (root + 1 + (number + 1) % others) % size
+
+    def actions(block: int) -> tuple[Action, ...]:
+        step = (number - block) % others
+        take = Action(Act.TAKE, left if step else root, step)
+        last = step == others - 1
+        return (take,) if last else (take, Action(Act.SEND, right, step + 1))
+
+    return Schedule(tuple(map(actions, range(others))), others, tuple(range(others)))
+
+
+def chain_broadcast(rank: int, size: int, root: int = 0) -> Schedule:
+    """One block, from each rank to the next one, chunk by chunk.
+
+    Cost: size - 1 steps; each rank but the last sends the array once.
+    """
+    number = (rank - root) % size
+    first = Action(Act.FINISH)
+    if number:
+        first = Action(Act.TAKE, (rank - 1) % size, number - 1)
+    if number == size - 1:
+        return Schedule(((first,),), size - 1, (0,))
+    send = Action(Act.SEND, (rank + 1) % size, number)
+    return Schedule(((first, send),), size - 1, (0,))

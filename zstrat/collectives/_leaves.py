@@ -1,0 +1,149 @@
+"""What users hand over, as flat arrays, and back: numpy, jax, scalars, pytrees.
+
+A jax array on a CPU is read where it lies. What comes back is of the same kind as what
+was given; results lie at multiples of 64 bytes, so that jax can take them as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+
+import numpy as np
+
+from zstrat.transport import POOL
+from zstrat.wire import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_POOLED: Final = 64 * 1024
+"""Bytes; to ask the pool for less costs more than it saves."""
+
+_SPELT: Final = 3
+"""Arrays that are named one by one."""
+
+_NUMPY: Final = (np.ndarray, np.generic, bool, int, float, complex)
+"""What numpy understands without jax."""
+
+
+@runtime_checkable
+class Slices(Protocol):
+    """`zs.IndexedSlices`, which a higher floor defines."""
+
+    values: Any
+    indices: Any
+    dense_shape: tuple[int, ...] | None
+
+    def to_dense(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """One array of a user. ``flat`` is ``[n]`` in C order and the machine's byte order:
+    a view of the user's memory if that is so already."""
+
+    flat: np.ndarray
+    shape: tuple[int, ...]
+    origin: Any
+    is_jax: bool
+
+    @property
+    def is_view(self) -> bool:
+        """Writing to ``flat`` writes to the user's array."""
+        origin = self.origin
+        return (
+            isinstance(origin, np.ndarray)
+            and self.flat.size > 0
+            and self.flat.ctypes.data == origin.ctypes.data
+        )
+
+    def moved(self, axis: int) -> Leaf:
+        """With this axis as the first one."""
+        array = np.moveaxis(self.flat.reshape(self.shape), axis, 0)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return Leaf(flat, array.shape, self.origin, self.is_jax)
+
+    @property
+    def row(self) -> int:
+        """Elements of what lies at one place of the first axis."""
+        return math.prod(self.shape[1:])
+
+    def back(self, values: np.ndarray) -> Any:
+        """A result, of the kind that the user gave."""
+        if not self.is_jax:
+            return values
+        from ._jax_leaves import put
+
+        return put(values, self.origin)
+
+
+def leaf_of(origin: Any) -> Leaf:
+    """An array, as a collective takes it.
+
+    Raises:
+        TypeError: It is none, or of a dtype that does not travel.
+    """
+    is_jax = _is_jax(origin)
+    if not is_jax and not isinstance(origin, _NUMPY):
+        raise TypeError(
+            f"expected numpy or jax arrays, numbers, or pytrees of them, got "
+            f"{type(origin).__name__}"
+        )
+    if isinstance(origin, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: fill it first")
+    array = np.asarray(origin)
+    dtype = array.dtype.newbyteorder("=")
+    if dtype.name not in DTYPES:
+        raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
+    flat = np.asarray(array, dtype, order="C").reshape(-1)
+    return Leaf(flat, array.shape, origin, is_jax)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Leaves of a pytree, IndexedSlices among them whole, and the way back."""
+    if isinstance(tree, _NUMPY):
+        return [tree], lambda leaves: leaves[0]
+    from ._jax_leaves import flatten as flatten_by_jax
+
+    return flatten_by_jax(tree, lambda node: isinstance(node, Slices))
+
+
+def memory(count: int, dtype: np.dtype) -> np.ndarray:
+    """``[count]`` of ``dtype``, not set to anything."""
+    nbytes = count * dtype.itemsize
+    if nbytes < _POOLED:
+        return np.empty(count, dtype)
+    return np.frombuffer(cast("Any", POOL.allocate(nbytes)), dtype)
+
+
+def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
+    """What ranks must have alike, in words: ``float32[10, 3]``; of many arrays how many
+    there are, and a digest.
+
+    Args:
+        free: Those whose length along the first axis may differ.
+    """
+    names = [_named(leaf, leaf in free) for leaf in leaves]
+    if len(names) <= _SPELT:
+        return ", ".join(names)
+    digest = zlib.crc32(";".join(names).encode())
+    return f"{len(names)} arrays such as {names[0]}, digest {digest:08x}"
+
+
+def _named(leaf: Leaf, is_free: bool) -> str:
+    dims = [str(dim) for dim in leaf.shape]
+    if is_free:
+        dims[0] = "?"
+    return f"{leaf.flat.dtype.name}[{', '.join(dims)}]"
+
+
+def _is_jax(origin: Any) -> bool:
+    if isinstance(origin, _NUMPY) or "jax" not in sys.modules:
+        return False
+    from ._jax_leaves import is_array
+
+    return is_array(origin)

@@ -1,0 +1,150 @@
+"""The ways from one rank to all others, for one generation.
+
+Every rank opens a link to every other; what it sends goes over its own links, what it
+receives comes through its endpoint. A connection that breaks and comes back may have
+lost what was on it, so for a generation it is as good as a loss.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from zstrat.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    DeadlineExceededError,
+    PeerLostError,
+)
+
+from ._membership import listed, rank_at, seat_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.transport import Link
+    from zstrat.wire import Hello, MemberEntry, Message
+
+    from ._membership import Seat
+
+
+class MakeLink(Protocol):
+    """Makes a link of this process to a task, not started."""
+
+    def __call__(
+        self,
+        seat: Seat,
+        *,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+        on_flushed: Callable[[], None],
+    ) -> Link: ...
+
+
+class Mesh:
+    """Links by rank. Belongs to the thread of its loop.
+
+    Args:
+        on_lost: Rank, and why it can be reached no more; may be called more than once.
+        on_flushed: What waited for a rank has left, or some of it.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        members: Sequence[MemberEntry],
+        make_link: MakeLink,
+        *,
+        on_lost: Callable[[int, str], None],
+        on_flushed: Callable[[], None],
+    ) -> None:
+        self._group, self._rank, self._members = group, rank, members
+        self._on_lost = on_lost
+        self._opened: set[int] = set()
+        self.links: dict[int, Link] = {
+            other: make_link(
+                seat_of(member),
+                on_open=partial(self._open_again, other),
+                on_lost=partial(self._lost, other),
+                on_flushed=on_flushed,
+            )
+            for other, member in enumerate(members)
+            if other != rank
+        }
+
+    async def open(self, deadline: float) -> None:
+        """Connects to all, at the same time.
+
+        Raises:
+            CollectiveTimeoutError: Some do not answer; names them.
+            PeerLostError: One was started anew since the generation was formed.
+
+        Cancellation: the links stay; `close` ends them.
+        """
+        for link in self.links.values():
+            link.start()
+        found = await asyncio.gather(
+            *(link.wait_open(deadline) for link in self.links.values()),
+            return_exceptions=True,
+        )
+        silent = []
+        for rank, hello in zip(self.links, found, strict=True):
+            if isinstance(hello, DeadlineExceededError):
+                silent.append(self.name(rank))
+            elif isinstance(hello, BaseException):
+                raise hello
+            elif hello.incarnation != self._members[rank].incarnation:
+                raise PeerLostError(self.name(rank), "it was started anew meanwhile")
+        if silent:
+            raise CollectiveTimeoutError(
+                f"group {self._group!r}: {listed(silent)} cannot be reached from "
+                f"{self.name(self._rank)}, though rank 0 was: check the addresses of "
+                "the cluster and the firewalls between its machines"
+            )
+        self._opened.update(self.links)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Sends a notice. To a rank that is not connected nothing is sent: it will be
+        said to be lost.
+
+        Raises:
+            BusyError: It does not read, and too many wait for it.
+        """
+        with suppress(PeerLostError, ClosedError):
+            self.links[rank].notify(message)
+
+    def ask(
+        self, rank: int, message: Message, deadline: float
+    ) -> asyncio.Future[Message]:
+        """Sends a request; see `Link.submit`."""
+        return self.links[rank].submit(message, deadline=deadline)
+
+    def backlog(self, rank: int) -> int:
+        """Messages that wait to leave for a rank."""
+        return self.links[rank].backlog
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing waits to leave."""
+        return not any(link.backlog for link in self.links.values())
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank."""
+        return rank_at(rank, seat_of(self._members[rank]))
+
+    async def close(self, reason: str) -> None:
+        """Says goodbye to all. Cancellation: the links are closed all the same."""
+        self._opened.clear()
+        await asyncio.gather(*(link.close(reason) for link in self.links.values()))
+
+    def _open_again(self, rank: int, hello: Hello) -> None:
+        if rank in self._opened:
+            self._on_lost(
+                rank, "its connection broke, and came back without what it had"
+            )
+
+    def _lost(self, rank: int, error: PeerLostError) -> None:
+        self._on_lost(rank, error.reason)

@@ -1,0 +1,100 @@
+"""The result of a collective that is under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from zstrat.errors import DeadlineExceededError, ZstratError
+from zstrat.transport import LoopBell, ThreadBell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from zstrat.transport import Bell
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """Await it, on any event loop, or call `result`. Both may be done more than once.
+
+    Cancelling the wait does not cancel the collective, in which other ranks take part:
+    what was given to it must be left alone until it is over.
+    """
+
+    __slots__ = ("_bells", "_error", "_finish", "_is_over", "_lock", "_value", "words")
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+        self._lock = threading.Lock()
+        self._bells: list[Bell] = []
+        self._is_over = False
+        self._finish: Callable[[], T] | None = None
+        self._value: T | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._is_over
+
+    def result(self, timeout: float | None = None) -> T:
+        """Blocks until the collective is over.
+
+        Raises:
+            DeadlineExceededError: ``timeout`` seconds have passed; it goes on.
+            CollectiveTimeoutError, PeerLostError, InvalidArgumentError,
+                UnavailableError: As the blocking call.
+        """
+        if not self._is_over:
+            bell = ThreadBell()
+            if self._enlist(bell) and not bell.wait(timeout):
+                raise DeadlineExceededError(
+                    f"{self.words} is not over after {timeout} s"
+                )
+        return self._outcome()
+
+    def __await__(self) -> Generator[object, None, T]:
+        if not self._is_over:
+            bell = LoopBell()
+            if self._enlist(bell):
+                yield from bell.future
+        return self._outcome()
+
+    def settle(self, finish: Callable[[], T]) -> None:
+        """The collective has succeeded; ``finish`` makes the result, in the thread
+        that asks for it first."""
+        self._finish = finish
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """It has failed."""
+        self._error = error
+        self._end()
+
+    def _enlist(self, bell: Bell) -> bool:
+        with self._lock:
+            if not self._is_over:
+                self._bells.append(bell)
+            return not self._is_over
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_over = True
+            bells, self._bells = self._bells, []
+        for bell in bells:
+            bell.ring()
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            raise _again(self._error)
+        with self._lock:
+            if self._finish is not None:
+                self._value, self._finish = self._finish(), None
+        return self._value  # type: ignore[return-value]  # `settle` was called
+
+
+def _again(error: Exception) -> Exception:
+    """One of one's own for who waits: an exception that is raised twice collects
+    tracebacks."""
+    return type(error)(*error.args) if isinstance(error, ZstratError) else error

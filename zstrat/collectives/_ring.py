@@ -1,0 +1,80 @@
+"""Rings: every rank sends to its right neighbour alone.
+
+The bytes on the wire per rank do not grow with the number of ranks, and chunks follow
+each other around, so that all lines and all ranks work at once: best for large arrays.
+The steps grow with the ranks, which small arrays feel.
+
+Law: the place of a hop is its step; a rank receives once per step.
+"""
+
+from __future__ import annotations
+
+from ._schedule import Act, Action, Schedule
+
+
+def ring_all_reduce(rank: int, size: int) -> Schedule:
+    """``size`` blocks; block b starts at rank b and is finished by rank b - 1.
+
+    Cost: 2 (size - 1) steps; each rank sends 2 (size - 1) / size of the array.
+    Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms", 2009.
+    """
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def actions(block: int) -> tuple[Action, ...]:
+        step = (rank - block) % size  # it is sent on at this step, for the first time
+        last = step == size - 1
+        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        if last:
+            found.append(Action(Act.FINISH))
+            step = -1
+        if not last or size > 1:
+            found.append(Action(Act.SEND, right, step if not last else size - 1))
+        return (*found, *_copies(left, right, step + 1, size, size - 1))
+
+    blocks = tuple(map(actions, range(size)))
+    return Schedule(blocks, 2 * (size - 1), tuple(range(size)))
+
+
+def ring_all_gather(rank: int, size: int) -> Schedule:
+    """Block b is what rank b gives; blocks may differ in size.
+
+    Cost: size - 1 steps; each rank sends all blocks but that of its right neighbour.
+    """
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def actions(block: int) -> tuple[Action, ...]:
+        if block != rank:
+            return _copies(left, right, (rank - block) % size, size, 0)
+        own = (Action(Act.FINISH), Action(Act.SEND, right, 0))
+        return own if size > 1 else own[:1]
+
+    return Schedule(tuple(map(actions, range(size))), size - 1, tuple(range(size)))
+
+
+def ring_reduce_scatter(rank: int, size: int) -> Schedule:
+    """``size`` blocks; rank b ends with block b, reduced.
+
+    Cost: size - 1 steps; each rank sends all blocks but its own.
+    """
+    right, left = (rank + 1) % size, (rank - 1) % size
+
+    def actions(block: int) -> tuple[Action, ...]:
+        step = (rank - block - 1) % size  # block b starts at rank b + 1
+        found = [Action(Act.REDUCE, left, step - 1)] if step else []
+        last = step == size - 1
+        found.append(Action(Act.FINISH) if last else Action(Act.SEND, right, step))
+        return tuple(found)
+
+    return Schedule(tuple(map(actions, range(size))), size - 1, (rank,))
+
+
+def _copies(
+    left: int, right: int, distance: int, size: int, places: int
+) -> tuple[Action, ...]:
+    """What a rank does that stands so far right of the rank that finished a block."""
+    if not distance:
+        return ()
+    take = Action(Act.TAKE, left, places + distance - 1)
+    if distance == size - 1:
+        return (take,)
+    return take, Action(Act.SEND, right, places + distance)
