@@ -67,6 +67,10 @@ class Collective(Protocol):
         """What rank ``root`` gave."""
         ...
 
+    def close(self) -> None:
+        """Leaves the others."""
+        ...
+
 
 class Kind(enum.Enum):
     """What becomes of the arrays of all processes."""

@@ -81,8 +81,15 @@ class WholeProgram:
                 self._traced = True
             results, values, slots, operands = outputs
             held.put(values, slots)
-        mine = [[_mine(x) for x in arrays] for arrays in operands]
-        return [_mine(x) for x in results], held.updates(mine)
+        plan = self.plan
+        mine = [
+            [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
+            for arrays, update in zip(operands, plan.updates, strict=True)
+        ]
+        own_results = [
+            _mine(x, like) for x, like in zip(results, plan.out_specs, strict=True)
+        ]
+        return own_results, held.updates(mine)
 
     def _sorted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Values that are made anew, those that are only read, those from elsewhere."""
@@ -162,7 +169,7 @@ def _apart(array: Any) -> Any:
     return array if jnp.ndim(array) else array[None]
 
 
-def _mine(array: jax.Array) -> jax.Array:
+def _mine(array: jax.Array, like: Any) -> jax.Array:
     """This process's part of an output."""
     part: jax.Array = array.addressable_shards[0].data
-    return part
+    return part if like.shape else part[0]

@@ -7,7 +7,7 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Self, final
 
 import jax
 
@@ -19,6 +19,7 @@ from zstrat.cluster import (
     validate_cluster_spec,
     worker_count,
 )
+from zstrat.collectives import Group
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
@@ -30,11 +31,15 @@ from ._strategy import Extended, Strategy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
     from zstrat.variables import AbstractVariable, Creator
 
+
+_NAME: Final = "MultiWorkerMirroredStrategy"
+"""Of the group: processes that make one are brought together."""
 
 _PATIENCE: Final = 300.0
 """Seconds for all processes to begin; jax's own default."""
@@ -87,6 +92,10 @@ class MultiWorkerMirroredExtended(Extended):
         raise NotImplementedError
 
 
+def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Group:
+    return Group(resolver, name=_NAME, timeout=options.timeout_seconds)
+
+
 @final
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training over the processes of a cluster.
@@ -111,8 +120,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        group: Callable[[ClusterResolver, CommunicationOptions], Collective]
-        | None = None,
+        group: Callable[[ClusterResolver, CommunicationOptions], Collective] = _group,
     ) -> None:
         resolver = cluster_resolver or TFConfigClusterResolver()
         options = communication_options or CommunicationOptions()
@@ -122,7 +130,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._options = options
         self._channel: Channel | None = None
         if spec and worker_count(spec, task[0]) > 1:
-            assert group is not None
             collective = group(resolver, options)
             mesh = None
             if options.is_xla:
@@ -151,6 +158,23 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def extended(self) -> MultiWorkerMirroredExtended:
         return self._extended
+
+    def close(self) -> None:
+        """Leaves the other processes, which hear of it in their next collective.
+        Closing twice is fine; ``with`` closes at its end."""
+        if self._channel is not None:
+            self._channel.collective.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     def _creator(self) -> Creator | None:
         return self._variables

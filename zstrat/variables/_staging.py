@@ -9,6 +9,7 @@ call. So both are refused, with words. Law of the file: ``jax.grad``, ``jax.vmap
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -64,6 +65,19 @@ def _makes_tracers() -> bool:
     return isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer)
 
 
-# Comparing with it spares the operation in the usual case. Imported under jax.jit, that
-# trace must not pass for none.
-_AT_ONCE: Final[Any] = None if _makes_tracers() else get_opaque_trace_state()  # type: ignore[no-untyped-call]
+def _state_of_no_trace() -> Any:
+    """The state of a thread that has just begun: this one may import us under jax.jit.
+    Nothing is computed, as the program may have to form a job of jax.distributed before
+    its first use of a device."""
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(get_opaque_trace_state()),  # type: ignore[no-untyped-call]
+        name="zstrat state of no trace",
+    )
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+# Comparing with it spares the operation in the usual case.
+_AT_ONCE: Final[Any] = _state_of_no_trace()
