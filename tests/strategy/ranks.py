@@ -33,6 +33,8 @@ class Board:
 class Threads:
     """The collective of one rank."""
 
+    generation = 0
+
     def __init__(self, board, rank):
         self.board, self.rank = board, rank
 
@@ -41,11 +43,13 @@ class Threads:
         return self.board.size
 
     def all_reduce(self, tree, op="sum"):
-        assert op == "sum"
+        join = {"sum": lambda x: sum(x[1:], start=x[0]), "max": lambda x: np.max(x, 0)}[
+            op
+        ]
         return self._meet(
-            ("sum", tuple((a.dtype.name, a.shape) for a in tree)),
+            (op, tuple((a.dtype.name, a.shape) for a in tree)),
             tree,
-            lambda ranks: [sum(x[1:], start=x[0]) for x in zip(*ranks, strict=True)],
+            lambda ranks: [np.asarray(join(x)) for x in zip(*ranks, strict=True)],
         )
 
     def all_gather(self, tree, axis=0):

@@ -55,6 +55,11 @@ class Collective(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def generation(self) -> int:
+        """0 where nobody was lost so far."""
+        ...
+
     def all_reduce(self, tree: Any, op: str = "sum") -> Any:
         """Arrays that nobody writes to any more, equal on all ranks."""
         ...
@@ -65,6 +70,10 @@ class Collective(Protocol):
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
         """What rank ``root`` gave."""
+        ...
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        """Brings the same tasks together again, with newcomers for those lost."""
         ...
 
     def close(self) -> None:

@@ -73,6 +73,7 @@ class Held:
         with ExitStack() as held:
             for residence in self._residences:
                 held.enter_context(residence.lock)
+                residence.settle()
             yield
 
     def values(self) -> list[Any]:
@@ -108,6 +109,8 @@ class Held:
             _home(variable).take_over(value)
         for (variable, rule), tree in zip(self._slots, slots, strict=True):
             _home(variable).take_over_slots(rule, tree)
+        for residence in self._residences:
+            residence.steps += bool(self._moved)
 
     def updates(self, operands: Sequence[Sequence[Any]]) -> list[StepUpdate]:
         """What the step wants done to variables that live elsewhere."""

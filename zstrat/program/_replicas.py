@@ -30,6 +30,8 @@ from zstrat.variables import (
     Recorder,
     Table,
     Variable,
+    VariableAggregation,
+    VariableSynchronization,
     read_all,
     recorder,
 )
@@ -249,6 +251,9 @@ class _Alone:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
+        if optimizer is None and _is_own(variable):
+            self._outer.update(variable, op, operands, None)
+            return
         combined = self._team.aggregate(variable, op, operands)
         self._outer.update(variable, op, combined, optimizer)
 
@@ -262,7 +267,9 @@ class _Alone:
         operands: tuple[jax.Array, jax.Array],
         optimizer: Optimizer | None,
     ) -> None:
-        index, rows = self._team.aggregate(table.components[0], op, operands)
+        index, rows = operands
+        if optimizer is not None or not _is_own(table.components[0]):
+            index, rows = self._team.aggregate(table.components[0], op, operands)
         self._outer.update_rows(table, op, (index, rows), optimizer)
 
     def drew(self, leaf: object) -> bool:
@@ -272,6 +279,14 @@ class _Alone:
         if isinstance(self._outer, Drawing):
             return self._outer.draw(iterator)
         return iterator.draw()
+
+
+def _is_own(variable: Variable) -> bool:
+    """Whether each process has a copy that it updates by itself (TF's rules)."""
+    return (
+        variable.aggregation is VariableAggregation.NONE
+        or variable.synchronization is VariableSynchronization.ON_READ
+    )
 
 
 # ---- mapping over the devices ----------------------------------------------------

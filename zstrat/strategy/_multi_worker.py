@@ -7,7 +7,7 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import jax
 
@@ -20,16 +20,18 @@ from zstrat.cluster import (
     worker_count,
 )
 from zstrat.collectives import Group
+from zstrat.data import InputContext
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
 from ._distributed import joined
+from ._inputs import DistributedDataset, of_batches, of_elements
 from ._mirrored import MirroredVariables
 from ._options import CommunicationOptions
 from ._strategy import Extended, Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -137,7 +139,8 @@ class MultiWorkerMirroredStrategy(Strategy):
                 mesh = joined(collective, host, options.timeout_seconds or _PATIENCE)
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
-        self._variables = MirroredVariables(self._local, self._channel)
+        late = self._channel is not None and self._channel.collective.generation > 0
+        self._variables = MirroredVariables(self._local, self._team(), is_late=late)
         self._extended = MultiWorkerMirroredExtended(
             self._local, task, self._variables, saves
         )
@@ -158,6 +161,63 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def extended(self) -> MultiWorkerMirroredExtended:
         return self._extended
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: object = None
+    ) -> DistributedDataset:
+        """A dataset of global batches, of which this process draws its share.
+
+        Every process gives the same dataset. Each batch is cut into one piece for each
+        replica of all processes; the last pieces of a short batch may have no rows.
+
+        Raises (while iterating):
+            ValueError: The elements are no batches.
+        """
+        del options
+        return of_batches(dataset, self._team())
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: object = None,
+    ) -> DistributedDataset:
+        """The dataset that ``dataset_fn`` makes for this process. Each step takes one
+        of its elements for each local replica; nothing is batched or sharded."""
+        del options
+        team = self._team()
+        context = InputContext(
+            team.size // team.local, team.first // team.local, team.size
+        )
+        return of_elements(dataset_fn(context), team)
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        """Brings the processes together again after one was lost, started anew or not
+        heard of; blocks until all of them are there.
+
+        Those that were not lost call it when a step has raised `PeerLostError`,
+        `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
+        One that was started anew makes its strategy and its variables as at the first
+        time. All then have the values, and what optimizers keep, of the process that
+        had made the most steps; the one that came anew has them before it uses a
+        variable for the first time.
+
+        Args:
+            timeout: Seconds to wait for all processes.
+
+        Raises:
+            RuntimeError: With implementation=XLA: a job of jax cannot be formed anew.
+            CollectiveTimeoutError: Not all came in time; names them. It may be called
+                again.
+        """
+        if self._channel is None:
+            return
+        if self._channel.mesh is not None:
+            raise RuntimeError(
+                "a strategy with implementation=XLA cannot be formed anew, because jax "
+                "cannot: start all processes again, and restore a checkpoint"
+            )
+        self._channel.collective.reform(timeout=timeout)
+        self._variables.take_over()
 
     def close(self) -> None:
         """Leaves the other processes, which hear of it in their next collective.

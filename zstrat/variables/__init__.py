@@ -12,6 +12,7 @@ from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
+from ._home import InProcess as InProcess
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
 from ._home import update_all as update_all

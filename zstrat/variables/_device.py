@@ -10,8 +10,8 @@ one, or nothing of it was given away.
 
 from __future__ import annotations
 
+import abc
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +23,7 @@ from ._local import moved
 from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from jax.sharding import Mesh
 
@@ -34,23 +34,30 @@ if TYPE_CHECKING:
     from ._variable import Variable
 
 
-def _always() -> Hashable:
-    return None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Residence:
+class Residence(abc.ABC):
     """Where the variables of one strategy live.
 
-    ``place`` puts an array there, as a copy. ``mesh`` are the devices of all processes,
-    if values are arrays over them. Steps hold the ``lock``; what they were traced for
-    is ``mark()``.
+    ``mesh`` are the devices of all processes, if values are arrays over them. Steps
+    hold the ``lock``; ``steps`` is how many of them have put back new values.
     """
 
-    place: Callable[[Any], jax.Array]
-    mesh: Mesh | None = None
-    mark: Callable[[], Hashable] = _always
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, mesh: Mesh | None = None) -> None:
+        self.mesh = mesh
+        self.steps = 0
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def place(self, array: Any) -> jax.Array:
+        """Puts a copy of an array where the values live."""
+
+    @abc.abstractmethod
+    def mark(self) -> Hashable:
+        """What a program of a step depends on; it is not used under another one."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Called with the lock held before values are used: they may have to come from
+        other processes first."""
 
 
 class DeviceHome:
@@ -84,10 +91,15 @@ class DeviceHome:
         """What the optimizer keeps from now on."""
         self._slots[optimizer.id] = slots
 
+    def optimizers(self) -> frozenset[int]:
+        """The numbers of those that keep something beside it."""
+        return frozenset(self._slots)
+
     # ---- the home of a variable ----------------------------------------------------
 
     def read(self, variable: Variable) -> np.ndarray:
         with self.residence.lock:
+            self.residence.settle()
             if self._value.is_deleted():
                 raise DataLossError(
                     "this process",
@@ -142,6 +154,7 @@ class DeviceHome:
     def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
         """Value and slots of one moment: by optimizer, by path in its state."""
         with self.residence.lock:
+            self.residence.settle()
             slots = {number: named_slots(tree) for number, tree in self._slots.items()}
             return np.asarray(self._value), slots
 
