@@ -28,6 +28,7 @@ def main(implementation, steps, dies_before=-1):
     with zs.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
         resolver = strategy.cluster_resolver
         rank, size = resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+        devices = strategy.num_replicas_in_sync // size
         with strategy.scope():
             w = zs.Variable(W if rank == 0 else np.zeros_like(W))
             step = zs.Variable(0, aggregation=zs.VariableAggregation.ONLY_FIRST_REPLICA)
@@ -37,8 +38,7 @@ def main(implementation, steps, dies_before=-1):
         def train_step(x, y):
             def replica(x, y):
                 def loss(w):
-                    errors = (x @ w - y) ** 2
-                    return jnp.mean(errors) / strategy.num_replicas_in_sync
+                    return jnp.sum((x @ w - y) ** 2) / Y.size / devices
 
                 value, gradient = zs.value_and_grad(loss)(w)
                 optimizer.apply_gradients(gradient, w)

@@ -103,6 +103,13 @@ class Held:
         keys = {variable.spec.key for variable in self._moved}
         return [spec.key in keys for spec in self._plan.reads]
 
+    def moved_reads(self) -> list[int]:
+        """The numbers of these reads, in the order in which `put` takes their next
+        values."""
+        numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
+        keys = [variable.spec.key for variable in self._moved]
+        return [numbers[key] for key in keys if key in numbers]
+
     def put(self, values: Sequence[Any], slots: Sequence[Any]) -> None:
         """The next values and slots, in the order of the plan."""
         for variable, value in zip(self._moved, values, strict=True):

@@ -158,6 +158,20 @@ def alone(team: Team) -> Iterator[None]:
         recorder.reset(before)
 
 
+@contextlib.contextmanager
+def merged() -> Iterator[None]:
+    """What is inside is done once for all replicas: updates are made as they are."""
+    current = recorder.get()
+    if not isinstance(current, _Alone):
+        yield
+        return
+    before = recorder.set(current.outer)
+    try:
+        yield
+    finally:
+        recorder.reset(before)
+
+
 @dataclass(frozen=True, slots=True)
 class _Traced:
     """What the trace of a region left: leaves of its result, and its effects."""
@@ -236,13 +250,13 @@ class _Alone:
     """The recorder inside a replica function that is the only one of its process."""
 
     def __init__(self, outer: Recorder, team: Team) -> None:
-        self._outer = outer
+        self.outer = outer
         self._team = team
         self.live = is_live(outer)
         """Whether values are real, so that nothing is being captured."""
 
     def read(self, variable: Variable) -> jax.Array:
-        return self._outer.read(variable)
+        return self.outer.read(variable)
 
     def update(
         self,
@@ -252,13 +266,13 @@ class _Alone:
         optimizer: Optimizer | None,
     ) -> None:
         if optimizer is None and _is_own(variable):
-            self._outer.update(variable, op, operands, None)
+            self.outer.update(variable, op, operands, None)
             return
         combined = self._team.aggregate(variable, op, operands)
-        self._outer.update(variable, op, combined, optimizer)
+        self.outer.update(variable, op, combined, optimizer)
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        return self._outer.lookup(table, ids)
+        return self.outer.lookup(table, ids)
 
     def update_rows(
         self,
@@ -270,14 +284,14 @@ class _Alone:
         index, rows = operands
         if optimizer is not None or not _is_own(table.components[0]):
             index, rows = self._team.aggregate(table.components[0], op, operands)
-        self._outer.update_rows(table, op, (index, rows), optimizer)
+        self.outer.update_rows(table, op, (index, rows), optimizer)
 
     def drew(self, leaf: object) -> bool:
-        return self._outer.drew(leaf)
+        return self.outer.drew(leaf)
 
     def draw(self, iterator: StepIterator) -> Any:
-        if isinstance(self._outer, Drawing):
-            return self._outer.draw(iterator)
+        if isinstance(self.outer, Drawing):
+            return self.outer.draw(iterator)
         return iterator.draw()
 
 

@@ -60,11 +60,12 @@ class StagedProgram:
         self._channels = {channel: channel.mark for channel in channels}
         self._mark = self._held.mark
         given = len(staged.inputs) + len(staged.leaves)
-        moved = [given + n for n, yes in enumerate(self._held.are_moved()) if yes]
+        # In the order of what becomes of them, as jax pairs them by shape.
+        moved = [given + n for n in self._held.moved_reads()]
         inputs = len(closed.in_avals)
         moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
         name = plan.function.rpartition(".")[2]
-        self._stages = _compiled(cut, name, set(moved), inputs)
+        self._stages = _compiled(cut, name, moved, inputs)
         self._shared = _shared(cut, given)
         self._traced = False
 
@@ -128,12 +129,12 @@ class StagedProgram:
 
 
 def _compiled(
-    cut: Sequence[Stage], name: str, moved: set[int], inputs: int
+    cut: Sequence[Stage], name: str, moved: Sequence[int], inputs: int
 ) -> list[_Compiled]:
     found = []
     for number, stage in enumerate(cut):
         is_last = number == len(cut) - 1
-        given_up = [n for n in stage.takes if is_last and n in moved]
+        given_up = [n for n in moved if is_last and n in stage.takes]
         kept = [n for n in stage.takes if n not in set(given_up)]
         later = {n for other in cut[number + 1 :] for n in other.takes}
         later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from zstrat.collectives import ReduceOp
+from zstrat.program import _replicas
 from zstrat.variables import creator
 
 from ._values import reduction, require_gatherable
@@ -194,7 +195,8 @@ class ReplicaContext:
         frame = Frame(self._strategy, None)
         push(frame)
         try:
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            with _replicas.merged():
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
         finally:
             pop(frame)
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from zstrat.errors import OutOfRangeError
 from zstrat.program import StepIterator
+from zstrat.variables import recorder
 
 from ._values import PerReplica
 
@@ -35,8 +37,21 @@ class DistributedDataset:
     def __init__(self, elements: Callable[[], Iterator[Any]]) -> None:
         self._elements = elements
 
-    def __iter__(self) -> StepIterator:
-        return StepIterator(self._elements(), name="a distributed dataset")
+    def __iter__(self) -> DistributedIterator:
+        return DistributedIterator(self._elements(), name="a distributed dataset")
+
+
+class DistributedIterator(StepIterator):
+    """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
+    Python, which ends with the elements."""
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except OutOfRangeError:
+            if recorder.get() is None:
+                raise StopIteration from None
+            raise
 
 
 def of_batches(dataset: Iterable[Any], team: Team) -> DistributedDataset:
