@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Reading:
     value: float
     limit: float
-    also: float | None = None
-    """Something else to compare with; see `Case.also`."""
+    others: dict[str, float] = field(default_factory=dict)
+    """What else reached what in this run; see `Case.others`."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Case:
     measure: Callable[[], Reading]
     lower: bool = False
     of_limit: bool = False
-    also: str = ""
-    """What the other number is, in words, for a case that measures one."""
+    others: dict[str, float] = field(default_factory=dict)
+    """What to compare with besides, in words, and how many times as much is to be
+    reached (0: any). What is not installed where the case runs does not count."""
 
     @property
     def target(self) -> str:
@@ -41,9 +42,14 @@ class Case:
             return f"{sign} {self.reach:g} of the limit"
         return f"{sign} {self.reach:,g} {self.unit}"
 
-    def is_reached(self, value: float, ratio: float) -> bool:
+    def is_reached(self, value: float, ratio: float, others: dict[str, float]) -> bool:
         got = ratio if self.of_limit else value
-        return got <= self.reach if self.lower else got >= self.reach
+        enough = got <= self.reach if self.lower else got >= self.reach
+        return enough and all(
+            value >= times * others[name]
+            for name, times in self.others.items()
+            if name in others
+        )
 
 
 @contextlib.contextmanager

@@ -362,3 +362,18 @@ def test_import_stays_light(module: str, absent: tuple[str, ...]) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     assert not set(ran.stdout.split()) & set(absent)
+
+
+@pytest.mark.parametrize("module", sorted(JAX_AT_IMPORT))
+def test_import_leaves_the_choice_of_devices_to_the_program(module: str) -> None:
+    program = f"""
+import {module}, jax
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 3)
+print(jax.device_count())
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["3"]

@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 from rich.console import Console
@@ -24,12 +24,20 @@ from zstrat import __version__
 from zstrat.cluster import ClusterSpec, TFConfigClusterResolver, TomlClusterResolver
 from zstrat.config import LANES, environment, settings_from
 from zstrat.errors import ZstratError
-from zstrat.launch import LocalCluster, Observer, examine, observe, write_units
+from zstrat.launch import (
+    Copies,
+    LocalCluster,
+    Observer,
+    examine,
+    observe,
+    run_copies,
+    write_units,
+)
 from zstrat.transport import generate_keys
 from zstrat.transport import run as run_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from zstrat.config import Settings
     from zstrat.launch import Finding, Sight
@@ -94,6 +102,43 @@ def cluster(
         click.echo("interrupted; all tasks ended")
     except (ZstratError, ValueError) as error:
         _fail(error)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("-n", "--workers", default=2, show_default=True, help="copies")
+@click.option(
+    "--lane", type=click.Choice(["ipc", "tcp"]), default="ipc", show_default=True
+)
+@click.option("--restarts", default=0, show_default=True, help="of copies that fail")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(
+    workers: int, lane: str, restarts: int, script: str, arguments: tuple[str, ...]
+) -> None:
+    """Run copies of SCRIPT, each a worker of one cluster on this machine.
+
+    Each finds itself and the others in TF_CONFIG, as MultiWorkerMirroredStrategy and
+    zs.collectives.Group read it. The first that fails ends all; so does Ctrl-C.
+    """
+    command = (sys.executable, script, *arguments)
+    try:
+        drain = _settings(None).timeouts.drain
+        copies = Copies(command, workers, lane, restarts, drain)
+        code = run_loop(_interruptible(run_copies(copies, click.echo)))
+    except (ValueError, OSError) as error:
+        _fail(error)
+    sys.exit(code)
+
+
+async def _interruptible(work: Coroutine[Any, Any, int]) -> int:
+    """The exit code of the work; 130, as shells say, if a signal cancels it."""
+    task = asyncio.ensure_future(work)
+    for number in ENDING:
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return 128 + signal.SIGINT
 
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:

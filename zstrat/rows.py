@@ -23,11 +23,11 @@ ALIGNMENT: Final = 64
 """XLA shares host memory so aligned, in place of copying it; also a cache line."""
 
 
-def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An uninitialised C-order array whose memory starts at a multiple of 64 bytes."""
+def aligned(shape: tuple[int, ...], dtype: np.dtype, to: int = ALIGNMENT) -> np.ndarray:
+    """An uninitialised C-order array whose memory starts at a multiple of ``to``."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(size + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
+    memory = np.empty(size + to, np.uint8)
+    start = -memory.ctypes.data % to
     return memory[start : start + size].view(dtype).reshape(shape)
 
 

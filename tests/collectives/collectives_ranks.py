@@ -11,18 +11,24 @@ from zstrat.collectives import Act
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from zstrat.collectives import Progress, Schedule
 
 
-def deliver(calls: Sequence[Progress], order: random.Random | None = None) -> int:
+def deliver(
+    calls: Sequence[Progress],
+    order: random.Random | None = None,
+    done: Callable[[int], None] = lambda rank: None,
+) -> int:
     """Starts all ranks and carries their hops until nothing moves; how many they were.
 
     Per pair of ranks hops arrive in order, as on a connection; which pair is next is
-    drawn from ``order``. What was sent is compared when it arrives and once more at the
-    end: nobody may have changed it while it could still be on its way.
+    drawn from ``order``. A hop is read when it arrives: nobody may have changed its
+    memory while it was on its way. ``done`` is told which rank is through, and may
+    change the memory that the rank gave.
     """
+    through: set[int] = set()
     lines: dict[tuple[int, int], deque] = {}
     starts = {rank: call.start() for rank, call in enumerate(calls)}
     hops = 0
@@ -34,6 +40,11 @@ def deliver(calls: Sequence[Progress], order: random.Random | None = None) -> in
             line = lines.setdefault((sender, send.peer), deque())
             line.append((send.place, send.data, send.data.tobytes()))
 
+    def look(rank: int) -> None:
+        if calls[rank].is_done and rank not in through:
+            through.add(rank)
+            done(rank)
+
     while starts or any(lines.values()):
         ready = [*starts, *(pair for pair, line in lines.items() if line)]
         chosen = order.choice(ready) if order else ready[0]
@@ -41,6 +52,7 @@ def deliver(calls: Sequence[Progress], order: random.Random | None = None) -> in
             send = next(starts[chosen], None)
             if send is None:
                 del starts[chosen]
+                look(chosen)
             else:
                 post(chosen, [send])
             continue
@@ -49,6 +61,9 @@ def deliver(calls: Sequence[Progress], order: random.Random | None = None) -> in
         received = np.frombuffer(was, np.uint8)  # read-only, as frames are
         hops += 1
         post(chosen[1], calls[chosen[1]].arrived(place, received))
+        look(chosen[1])
+    assert through == set(range(len(calls)))
+    assert not any(call.waits for call in calls)
     return hops
 
 

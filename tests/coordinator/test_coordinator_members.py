@@ -146,7 +146,7 @@ def test_the_least_loaded_worker_is_next():
     assert give(members, 100, first=40) == {0: 4, 1: 4}
 
 
-def test_depth_follows_the_rate_and_is_about_20_ms_of_work():
+def test_depth_follows_the_rate_and_is_20_ms_of_work_beyond_what_is_worked_on():
     members = opened(1)
     (member,) = members.members
     now = 0.0
@@ -156,10 +156,23 @@ def test_depth_follows_the_rate_and_is_about_20_ms_of_work():
         now += ended * 0.001
         member.in_flight.clear()
         members.ended(member, ended, now)
-    assert member.depth == 20
+    assert member.depth == MIN_DEPTH + 20
     members.lost(0, "killed", now)
     members.connected(0)
     assert member.depth == MIN_DEPTH, "what comes back may be slower"
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_slow_steps_too_are_there_in_time_to_be_prefetched(prefetch):
+    members = opened(1, prefetch=prefetch)
+    (member,) = members.members
+    give(members, member.free)
+    # While one runs and one has run and is not acknowledged yet, these can be pulled.
+    assert len(member.in_flight) == 2 + prefetch
+    for second in range(1, 10):
+        del member.in_flight[min(member.in_flight)]
+        members.ended(member, 1, float(second))
+        assert give(members, 9, first=10 * second, now=float(second)) == {0: 1}
 
 
 def test_a_suspect_runs_alone_and_the_others_go_on_elsewhere():

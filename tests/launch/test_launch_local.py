@@ -60,6 +60,26 @@ def test_a_cluster(lane):
     assert not any(cluster.is_running(task) for task in cluster.tasks)
 
 
+def told(cluster, task, name):
+    """What the environment of a daemon said when it was started."""
+    with open(f"/proc/{cluster.pid(task)}/environ", "rb") as file:
+        words = dict(word.partition(b"=")[::2] for word in file.read().split(b"\0"))
+    return words.get(name.encode(), b"").decode()
+
+
+def test_workers_share_the_cores_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(7)))
+    with LocalCluster(1, 2) as cluster:
+        tasks = ["worker:0", "worker:1", "ps:0"]
+        assert [told(cluster, task, "NPROC") for task in tasks] == ["3", "3", ""]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5})
+    with LocalCluster(1, 2) as cluster:
+        assert told(cluster, "worker:1", "NPROC") == "1"
+    with LocalCluster(1, 1, env={"NPROC": "9"}) as cluster:
+        assert told(cluster, "worker:0", "NPROC") == "9"
+
+
 def test_killed_and_restarted_at_the_same_address():
     with LocalCluster(1, 1, lane="tcp") as cluster:
         before, spec = look(cluster)[0], cluster.spec

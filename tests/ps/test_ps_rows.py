@@ -16,7 +16,15 @@ from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps import _row_kinds as row_kinds
 from zstrat.ps._cell import Cell
 from zstrat.ps._probe import probe
-from zstrat.ps._rows import are_increasing, as_rows, bucket, distinct, gather, pack
+from zstrat.ps._rows import (
+    are_increasing,
+    as_rows,
+    bucket,
+    distinct,
+    gather,
+    pack,
+    sizes,
+)
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -441,6 +449,21 @@ def test_buckets_hold_their_rows_and_are_few(rows, most):
     assert min(rows, most) <= size <= most
     assert size <= max(16, 1.5 * rows)
     assert len({bucket(n, 4096) for n in range(4097)}) == 17
+
+
+@given(st.lists(st.integers(0, 3000), max_size=4), st.integers(1, 3000))
+def test_every_call_has_a_bucket_that_holds_it(counts, most):
+    found = sizes(sum(counts), most)
+    for pieces, size in zip(pack(counts, most), found, strict=True):
+        assert sum(stop - start for _, start, stop in pieces) <= size <= most
+    assert set(found[:-1]) <= {most}
+
+
+def test_updates_that_vary_by_a_few_rows_share_their_programs():
+    assert {size for n in range(1900, 2300) for size in sizes(n, 2048)} == {2048, 256}
+    assert {size for n in range(9999) for size in sizes(n, 2048)[1:]} == {
+        *(256, 384, 512, 768, 1024, 1536, 2048)
+    }
 
 
 @settings(max_examples=50)

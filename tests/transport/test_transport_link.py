@@ -25,6 +25,7 @@ from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._pool import Pool
 from zstrat.transport._socket import new_socket
 from zstrat.wire import (
+    Again,
     Beat,
     CancelSteps,
     DeleteVariables,
@@ -70,6 +71,46 @@ async def test_requests_notices_and_errors(net):
     assert failed.value.args == ("DeleteVariables",)
     assert "Traceback of the other task" in failed.value.__notes__[0]
     assert service.seen[0][0].name == "worker:1"
+
+
+class Last:
+    """A sink that keeps what came last, and at first wants all of it again."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def take(self, memory, offset, chunk):
+        memory[offset : offset + len(chunk)] = chunk
+        self.memory = memory
+
+    def finish(self):
+        self.seen.append(bytes(self.memory[-4:]))
+        if len(self.seen) == 1:
+            return Again()
+        if len(self.seen) == 2:
+            raise NotFoundError("variable 3")
+        return Done()
+
+
+async def test_an_endpoint_offers_large_requests_of_those_who_greeted(net):
+    asked, seen = [], []
+
+    def absorb(remote, message, specs):
+        asked.append((remote.name, message.session, specs[0].shape))
+        return Last(seen) if len(asked) != 3 else None
+
+    tcp = Settings(lane="tcp")
+    _, address, service = await net.serve(absorb=absorb, settings=tcp)
+    link, _ = await net.open(address, settings=tcp)
+    large = push(np.arange(3 * 2**20 // 4, dtype="<i4"))
+    with pytest.raises(NotFoundError, match="variable 3"):
+        await link.request(large)
+    assert seen == [(3 * 2**20 // 4 - 1).to_bytes(4, "little")] * 2
+    answer = await link.request(large)  # this one goes to the handler
+    np.testing.assert_array_equal(answer.arrays[0], large.arrays[0])
+    assert await link.request(large) == Done()
+    assert asked == [("worker:1", 1, (3 * 2**20 // 4,))] * 4
+    assert len(service.seen) == 1
 
 
 async def test_handlers_may_answer_later(net):

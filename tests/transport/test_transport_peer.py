@@ -19,6 +19,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import (
     PROTOCOL,
+    Again,
     Beat,
     CancelSteps,
     Chunk,
@@ -590,3 +591,77 @@ def test_more_frames_than_agreed_end_the_connection():
     header, raws = encode(Fetched((np.zeros(1, np.int8),) * 4), 2)
     (closed,) = pair.server.received([header, *raws], 0.0)
     assert "at most 3 frames, got 4" in closed.reason
+
+
+def test_a_body_that_was_not_kept_is_sent_again_under_a_new_number(pair):
+    message = Push(1, -1, 0, 0, [Update(1, 0, 0, 1)], (big(5000, 3),))
+    pair.client.request(message, "a", 9.0)
+    (first,), _ = pair.both_ways()
+    pair.server.reply(first.number, Again())
+    (second,), _ = pair.both_ways()
+    assert second.number > first.number
+    np.testing.assert_array_equal(second.message.arrays[0], big(5000, 3))
+    pair.server.reply(second.number, Done())
+    _, (answered,) = pair.both_ways()
+    assert answered == Answered("a", Done())
+
+
+def test_the_deadline_of_a_request_that_is_sent_again_stays(pair):
+    message = Push(1, -1, 0, 0, [Update(1, 0, 0, 1)], (big(5000),))
+    pair.client.request(message, "a", 3.0)
+    (requested,), _ = pair.both_ways()
+    pair.server.reply(requested.number, Again())
+    pair.both_ways()
+    (failed,) = pair.client.tick(3.5)
+    assert failed.token == "a"
+    assert isinstance(failed.error, DeadlineExceededError)
+
+
+def test_what_left_whole_cannot_be_wanted_again(pair):
+    pair.client.request(Inspect(), "a", 9.0)
+    (requested,), _ = pair.both_ways()
+    pair.server.reply(requested.number, Again())
+    _, (failed, closed) = pair.both_ways()
+    assert failed.token == "a"
+    assert "Again to Inspect, which was not sent in chunks" in closed.reason
+
+
+class Sums:
+    """Takes bytes as they come; the first time it wants them once more."""
+
+    def __init__(self, answers):
+        self.answers, self.total, self.places = answers, 0, []
+
+    def take(self, memory, offset, chunk):
+        self.total += sum(chunk)
+        self.places.append((len(memory), offset))
+
+    def finish(self):
+        self.answers.append(self.total)
+        return Again() if len(self.answers) == 1 else Done()
+
+
+def test_a_sink_gets_the_body_of_a_request_and_nothing_else():
+    pair, answers, asked, sinks = Pair(), [], [], []
+
+    def absorb(message, specs):
+        asked.append((message.session, message.arrays, [spec.nbytes for spec in specs]))
+        sinks.append(Sums(answers))
+        return sinks[-1]
+
+    pair.server._inbox._absorb = absorb
+    update = [Update(1, 0, 0, 1)]
+    pair.client.notify(Push(4, -1, 0, 0, update, (big(5000),)))  # a notice
+    pair.client.request(Push(5, -1, 0, 0, update, (big(500),)), "s", 9.0)  # in a frame
+    pair.client.request(Push(6, -1, 0, 0, update, (np.ones(2500, "u1"),)), "a", 9.0)
+    orders, _ = pair.both_ways()
+    assert [order.message.session for order in orders] == [4, 5, 6]
+    for _ in range(2):
+        sink = orders[-1].sink
+        assert orders[-1].message.arrays == ()
+        assert sink.places == [(2500, 0), (2500, 1000), (2500, 2000)]
+        pair.server.reply(orders[-1].number, sink.finish())
+        orders, answered = pair.both_ways()
+    assert answered == [Answered("a", Done())]
+    assert answers == [2500, 2500]
+    assert asked == [(6, (), [2500])] * 2

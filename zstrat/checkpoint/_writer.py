@@ -7,14 +7,14 @@ threads at once, but for any thread.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from zstrat.wire import raw
 
+from ._append import AppendedFile
 from ._digest import Digest
-from ._disk import blamed, bytes_of, create, send_off, sync_folder, write_all
+from ._disk import blamed, bytes_of, sync_folder
 from ._header import encode_header
 
 if TYPE_CHECKING:
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._header import TensorInfo
-
-AHEAD: Final = 32 * 2**20
-"""Bytes after which the disk begins to work, while the next ones are written: left to
-itself the system gathers gigabytes, and then makes the writer wait for them."""
 
 
 class TensorWriter:
@@ -61,11 +57,9 @@ class TensorWriter:
         self._missing = sum(self._sizes)
         self._digests: list[str] = []
         self._digest = Digest()
-        self._written = self._sent = 0
         self._left = 0
         """Bytes that the tensor in work lacks."""
-        with blamed(path, "writing"):
-            self._file = create(path)
+        self._file = AppendedFile(path, self.size)
         self._begin()
         self._put(header)
 
@@ -102,28 +96,16 @@ class TensorWriter:
         Raises:
             ValueError: Elements are missing.
         """
-        if self._missing or self._file < 0:
+        if self._missing or not self._file.is_open:
             raise ValueError(f"{self.path}: {self._missing} bytes are missing")
+        self._file.finish()
         with blamed(self.path, "writing"):
-            try:
-                os.fsync(self._file)
-                descriptor, self._file = self._file, -1
-                os.close(descriptor)
-            except BaseException:
-                self.abort()
-                raise
             sync_folder(os.path.dirname(self.path))
         return list(self._digests)
 
     def abort(self) -> None:
         """Removes the file, unless it was finished; may be called again."""
-        if self._file < 0:
-            return
-        descriptor, self._file = self._file, -1
-        with contextlib.suppress(OSError):
-            os.close(descriptor)
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+        self._file.abort()
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -134,18 +116,9 @@ class TensorWriter:
     # ---- private ---------------------------------------------------------------------
 
     def _put(self, data: Buffer) -> None:
-        if self._file < 0:
+        if not self._file.is_open:
             raise ValueError(f"{self.path}: finished or aborted already")
-        with blamed(self.path, "writing"):
-            try:
-                write_all(self._file, data)
-                self._written += bytes_of(data).nbytes
-                if self._written - self._sent >= AHEAD:
-                    send_off(self._file, self._sent, self._written)
-                    self._sent = self._written
-            except BaseException:  # half a file is no use to anybody
-                self.abort()
-                raise
+        self._file.append(data)
 
     def _begin(self) -> None:
         """The next tensor that has elements; those without are complete."""

@@ -1,5 +1,20 @@
 """Ranks that compute together: schedules, groups, memory that one host shares."""
 
+from ._algorithms import ALGORITHMS as ALGORITHMS
+from ._algorithms import Algorithm as Algorithm
+from ._algorithms import algorithm_named as algorithm_named
+from ._buckets import Bucket as Bucket
+from ._buckets import buckets as buckets
+from ._choice import Choices as Choices
+from ._choice import Measurement as Measurement
+from ._choice import Rule as Rule
+from ._choice import choices_from as choices_from
+from ._choice import fitted as fitted
+from ._choice import read_choices as read_choices
+from ._compression import Compression as Compression
+from ._compression import Compressor as Compressor
+from ._cost import Line as Line
+from ._cost import cost as cost
 from ._doubling import dissemination_barrier as dissemination_barrier
 from ._doubling import doubling_all_gather as doubling_all_gather
 from ._doubling import halving_doubling_all_reduce as halving_doubling_all_reduce
@@ -17,6 +32,7 @@ from ._progress import Progress as Progress
 from ._progress import Send as Send
 from ._progress import parts as parts
 from ._reduction import Reduction as Reduction
+from ._reduction import narrow as narrow
 from ._reduction import reduction_of as reduction_of
 from ._ring import ring_all_gather as ring_all_gather
 from ._ring import ring_all_reduce as ring_all_reduce

@@ -81,6 +81,8 @@ class Call:
     tag: str | None = None
     """Tagged calls may be made in another order on another rank."""
     compression: str | None = None
+    place: str = ""
+    """Names the same array, or bucket of arrays, each time that it is reduced."""
     algorithm: str | None = None
     is_frozen: bool = False
     """Nobody changes ``source``, not even after the call."""

@@ -34,6 +34,7 @@ from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._asking import inquire
 from ._blame import Inquiry, verdict
+from ._compression import Compression, Compressor
 from ._engine import margin_of
 from ._keys import FORMING, number_of
 from ._mesh import Mesh
@@ -56,6 +57,9 @@ bounded by what they have under way; more than this is a rank that never calls."
 BACKLOG: Final = 16
 """Hops that may wait for one rank before no more are made: enough to keep its line
 busy, few enough that private copies of chunks cost little memory."""
+
+_LAST_WORDS: Final = 1.0
+"""Seconds in which what a rank sent before its goodbye can still be taken."""
 
 _REMEMBERED: Final = 4096
 """Ended calls that are known as such, for ranks that ask."""
@@ -131,6 +135,9 @@ class Generation:
         self._early_bytes = 0
         self._over: OrderedDict[int, str] = OrderedDict()
         self._left: dict[int, int] = {}
+        self._compressors: dict[str, Compressor] = {}
+        self._is_known = False
+        """A call here has ended with the error."""
         self._broken_flag = threading.Event()
         self._inquest: asyncio.Task[None] | None = None
         self._drained: asyncio.Future[None] | None = None
@@ -165,7 +172,9 @@ class Generation:
             return
         who = range(self.size) if ranks is None else ranks
         try:
-            progress = progress_of(call, who.index(self.rank), len(who))
+            progress = progress_of(
+                call, who.index(self.rank), len(who), self._compressor_of(call)
+            )
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)
             return
@@ -181,6 +190,14 @@ class Generation:
             self._take(running, sender, hop)
         if self._left:
             self._check_left(running)
+
+    def _compressor_of(self, call: Call) -> Compressor | None:
+        name = call.compression
+        if name is None:
+            return None
+        if name not in self._compressors:
+            self._compressors[name] = Compressor(Compression.of(name))
+        return self._compressors[name]
 
     def hop(self, incarnation: int, hop: Hop) -> None:
         """Part of a call arrived."""
@@ -370,6 +387,7 @@ class Generation:
         self._early.clear()
         self._drawing.clear()
         for running in list(self._running.values()):
+            self._is_known = True
             self._end(running, again(error))
         self.on_broken(error)
 
@@ -384,6 +402,7 @@ class Generation:
         """Blocks until the generation has ended; why it did. From any thread but the
         loop's."""
         self._broken_flag.wait(timeout)
+        self._is_known = True
         return again(self.broken) if self.broken is not None else self.refusal()
 
     def aborted(self, sender: int, message: AbortCall) -> None:
@@ -394,10 +413,14 @@ class Generation:
         lost = [rank for rank in message.lost if 0 <= rank < self.size]
         self.abort(error, message.call, lost, tell=False)
 
-    def gone(self, rank: int, reason: str) -> None:
-        """A member cannot be reached any more."""
+    def gone(self, rank: int, reason: str, left: bool = False) -> None:
+        """A member cannot be reached any more. One that said goodbye has sent what
+        others need of it, and `LeaveGroup` last: on another connection, and later."""
+        if left:
+            self._loop.call_later(_LAST_WORDS, self.gone, rank, reason)
+            return
         if rank in self._left:
-            return  # it said goodbye before
+            return
         why = f"{reason}; {self.title} has ended: call reform() to go on without it"
         self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
 
@@ -422,7 +445,11 @@ class Generation:
         self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
 
     def refusal(self) -> ZstratError:
-        """What a call gets after the end; from any thread."""
+        """What a call gets after the end; from any thread. The first one on this rank
+        that hears of it gets the error itself."""
+        if self.broken is not None and not self._is_known:
+            self._is_known = True
+            return again(self.broken)
         return UnavailableError(
             f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
             "go on, for a new generation"

@@ -17,8 +17,11 @@ from zstrat.config import environment, settings_from
 from zstrat.errors import ClosedError
 
 from . import _operations as operations
+from ._compression import Compression, Compressor
+from ._engine import Kind
 from ._forming import Wish, form, lane_named, own_seat, seats_of
 from ._leaves import Slices, described, flatten, leaf_of
+from ._plans import checked_algorithm
 from ._reduction import reduction_of
 from ._station import station_for
 from ._terms import ReduceOp
@@ -214,7 +217,9 @@ class Group:
         Interrupting it (Ctrl-C) ends the generation, for all ranks.
         """
         options = self._options(timeout, tag, compression, algorithm)
-        return self._wait(*self._all_reduce(tree, op, in_place, densify), options)
+        return self._wait(
+            *self._all_reduce(tree, op, in_place, densify, options), options
+        )
 
     def all_reduce_async(
         self,
@@ -233,7 +238,9 @@ class Group:
         The arrays must not be changed before it is over.
         """
         options = self._options(timeout, tag, compression, algorithm)
-        return self._start(*self._all_reduce(tree, op, in_place, densify), options)
+        return self._start(
+            *self._all_reduce(tree, op, in_place, densify, options), options
+        )
 
     def all_gather(
         self,
@@ -538,9 +545,15 @@ class Group:
             raise
 
     def _all_reduce(
-        self, tree: Any, op: ReduceOp | str, in_place: bool, densify: bool
+        self,
+        tree: Any,
+        op: ReduceOp | str,
+        in_place: bool,
+        densify: bool,
+        options: Options,
     ) -> tuple[str, Callable[[Draft], Steps]]:
         op = ReduceOp.of(op)
+        checked_algorithm(Kind.ALL_REDUCE, options.algorithm)
         found, rebuild = flatten(tree)
         if densify:
             found = [x.to_dense() if isinstance(x, Slices) else x for x in found]
@@ -549,12 +562,13 @@ class Group:
         }
         sparse = {at: x for at, x in enumerate(found) if isinstance(x, Slices)}
         leaves = list(dense.values())
-        self._check_reducible(op, leaves)
+        self._check_reducible(op, leaves, options.compression)
         if in_place:
             _check_writable(leaves, sparse)
         rows = [
             leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)
         ]
+        self._check_reducible(op, rows[::2])
         _check_sparse(op, rows)
         words = _named("all_reduce", [*leaves, *rows], op.value, free=rows)
 
@@ -642,9 +656,13 @@ class Group:
             operations.all_to_all(draft, leaf, splits), lambda leaves: leaves[0]
         )
 
-    def _check_reducible(self, op: ReduceOp, leaves: Iterable[Leaf]) -> None:
+    def _check_reducible(
+        self, op: ReduceOp, leaves: Iterable[Leaf], compression: str | None = None
+    ) -> None:
         for dtype in {leaf.flat.dtype for leaf in leaves}:
-            reduction_of(op, dtype, self.size)
+            reduction = reduction_of(op, dtype, self.size)
+            if compression is not None:
+                Compressor(Compression.of(compression)).codec("", reduction)
 
 
 def _named(

@@ -142,8 +142,11 @@ class Rendezvous(Generic[Token]):
         self._forget({token})
 
     def tick(self, now: float) -> list[Refused[Token]]:
-        """Tells those whose patience has ended who has not come."""
+        """Tells those whose patience has ended who has not come; all of them, if it is
+        that of rank 0, without which nothing is formed."""
         late = [guest for guest in self._guests if guest.due <= now]
+        if self._seats is not None and any(not g.request.rank for g in late):
+            late = self._guests
         refused = [
             Refused(guest.token, self._too_late(guest.request)) for guest in late
         ]

@@ -47,7 +47,8 @@ class Mesh:
     """Links by rank. Belongs to the thread of its loop.
 
     Args:
-        on_lost: Rank, and why it can be reached no more; may be called more than once.
+        on_lost: Rank, why it can be reached no more, and whether it said goodbye; may
+            be called more than once.
         on_flushed: What waited for a rank has left, or some of it.
     """
 
@@ -58,7 +59,7 @@ class Mesh:
         members: Sequence[MemberEntry],
         make_link: MakeLink,
         *,
-        on_lost: Callable[[int, str], None],
+        on_lost: Callable[[int, str, bool], None],
         on_flushed: Callable[[], None],
     ) -> None:
         self._group, self._rank, self._members = group, rank, members
@@ -142,9 +143,8 @@ class Mesh:
 
     def _open_again(self, rank: int, hello: Hello) -> None:
         if rank in self._opened:
-            self._on_lost(
-                rank, "its connection broke, and came back without what it had"
-            )
+            reason = "its connection broke, and came back without what was on it"
+            self._on_lost(rank, reason, False)
 
     def _lost(self, rank: int, error: PeerLostError) -> None:
-        self._on_lost(rank, error.reason)
+        self._on_lost(rank, error.reason, error.left)

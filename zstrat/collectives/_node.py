@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, deque
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -21,6 +22,7 @@ from zstrat.errors import (
     BusyError,
     CollectiveTimeoutError,
     DeadlineExceededError,
+    PeerLostError,
     PermissionDeniedError,
     ProtocolError,
     StaleSessionError,
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Settings
-    from zstrat.errors import PeerLostError
     from zstrat.transport import Remote, Security
     from zstrat.wire import CallState, Hello, Message
 
@@ -292,9 +293,11 @@ class Node:
         link = make(first)
         link.start()
         try:
-            await link.wait_open(deadline)
-            late = deadline + _GRACE
-            return _formed(await link.request(request, deadline=late))
+            while True:
+                await link.wait_open(deadline)
+                with suppress(PeerLostError):  # it may be started anew
+                    late = deadline + _GRACE
+                    return _formed(await link.request(request, deadline=late))
         except DeadlineExceededError as error:
             if isinstance(error, CollectiveTimeoutError):
                 raise

@@ -75,6 +75,7 @@ class Draft:
             tuple(sizes),
             self.tag,
             self.compression,
+            f"{self.tag}/{self.words}/{part}",
             self.algorithm,
             is_frozen,
         )
@@ -239,7 +240,7 @@ def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Step
                     calls += next(steps)
                 except StopIteration as end:
                     finishes[at] = end.value
-        if calls:
+        if len(finishes) < len(many):
             yield calls
     return lambda: rebuild([finishes[at]() for at in range(len(many))])
 
@@ -253,8 +254,8 @@ def _buckets(leaves: Sequence[Leaf]) -> list[list[int]]:
         if flat.nbytes >= PACKED:
             buckets.append([at])
             continue
-        bucket, nbytes = open_.get(flat.dtype, ([], PACK))
-        if nbytes + flat.nbytes > PACK:
+        bucket, nbytes = open_.get(flat.dtype, ([], 0))
+        if not bucket or nbytes + flat.nbytes > PACK:
             bucket, nbytes = [], 0
             buckets.append(bucket)
         bucket.append(at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, assert_never
@@ -10,127 +11,123 @@ import numpy as np
 
 from zstrat.config import MiB
 
-from ._doubling import dissemination_barrier
+from ._algorithms import algorithm_named
+from ._choice import Choices
 from ._engine import Call, Kind
-from ._exchanges import pairwise_all_to_all, scatter_broadcast
 from ._progress import Progress, parts
-from ._reduction import reduction_of
-from ._ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from ._trees import tree_all_reduce, tree_broadcast
+from ._reduction import Reduction, reduction_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
+    from ._compression import Compressor
+    from ._progress import Codec
     from ._schedule import Schedule
 
-SMALL: Final = 32 * 1024
-"""Bytes up to which the steps of a call cost more than its bytes."""
+_CHOICES: Final = Choices()
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
+_WHOLE: Final = 512 * 1024
+"""Blocks of so many bytes are not cut: a hop costs its ranks more than the overlap of
+two halves gains."""
 
-def progress_of(call: Call, rank: int, size: int) -> Progress:
+_TRICKY: Final = 256 * 1024
+"""Largest chunk that is compressed: the loop does it, and has other things to do."""
+
+
+def progress_of(
+    call: Call, rank: int, size: int, compressor: Compressor | None = None
+) -> Progress:
     """What rank ``rank`` of ``size`` does in a call.
 
     Raises:
         TypeError, ValueError: The call cannot be made, in words for its caller.
     """
+    schedule = _made(call.kind, _algorithm(call, size), call.root, rank, size)
+    reduction = codec = None
+    if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+        reduction = reduction_of(call.op, call.source.dtype, size)
+        codec = _codec(call, compressor, reduction)
+    sources, results = _blocks(call, rank, size, len(schedule.blocks))
+    largest = max(
+        (each.nbytes for each in (*sources, *results) if each is not None), default=0
+    )
+    chunk = chunk_of(largest)
+    return Progress(
+        schedule,
+        sources,
+        results,
+        reduction=reduction,
+        codec=codec,
+        chunk_bytes=chunk if codec is None else min(chunk, _TRICKY),
+        frozen=call.is_frozen,
+    )
+
+
+def checked_algorithm(kind: Kind, name: str | None) -> None:
+    """Raises: ValueError: There is no such algorithm for the call; says which."""
+    if name not in (None, "auto"):
+        algorithm_named(kind.value, name)
+
+
+def _algorithm(call: Call, size: int) -> str:
+    if call.algorithm not in (None, "auto"):
+        return call.algorithm
+    whole = max(call.source.nbytes, call.target.nbytes)
+    return _CHOICES.choose(call.kind.value, whole, size)
+
+
+def _codec(
+    call: Call, compressor: Compressor | None, reduction: Reduction
+) -> Codec | None:
+    if compressor is None:
+        return None
+    return compressor.codec(call.place, reduction)
+
+
+Blocks = tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
+
+
+def _blocks(call: Call, rank: int, size: int, count: int) -> Blocks:
+    """Sources and results of a schedule of ``count`` blocks."""
     match call.kind:
         case Kind.ALL_REDUCE:
-            return _all_reduce(call, rank, size)
+            return parts(call.source, count), parts(call.target, count)
         case Kind.REDUCE_SCATTER:
-            return _reduce_scatter(call, rank, size)
+            return split(call.source, call.sizes), _only(rank, size, call.target)
         case Kind.ALL_GATHER:
-            return _all_gather(call, rank, size)
+            return _only(rank, size, call.source), split(call.target, call.sizes)
         case Kind.BROADCAST:
-            return _broadcast(call, rank, size)
+            results = parts(call.target, count)
+            if rank == call.root:
+                return parts(call.source, count), results
+            return [None] * count, results
         case Kind.ALL_TO_ALL:
-            return _all_to_all(call, rank, size)
+            return _crossing(call, rank, size)
         case Kind.BARRIER:
-            schedule = _made(dissemination_barrier, rank, size)
-            return Progress(schedule, [_NOTHING], [None])
+            return [_NOTHING], [None]
         case _:
             assert_never(call.kind)
 
 
-def _all_reduce(call: Call, rank: int, size: int) -> Progress:
-    make = tree_all_reduce if call.source.nbytes <= SMALL else ring_all_reduce
-    schedule = _made(make, rank, size)
-    blocks = len(schedule.blocks)
-    sources, results = parts(call.source, blocks), parts(call.target, blocks)
-    return Progress(
-        schedule,
-        sources,
-        results,
-        reduction=reduction_of(call.op, call.source.dtype, size),
-        chunk_bytes=chunk_of(sources[0].nbytes),
-        frozen=call.is_frozen,
-    )
+def _only(at: int, count: int, block: np.ndarray) -> list[np.ndarray | None]:
+    blocks: list[np.ndarray | None] = [None] * count
+    blocks[at] = block
+    return blocks
 
 
-def _reduce_scatter(call: Call, rank: int, size: int) -> Progress:
-    results: list[np.ndarray | None] = [None] * size
-    results[rank] = call.target
-    return Progress(
-        _made(ring_reduce_scatter, rank, size),
-        split(call.source, call.sizes),
-        results,
-        reduction=reduction_of(call.op, call.source.dtype, size),
-        chunk_bytes=chunk_of(max(call.sizes) * call.source.itemsize),
-        frozen=call.is_frozen,
-    )
-
-
-def _all_gather(call: Call, rank: int, size: int) -> Progress:
-    sources: list[np.ndarray | None] = [None] * size
-    sources[rank] = call.source
-    return Progress(
-        _made(ring_all_gather, rank, size),
-        sources,
-        split(call.target, call.sizes),
-        chunk_bytes=chunk_of(max(call.sizes) * call.target.itemsize),
-        frozen=call.is_frozen,
-    )
-
-
-def _broadcast(call: Call, rank: int, size: int) -> Progress:
-    make = tree_broadcast if call.target.nbytes <= SMALL else scatter_broadcast
-    schedule = _rooted(make, rank, size, call.root)
-    blocks = len(schedule.blocks)
-    results = parts(call.target, blocks)
-    sources: Sequence[np.ndarray | None] = [None] * blocks
-    if rank == call.root:
-        sources = parts(call.source, blocks)
-    return Progress(
-        schedule,
-        sources,
-        results,
-        chunk_bytes=chunk_of(results[0].nbytes),
-        frozen=call.is_frozen,
-    )
-
-
-def _all_to_all(call: Call, rank: int, size: int) -> Progress:
-    sizes = call.sizes
+def _crossing(call: Call, rank: int, size: int) -> Blocks:
     sources: list[np.ndarray | None] = [None] * (size * size)
     results: list[np.ndarray | None] = [None] * (size * size)
-    sources[rank * size : (rank + 1) * size] = split(
-        call.source, sizes[rank * size : (rank + 1) * size]
-    )
-    results[rank::size] = split(call.target, sizes[rank::size])
-    return Progress(
-        _made(pairwise_all_to_all, rank, size),
-        sources,
-        results,
-        chunk_bytes=chunk_of(max(sizes) * call.source.itemsize),
-        frozen=call.is_frozen,
-    )
+    row, column = slice(rank * size, (rank + 1) * size), slice(rank, None, size)
+    sources[row] = split(call.source, call.sizes[row])
+    results[column] = split(call.target, call.sizes[column])
+    return sources, results
 
 
 def chunk_of(block: int) -> int:
-    """Bytes per chunk for blocks of so many: enough chunks to keep lines and ranks
-    busy, none so small that its header matters."""
-    return min(max(block // 4, 64 * 1024), MiB)
+    """Bytes per chunk for blocks of at most so many: enough chunks to keep lines and
+    ranks busy, none so small that its price matters."""
+    return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
 
 
 def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -140,12 +137,5 @@ def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 @cache
-def _made(make: Callable[[int, int], Schedule], rank: int, size: int) -> Schedule:
-    return make(rank, size)
-
-
-@cache
-def _rooted(
-    make: Callable[[int, int, int], Schedule], rank: int, size: int, root: int
-) -> Schedule:
-    return make(rank, size, root)
+def _made(kind: Kind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
+    return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)

@@ -25,23 +25,21 @@ import numpy as np
 from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 
+from ._blocks import Block
 from ._reduction import narrow
-from ._schedule import Act, Action, Schedule
+from ._schedule import Act
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ._reduction import Reduction
+    from ._schedule import Schedule
 
 CHUNKS: Final = 2**20
 """Chunks of a block, at most: the place of a hop on the wire is the schedule's place
 times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
 
-_GRAIN: Final = 64
-"""Chunks hold a multiple of so many elements: vector units like it."""
-
 _SEND, _REDUCE, _TAKE, _FINISH = Act.SEND, Act.REDUCE, Act.TAKE, Act.FINISH
-_ENDS: Final = (Act.TAKE, Act.FINISH)
 
 
 class Send(NamedTuple):
@@ -69,66 +67,6 @@ class Codec(Protocol):
         Raises:
             ProtocolError: So many values are not encoded as such bytes.
         """
-
-
-class _Block:
-    """The actions on one block, and how far each of its chunks is."""
-
-    __slots__ = (
-        "actions",
-        "at",
-        "count",
-        "forwards",
-        "have",
-        "is_direct",
-        "is_same",
-        "is_taken",
-        "number",
-        "result",
-        "source",
-        "step",
-        "turn",
-    )
-
-    def __init__(
-        self,
-        number: int,
-        actions: tuple[Action, ...],
-        source: np.ndarray | None,
-        result: np.ndarray | None,
-    ) -> None:
-        acts = [action.act for action in actions]
-        some = source if source is not None else result
-        self.number, self.actions = number, actions
-        self.source, self.result = source, result
-        self.count = 0 if some is None else len(some)
-        self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
-        """The action that makes it finished."""
-        self.forwards = _SEND in acts[self.turn :]
-        """It is sent once it is finished."""
-        self.is_taken = _TAKE in acts
-        """It comes back as finished: until then it may be sent from live memory."""
-        self.is_same = _is_same(source, result)
-        self.is_direct = False
-        """Partial sums are made where the result goes."""
-        self.step = 0
-        """Elements per chunk."""
-        self.at: list[int] = []
-        """The action that each chunk stands before; -1: it has not begun."""
-        self.have: list[np.ndarray | None] = []
-        """What this rank has of each chunk, once it is not the source any more. Of a
-        finished chunk: what is sent on, if anything is."""
-
-    def cut(self, elements: int) -> int:
-        """Cuts it into chunks of at most so many elements; how many there are."""
-        self.step, chunks = cut(self.count, elements)
-        self.at, self.have = [-1] * chunks, [None] * chunks
-        return chunks
-
-    def part(self, of: np.ndarray, chunk: int) -> np.ndarray:
-        """The elements of a chunk."""
-        start = chunk * self.step
-        return of[start : min(start + self.step, self.count)]
 
 
 class Progress:
@@ -166,17 +104,19 @@ class Progress:
                 f"for a schedule of {len(schedule.blocks)} blocks"
             )
         self._reduction, self._codec, self._frozen = reduction, codec, frozen
-        self._blocks: list[_Block] = []
-        self._receipts: dict[int, tuple[_Block, int]] = {}
+        self._blocks: list[Block] = []
+        self._receipts: dict[int, tuple[Block, int]] = {}
         self._early: dict[int, np.ndarray] = {}
         self._left = 0
+        """Chunks that are not through."""
+        self._is_drawn = False
         self._places = schedule.places
         each = zip(schedule.blocks, sources, results, strict=True)
         for number, (actions, source, result) in enumerate(each):
             if actions:
-                self._add(_Block(number, actions, source, result), chunk_bytes)
+                self._add(Block(number, actions, source, result), chunk_bytes)
 
-    def _add(self, block: _Block, chunk_bytes: int) -> None:
+    def _add(self, block: Block, chunk_bytes: int) -> None:
         some = block.source if block.source is not None else block.result
         width = 1 if some is None else some.itemsize
         block.is_direct = block.result is not None
@@ -196,7 +136,7 @@ class Progress:
     @property
     def is_done(self) -> bool:
         """Whether the results are complete and all hops handed out."""
-        return not self._left
+        return self._is_drawn and not self._left
 
     @property
     def waits(self) -> frozenset[int]:
@@ -211,7 +151,7 @@ class Progress:
     def start(self) -> Iterator[Send]:
         """Begins; the hops that do not wait for others, made when they are drawn.
 
-        To be drawn to the end; hops may arrive in between.
+        To be drawn to the end, before which nothing is done; hops may arrive meanwhile.
         """
         # What the others wait for first goes first, and all peers get some of it.
         blocks = sorted(self._blocks, key=_first_place)
@@ -220,6 +160,7 @@ class Progress:
                 if chunk < len(block.at):
                     block.at[chunk] = 0
                     yield from self._advance(block, chunk)
+        self._is_drawn = True
 
     def arrived(self, place: int, data: np.ndarray) -> list[Send]:
         """A hop of this call arrived: bytes ``[n]``, that nobody changes.
@@ -241,7 +182,7 @@ class Progress:
         self._receive(block, chunk, place, data)
         return self._advance(block, chunk)
 
-    def _advance(self, block: _Block, chunk: int) -> list[Send]:
+    def _advance(self, block: Block, chunk: int) -> list[Send]:
         """Goes on with a chunk until it has to wait, or is through."""
         sends: list[Send] = []
         actions = block.actions
@@ -264,7 +205,7 @@ class Progress:
         self._left -= 1
         return sends
 
-    def _outgoing(self, block: _Block, chunk: int, place: int) -> np.ndarray:
+    def _outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
         have = block.have[chunk]
         if block.at[chunk] > block.turn:
             assert have is not None
@@ -276,7 +217,7 @@ class Progress:
             values = values.copy()
         return values.view(np.uint8)
 
-    def _receive(self, block: _Block, chunk: int, place: int, data: np.ndarray) -> None:
+    def _receive(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
         if block.actions[block.at[chunk]].act is _REDUCE:
             self._reduce(block, chunk, place, data)
         else:
@@ -295,7 +236,7 @@ class Progress:
             raise _wrong_length(place, data, result.nbytes)
         result[...] = data.view(result.dtype)
 
-    def _reduce(self, block: _Block, chunk: int, place: int, data: np.ndarray) -> None:
+    def _reduce(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
         assert self._reduction is not None
         assert block.source is not None
         have = block.have[chunk]
@@ -320,7 +261,7 @@ class Progress:
                 return data.view(dtype)
         raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
 
-    def _finish(self, block: _Block, chunk: int) -> None:
+    def _finish(self, block: Block, chunk: int) -> None:
         have = block.have[chunk]
         result = None if block.result is None else block.part(block.result, chunk)
         if not block.forwards:
@@ -340,7 +281,7 @@ class Progress:
         if result is not None and not (block.is_same and self._reduction is None):
             result[...] = finished
 
-    def _finished(self, block: _Block, chunk: int) -> np.ndarray:
+    def _finished(self, block: Block, chunk: int) -> np.ndarray:
         """The final values, in memory that nobody changes."""
         values = self._values(block, chunk)
         if self._reduction is None:
@@ -358,7 +299,7 @@ class Progress:
         elif values.ctypes.data != result.ctypes.data:
             result[...] = values
 
-    def _values(self, block: _Block, chunk: int) -> np.ndarray:
+    def _values(self, block: Block, chunk: int) -> np.ndarray:
         have = block.have[chunk]
         if have is not None:
             return have
@@ -371,15 +312,6 @@ class Progress:
         return values if reduction is None else reduction.widened(values)
 
 
-def cut(count: int, elements: int) -> tuple[int, int]:
-    """Chunks of ``count`` elements, at most ``elements`` (or `_GRAIN`) in each, alike
-    but for the last: elements per chunk, and how many chunks; of nothing one."""
-    chunks = -(-count // elements) or 1
-    step = -(-count // chunks)
-    step = -(-step // _GRAIN) * _GRAIN or _GRAIN
-    return step, -(-count // step) or 1
-
-
 def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
     """``size`` neighbouring views of ``flat`` ``[n]``, the blocks of a call: the first
     n mod size of them have one element more."""
@@ -388,14 +320,8 @@ def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
     return [flat[start:end] for start, end in pairwise(ends)]
 
 
-def _first_place(block: _Block) -> int:
+def _first_place(block: Block) -> int:
     return next((a.place for a in block.actions if a.act is _SEND), 0)
-
-
-def _is_same(source: np.ndarray | None, result: np.ndarray | None) -> bool:
-    if source is None or result is None:
-        return False
-    return source is result or source.ctypes.data == result.ctypes.data
 
 
 def _wrong_length(place: int, data: np.ndarray, expected: int) -> ProtocolError:

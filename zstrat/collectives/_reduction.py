@@ -49,7 +49,8 @@ class Reduction:
             some = self.widened(some)
         if more.dtype is not self.accumulator:
             more = self.widened(more)
-        _UFUNCS[self.op](some, more, out=out)
+        with _quiet():
+            _UFUNCS[self.op](some, more, out=out)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
         """``out`` (of ``dtype``) becomes the result; it may be ``total`` itself."""
@@ -57,7 +58,8 @@ class Reduction:
             if total.dtype != self.accumulator:
                 total = self.widened(total)
             if self.accumulator == self.dtype:
-                np.divide(total, self._ranks, out=out)
+                with _quiet():
+                    np.divide(total, self._ranks, out=out)
                 return
             total = total / self._ranks
         if out is not total:
@@ -90,7 +92,7 @@ class Reduction:
 def narrow(values: np.ndarray, out: np.ndarray) -> None:
     """Writes into ``out``; f32 is rounded to the nearest of fewer bits, ties even."""
     if out.dtype != _BF16 or values.dtype != _F32:
-        with np.errstate(over="ignore"):  # what is too large becomes inf
+        with _quiet():
             out[...] = values
         return
     bits = values.view(np.uint32)
@@ -104,6 +106,12 @@ def narrow(values: np.ndarray, out: np.ndarray) -> None:
     wrong = np.isnan(values)  # the carry may have made a number or inf of it
     if wrong.any():
         target[wrong] = (bits[wrong] >> 16) | 0x40
+
+
+def _quiet() -> np.errstate:
+    # What is too large becomes inf, inf - inf NaN: the caller sees it in the result; a
+    # warning from the loop's thread would tell nobody.
+    return np.errstate(all="ignore")
 
 
 def reduction_of(op: ReduceOp | str, dtype: np.dtype, size: int) -> Reduction:

@@ -10,7 +10,8 @@ The laws that a schedule keeps, for any size: every contribution is reduced into
 block exactly once; a block is finished (divided, rounded, compressed) by exactly one
 rank; all ranks that hold it in the end hold the bytes that this rank made. What a rank
 has sent of a block and later receives as finished was received before by all whom it
-was sent to.
+was sent to. No rank receives two hops of the same place. (A barrier moves nothing, and
+keeps the last law alone.)
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ class Station:
 
     @classmethod
     def settle(cls, seat: Seat, bind: str, settings: Settings) -> Station:
-        """A station of this process's own, bound at ``bind``.
+        """A station of this process's own, bound at ``bind`` ("": nowhere, for a group
+        of one).
 
         Raises:
             OSError, ValueError, ZstratError: The address cannot be bound, or the keys
@@ -123,7 +124,8 @@ class Station:
         async def begin() -> Station:
             me = hello(seat.job, seat.number, new_incarnation())
             station = cls(Node(me, settings, security))
-            await station._open(bind, security)
+            if bind:
+                await station._open(bind, security)
             return station
 
         try:

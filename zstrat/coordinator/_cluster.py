@@ -59,6 +59,7 @@ class Cluster:
         prefetch: int = 0,
     ) -> None:
         self.session, self._timeouts = session, timeouts
+        self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
         self._closing = False
         count, addresses = len(workers), list(ps)

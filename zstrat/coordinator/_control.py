@@ -41,7 +41,7 @@ class Control:
 
     Args:
         max_queued, max_attempts: See `Queue`.
-        closures_in_flight: Per worker; None: about 20 ms of work.
+        closures_in_flight: Per worker; None: see `Members`.
         worker_wait_timeout: Seconds that work waits when there is no worker at all.
     """
 
@@ -77,6 +77,7 @@ class Control:
             self.session.session,
             self.session.cluster.workers,
             closures_in_flight=closures_in_flight,
+            prefetch=self.session.cluster.prefetch,
             worker_wait_timeout=(
                 WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
             ),

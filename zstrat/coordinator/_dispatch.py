@@ -64,11 +64,13 @@ class Dispatcher:
         workers: Iterable[Lane],
         *,
         closures_in_flight: int | None,
+        prefetch: int,
         worker_wait_timeout: float,
     ) -> None:
         lanes = list(workers)
         self.engine, self.queue = engine, engine.queue
-        self.members = Members([lane.name for lane in lanes], closures_in_flight)
+        names = [lane.name for lane in lanes]
+        self.members = Members(names, closures_in_flight, prefetch)
         self.seats = [
             Seat(session, lane, member)
             for lane, member in zip(lanes, self.members.members, strict=True)

@@ -8,9 +8,10 @@ resources built. Nobody waits for anybody else's recovery.
         │                      ▲  │  ▲──new resource─┤  └─shuts down─▶ LEAVING
         └────────── LOST ──────┘  └──────────────────┴──────▶ LOST ◀──────┘
 
-Each worker holds about 20 ms of work, so that the round trip to it is hidden and little
-is lost with it: the depth follows the rate at which its closures end. Everything is
-told by *incarnation and connection* (`epoch`): what an earlier one says is stale.
+Each worker holds what it works on, the steps that it prefetches and about 20 ms of
+work, so that the round trip to it is hidden and little is lost with it: the depth
+follows the rate at which its closures end. Everything is told by *incarnation and
+connection* (`epoch`): what an earlier one says is stale.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ WORK_AHEAD: Final = 0.020
 """Seconds of work that a worker holds: hides a round trip and the up to 5 ms for which
 a busy user thread keeps Python's interpreter lock from our loop."""
 MIN_DEPTH: Final = 2
+"""One that runs, and one that is prepared before this has ended and been acknowledged.
+"""
 MAX_DEPTH: Final = 512
 MOST_IN_FLIGHT: Final = 16384
 """What a worker takes at a time, and more than half a second of the quickest steps."""
@@ -57,6 +60,8 @@ class Member:
     index: int
     name: str
     fixed_depth: int | None = None
+    prefetch: int = 0
+    """Steps that it pulls while one runs, if it has them by then."""
     state: State = State.CONNECTING
     reason: str = "not connected yet"
     """Why it is not there, for the words of an error."""
@@ -86,7 +91,8 @@ class Member:
         """How many closures it may have in flight."""
         if self.fixed_depth is not None:
             return self.fixed_depth
-        return min(max(MIN_DEPTH, round(self.rate * WORK_AHEAD)), MAX_DEPTH)
+        at_work = MIN_DEPTH + self.prefetch
+        return min(at_work + round(self.rate * WORK_AHEAD), max(at_work, MAX_DEPTH))
 
     @property
     def free(self) -> int:
@@ -106,10 +112,13 @@ class Grant:
 
 
 class Members:
-    """All workers of the session."""
+    """All workers of the session, which prefetch so many steps."""
 
     def __init__(
-        self, names: Sequence[str], closures_in_flight: int | None = None
+        self,
+        names: Sequence[str],
+        closures_in_flight: int | None = None,
+        prefetch: int = 0,
     ) -> None:
         if closures_in_flight is not None and not (
             1 <= closures_in_flight <= MOST_IN_FLIGHT
@@ -119,7 +128,8 @@ class Members:
                 f"{MOST_IN_FLIGHT}, or None to let it follow the speed of each worker"
             )
         self.members = [
-            Member(index, name, closures_in_flight) for index, name in enumerate(names)
+            Member(index, name, closures_in_flight, prefetch)
+            for index, name in enumerate(names)
         ]
         self.alone_since: float | None = None
         """Since when no worker is there; None while one is."""

@@ -1,6 +1,8 @@
 """Starting tasks: in this process, as daemons on this machine, and looking at them."""
 
 from ._child import Child as Child
+from ._copies import Copies as Copies
+from ._copies import run_copies as run_copies
 from ._doctor import Finding as Finding
 from ._doctor import examine as examine
 from ._local import LocalCluster as LocalCluster

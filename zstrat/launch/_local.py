@@ -6,6 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import weakref
@@ -46,7 +47,8 @@ class LocalCluster:
             of this machine), "ipc" (sockets in a folder that only this user can
             enter), "shm" (the same, and large bodies through shared memory) or "auto"
             (the last one that the system has). Default: ``ZSTRAT_LANE``.
-        env: Variables for the daemons, over those of this process.
+        env: Variables for the daemons, over those of this process. ``NPROC`` is the
+            number of XLA's threads; if it is in neither, the workers share the cores.
         worker_devices: Virtual CPU devices per worker, with ``JAX_PLATFORMS=cpu``.
         logs: "files" in the cluster's folder, or "terminal".
         directory: Folder for sockets and logs, kept afterwards; default: a new one of
@@ -83,12 +85,14 @@ class LocalCluster:
         sockets = _sockets(self.lane, self.directory)
         self._extra = () if worker_devices is None else _virtual(worker_devices)
         daemons = _environment(self._settings, self.lane, env or {})
+        workers = {"NPROC": str(_share(num_workers)), **daemons}
         self._children: dict[str, Child] = {}
-        for job, count in (("ps", num_ps), ("worker", num_workers)):
+        jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
+        for job, count, told in jobs:
             for index in range(count):
                 log = self.directory / f"{job}-{index}.log" if logs == "files" else None
                 bind = _address(sockets, self.directory, f"{job}-{index}")
-                child = Child(job, index, bind, log, daemons)
+                child = Child(job, index, bind, log, told)
                 self._children[child.task] = child
         keeper = Keeper("zstrat local cluster")
         self._keeper = keeper
@@ -267,6 +271,17 @@ def _address(sockets: str, folder: Path, name: str) -> str:
 
 def _virtual(devices: int) -> tuple[str, ...]:
     return ("--platform", "cpu", "--devices", str(devices))
+
+
+def _share(workers: int) -> int:
+    """Cores for each of the workers. With threads for all cores in each of them, the
+    parts of one program wait for cores on which another one runs: two workers on two
+    cores take 5 % more processor time for a step of 4 ms."""
+    if sys.platform == "linux":
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores // workers)
 
 
 def _environment(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
-    from zstrat.transport import Remote
+    from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
 
 log = logging.getLogger("zstrat.task")
@@ -50,8 +50,8 @@ class Service(Protocol):
     def statistics(self) -> dict[str, PlainTree]: ...
 
 
-Served = tuple[Service, Callable[[], Awaitable[None]]]
-"""A service, and what closes it after the drain."""
+Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
+"""A service, what closes it after the drain, and who works on bodies on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,12 @@ class Task:
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
-        self._service, self._close_service = make()
+        self._service, self._close_service, absorb = make()
         self._endpoint = Endpoint(
             self.hello,
             self._handle,
             settings=settings,
+            absorb=absorb,
             on_lost=self._service.lost,
             security=self._security,
         )
@@ -183,7 +184,7 @@ class Task:
             incarnation=self.hello.incarnation,
             on_exit=self._told_to_exit,
         )
-        return service, _nothing
+        return service, _nothing, service.absorb
 
     def _make_worker(self) -> Served:
         from zstrat.worker import WorkerService
@@ -195,7 +196,7 @@ class Task:
             on_exit=self._told_to_exit,
             on_crash=self._crashed,
         )
-        return service, service.close
+        return service, service.close, None
 
     def _link_to_ps(self, address: str, name: str) -> Link:
         index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"

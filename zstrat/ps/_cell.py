@@ -156,6 +156,13 @@ class Cell:
         self._lost = ""
 
     @property
+    def host(self) -> np.ndarray | None:
+        """The buffer that is the value just now, for whoever compares or reads it and
+        makes sure afterwards that it still was; None on the device, or if it was lost.
+        """
+        return None if self._buffer is None else self._buffer.array
+
+    @property
     def held_bytes(self) -> int:
         """Memory that it owns: the value and, if readers overlap updates, a second."""
         return self.nbytes * (1 + (self._spare is not None) + len(self._reserved))
@@ -272,6 +279,15 @@ class Cell:
             self._spare = self._buffer
         self._buffer, self._device, self._writing = self._writing, None, None
         self._lost = ""
+
+    def replace(self, array: np.ndarray) -> None:
+        """Makes ``array`` the value, which is nobody else's: writable, aligned, in C
+        order and of its shape and dtype. The old one is left to who still looks at it.
+        """
+        if self._buffer is not None:
+            self._leave(self._buffer)
+        self._rest()
+        self._buffer, self._device = _Buffer(array), None
 
     def give(self) -> object:
         """The value for XLA: an array that it may donate, or memory that it reads.

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
 from zstrat.errors import InvalidArgumentError, to_wire
-from zstrat.wire import Exchange, Exchanged, Pulled, Push, Pushed
+from zstrat.wire import Again, Exchange, Exchanged, Pulled, Push, Pushed
 
 from ._plans import PushPlan, RowsPlan
 from ._requests import Pending, pulled, pushed
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
+    from ._fold import Fold
     from ._store import Store
 
 
@@ -41,8 +42,11 @@ class Exchanges:
         self.refused = 0
         """Parts that failed."""
 
-    def begin(self, message: Exchange) -> Exchanged | Pending:
-        """Serves both parts, or says what has to be computed first.
+    def begin(
+        self, message: Exchange, fold: Fold | None
+    ) -> Exchanged | Again | Pending:
+        """Serves both parts, or says what has to be computed first; or neither, if the
+        push has to come again.
 
         Raises:
             InvalidArgumentError: It cannot be cut into its parts; nothing has changed.
@@ -62,11 +66,13 @@ class Exchanges:
             message.arrays[:operands],
         )
         try:
-            done = pushed(self._store, push)
+            done = pushed(self._store, push, fold)
         except Exception as error:  # goes to the caller, as the outcome of the push
             return self._pull(message, operands, False, self._refuse(error))
         if isinstance(done, PushPlan):
             return Pending(done, partial(self._computed_push, message, operands, done))
+        if isinstance(done, Again):
+            return done
         assert isinstance(done, Pushed)
         return self._pull(message, operands, done.applied, None)
 

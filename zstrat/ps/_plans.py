@@ -24,8 +24,11 @@ from ._slots import Ahead, RowStep, Slots, Step, lose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from weakref import ref
 
     from zstrat.wire import InitialEntry, Push, VariableEntry
+
+    from ._fold import Fold
 
 
 @dataclass(slots=True)
@@ -36,6 +39,9 @@ class Held:
     cell: Cell
     version: int
     slots: dict[int, Slots] = field(default_factory=dict)
+    fold: ref[Fold] | None = None
+    patient_until: int = 0
+    """The version before which nothing is folded (`zstrat.ps._fold`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never
 
 from zstrat.wire import (
+    Again,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
@@ -25,6 +26,7 @@ from zstrat.wire import (
     Pushed,
 )
 
+from ._fold import Folded
 from ._ledger import UNNAMED
 from ._plans import CreatePlan, Plan, PushPlan, RowsPlan
 
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Read, Update
 
+    from ._fold import Fold
     from ._store import Store
 
 INLINE: Final = 4 * 2**20
@@ -55,7 +58,9 @@ Plain = (
 Stored = Exchange | Plain
 """Requests that use the store, and so take turns."""
 
-Outcome = Done | Pushed | Pulled
+Request = Stored | Folded
+
+Outcome = Done | Pushed | Pulled | Again
 
 
 class Pending(NamedTuple):
@@ -66,7 +71,7 @@ class Pending(NamedTuple):
     then: Callable[[BaseException | None], Message | Pending]
 
 
-def begin(store: Store, message: Plain) -> Outcome | Pending:
+def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
     """Serves a request on the spot, or says what has to be computed for it.
 
     Raises:
@@ -75,7 +80,7 @@ def begin(store: Store, message: Plain) -> Outcome | Pending:
     plan: Outcome | Plan
     match message:
         case Push():
-            plan = pushed(store, message)
+            plan = pushed(store, message, fold)
         case Pull(reads=reads):
             plan = pulled(store, reads, (), ())
         case PullRows(reads=reads, rows=rows, arrays=arrays):
@@ -96,8 +101,10 @@ def begin(store: Store, message: Plain) -> Outcome | Pending:
     return Pending(plan, partial(_computed, store, plan))
 
 
-def pushed(store: Store, push: Push) -> Outcome | PushPlan:
+def pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:
     """The answer to a push that takes no time, or what has to be computed."""
+    if fold is not None:
+        return store.push_folded(push, fold)
     plan = store.plan_push(push)
     return plan if isinstance(plan, Pushed) else _at_once(store, plan)
 
@@ -114,9 +121,11 @@ def pulled(
     return Pulled(*store.read(reads))
 
 
-def names_of(message: Stored) -> list[Hashable]:
+def names_of(message: Request) -> list[Hashable]:
     """What a request uses: nobody else may use it at the same time."""
     match message:
+        case Folded(message=push):
+            return names_of(push)
         case Exchange(step=step, part=part, updates=updates):
             names = _names_of_push(step, part, updates)
             names += [read.key for read in message.reads]

@@ -20,7 +20,7 @@ import numpy as np
 from zstrat.rows import aligned
 
 from ._layouts import Layout, Layouts, Shape, precision, shape, spec
-from ._rows import CALL_BYTES, FEWEST, as_rows, bucket
+from ._rows import CALL_BYTES, FEWEST, as_rows, bucket, sizes
 from ._slots import is_wide
 
 if TYPE_CHECKING:
@@ -120,10 +120,8 @@ class Kind:
     programs: dict[int, RowProgram] = field(default_factory=dict)
 
     def sizes(self, rows: int) -> list[int]:
-        """The programs that so many rows need."""
-        calls, rest = divmod(rows, self.most)
-        sizes = [self.most] if calls else []
-        return sizes if calls and not rest else [*sizes, bucket(rest, self.most)]
+        """The programs of the calls that so many rows need, in order."""
+        return sizes(rows, self.most)
 
 
 class RowKinds:

@@ -76,6 +76,18 @@ def bucket(rows: int, most: int) -> int:
     return min(power, most)
 
 
+def sizes(rows: int, most: int) -> list[int]:
+    """Buckets of the calls that so many rows need (`pack`), which are full but for the
+    last one. Behind a full call it is an eighth of one at least: a smaller program
+    saves next to nothing there, and to compile it takes as long as a hundred calls.
+    """
+    calls, rest = divmod(rows, most)
+    if not calls:
+        return [bucket(rows, most)]
+    last = [bucket(max(rest, most // 8), most)] if rest else []
+    return [most] * calls + last
+
+
 class Piece(NamedTuple):
     """Rows ``start`` to ``stop`` of the update number ``update``."""
 

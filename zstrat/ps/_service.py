@@ -50,6 +50,7 @@ from zstrat.wire import (
 )
 
 from ._engine import OptimizerEngine
+from ._fold import Folded
 from ._requests import Stored
 from ._serving import Serving
 from ._snapshot_service import SnapshotRequest, SnapshotService
@@ -57,9 +58,10 @@ from ._store import Store
 from ._thread import ComputeThread
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from zstrat.config import Settings
+    from zstrat.wire import ArraySpec, Sink
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
@@ -159,6 +161,24 @@ class PsService:
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
             raise
+
+    def _take(self, folded: Folded) -> Message | Awaitable[Message]:
+        try:
+            return self._serving.take(folded)
+        except ZstratError:  # counted, and on to the caller
+            self._failed += 1
+            raise
+
+    def absorb(
+        self, remote: Caller, message: Message, specs: Sequence[ArraySpec]
+    ) -> Sink | None:
+        """Works on the body of a large push while it arrives, if that can be."""
+        if not isinstance(message, Push | Exchange):
+            return None
+        if remote.role not in _ROLES[type(message)]:
+            return None
+        fold = self._serving.fold(message, specs)
+        return None if fold is None else Folded(message, fold, self._take)
 
     def lost(self, remote: Caller, reason: str) -> None:
         """A connection ended. What its session has here stays until another opens, but

@@ -15,10 +15,11 @@ from functools import partial
 from typing import TYPE_CHECKING, final
 
 from zstrat.errors import ZstratError
-from zstrat.wire import Done, Exchange, Message
+from zstrat.wire import Done, Exchange, Message, Push
 
 from ._exchange import Exchanges
-from ._requests import Pending, Stored, begin, names_of
+from ._fold import Folded
+from ._requests import Pending, Request, Stored, begin, names_of
 from ._turns import Ticket, Turns
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
         Sequence,
     )
 
+    from zstrat.wire import ArraySpec
+
+    from ._fold import Fold
     from ._store import Store
     from ._thread import ComputeThread
 
@@ -39,7 +43,7 @@ class _Waiting:
     """A request that is not answered yet; without a message: somebody who takes turns
     by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
 
-    message: Stored | None
+    message: Request | None
     answer: asyncio.Future[Message]
 
 
@@ -79,7 +83,7 @@ class Serving:
         """Requests that were refused after they had waited, and parts of exchanges."""
         return self._failed + self._exchanges.refused
 
-    def take(self, message: Stored) -> Message | Awaitable[Message]:
+    def take(self, message: Request) -> Message | Awaitable[Message]:
         """Answers at once, or later if the request must wait for its turn.
 
         Raises:
@@ -100,6 +104,18 @@ class Serving:
                 return ticket.request.answer
         return served
 
+    def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
+        """For a push whose body follows: then `take` a `Folded`. What is to be refused,
+        or has to wait, is so when it is all there."""
+        try:
+            self._check(message.session)
+            self._admit()
+        except ZstratError:  # to the caller, when the request is taken
+            return None
+        if not self._turns.are_free(names_of(message)):
+            return None
+        return self._store.fold(message, specs)
+
     @contextlib.asynccontextmanager
     async def turn(self, names: Sequence[Hashable]) -> AsyncIterator[None]:
         """Has names for itself, behind those who came before."""
@@ -117,17 +133,22 @@ class Serving:
         finally:
             self._leave(ticket)
 
-    def _begin(self, message: Stored) -> Message | Pending:
-        if isinstance(message, Exchange):
-            return self._exchanges.begin(message)
-        return begin(self._store, message)
+    def _begin(self, message: Request) -> Message | Pending:
+        if isinstance(message, Folded):
+            fold: Fold | None = message.fold
+            stored: Stored = message.message
+        else:
+            fold, stored = None, message
+        if isinstance(stored, Exchange):
+            return self._exchanges.begin(stored, fold)
+        return begin(self._store, stored, fold)
 
-    def _enter(self, message: Stored) -> Ticket[_Waiting]:
+    def _enter(self, message: Request) -> Ticket[_Waiting]:
         self._admit()
         return self._queue(message, names_of(message))
 
     def _queue(
-        self, message: Stored | None, names: Sequence[Hashable]
+        self, message: Request | None, names: Sequence[Hashable]
     ) -> Ticket[_Waiting]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         ticket = self._turns.enter(_Waiting(message, answer), names)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.checkpoint import TensorInfo
+from zstrat.checkpoint import BLOCK, TensorInfo
 from zstrat.errors import ClosedError, NotFoundError
 from zstrat.rows import aligned
 from zstrat.wire import SnapshotWritten
@@ -115,4 +115,5 @@ class SnapshotWrite:
 
 
 def _buffer() -> np.ndarray:
-    return aligned((PIECE,), np.dtype(np.uint8))
+    """Aligned as the disk likes it."""
+    return aligned((PIECE,), np.dtype(np.uint8), BLOCK)

@@ -25,7 +25,9 @@ from zstrat.errors import (
     StaleSessionError,
 )
 from zstrat.wire import (
+    Again,
     Done,
+    Exchange,
     InitialEntry,
     Pulled,
     Push,
@@ -37,6 +39,7 @@ from zstrat.wire import (
 )
 
 from ._arithmetic import OPTIMIZERS, check, check_rows
+from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
 from ._plans import (
     CreatePlan,
@@ -53,6 +56,8 @@ from ._plans import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from zstrat.wire import ArraySpec
 
     from ._cell import Cell
     from ._engine import OptimizerEngine
@@ -272,12 +277,33 @@ class Store:
             InvalidArgumentError: An update does not fit its variable.
             BusyError: The step could not be remembered.
         """
-        self._ledger.raise_to(push.low_water)
-        if self._ledger.is_duplicate(push.step, push.part):
-            self.counts.duplicates += 1
-            return Pushed(applied=False, versions=self._versions(push))
-        self._ledger.admit(push.step)
-        return self._validated(push)
+        return self._duplicate(push) or self._validated(push)
+
+    def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
+        """Begins to apply a push whose body follows, if that can be done: `push_folded`
+        ends it. Changes nothing, and nobody has to wait for it."""
+        return fold_of(message, specs, self._held.get)
+
+    def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
+        """Applies a push whose arithmetic was done on the way, or says that it has to
+        come again because its variable has changed since.
+
+        Raises:
+            BusyError: The step could not be remembered.
+        """
+        duplicate = self._duplicate(push)
+        if duplicate is not None:
+            return duplicate
+        held = fold.held
+        if self._held.get(held.entry.key) is not held:
+            return Again()  # it was deleted; the answer to the next one says so
+        if not fold.is_current or fold.sum is None:
+            held.patient_until = held.version + PATIENCE
+            return Again()
+        held.cell.replace(fold.sum)
+        held.version += 1
+        self._record(push)
+        return Pushed(applied=True, versions=self._versions(push))
 
     # ---- optimizers --------------------------------------------------------------
 
@@ -327,10 +353,22 @@ class Store:
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
             update.held.version += 1
-        self._ledger.record(plan.push.step, plan.push.part)
-        self.counts.pushes += 1
-        self.counts.updates += len(plan.updates)
+        self._record(plan.push)
         return Pushed(applied=True, versions=self._versions(plan.push))
+
+    def _record(self, push: Push) -> None:
+        self._ledger.record(push.step, push.part)
+        self.counts.pushes += 1
+        self.counts.updates += len(push.updates)
+
+    def _duplicate(self, push: Push) -> Pushed | None:
+        """The answer to a push that was applied before; admits any other."""
+        self._ledger.raise_to(push.low_water)
+        if self._ledger.is_duplicate(push.step, push.part):
+            self.counts.duplicates += 1
+            return Pushed(applied=False, versions=self._versions(push))
+        self._ledger.admit(push.step)
+        return None
 
     def _validated(self, push: Push) -> PushPlan:
         arrays, at, work = push.arrays, 0, 0

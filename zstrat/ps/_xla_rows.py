@@ -24,7 +24,7 @@ from zstrat.rows import aligned
 from ._cell import Cell, Write
 from ._layouts import precision, shape
 from ._row_kinds import Kind, RowKinds, RowProgram
-from ._rows import Piece, as_rows, bucket, pack
+from ._rows import Piece, as_rows, pack
 from ._slots import RowStep, Slots, is_wide, lose
 
 if TYPE_CHECKING:
@@ -234,9 +234,11 @@ class RowPrograms:
         opened = [self._open(step) for step in steps]
         shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
         new: list[np.ndarray] | None = None
-        for pieces in pack([len(step.indices) for step in steps], kind.most):
+        calls = pack([len(step.indices) for step in steps], kind.most)
+        for pieces, size in zip(calls, kind.sizes(_rows(steps)), strict=True):
             try:
-                program = _fill(self._kinds, kind, pieces, opened)
+                program = self._kinds.program(kind, size, steps[0].cell)
+                _fill(program, pieces, opened)
                 with precision(kind.layout.is_wide):
                     fresh, others = program.run(shared)
             except Exception as error:
@@ -280,12 +282,9 @@ def _converted(cell: Cell, dtype: np.dtype) -> Cell:
 
 
 def _fill(
-    kinds: RowKinds, kind: Kind, pieces: Sequence[Piece], opened: Sequence[_Open]
-) -> RowProgram:
+    program: RowProgram, pieces: Sequence[Piece], opened: Sequence[_Open]
+) -> None:
     """Gathers the rows of one call; the padding is zero, where nothing overflows."""
-    rows = sum([piece.stop - piece.start for piece in pieces])
-    size = bucket(rows, kind.most)
-    program = kinds.program(kind, size, opened[0].step.cell)
     at = 0
     for update, start, stop in pieces:
         step, tables = opened[update]
@@ -294,10 +293,9 @@ def _fill(
             table.take(indices, out=buffer[at:end], mode="clip")
         program.inputs[-1][at:end] = step.gradient[start:stop]
         at = end
-    if rows < size:
+    if at < program.size:
         for buffer in program.inputs:
-            buffer[rows:] = 0
-    return program
+            buffer[at:] = 0
 
 
 def _scatter(

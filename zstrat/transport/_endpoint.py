@@ -41,13 +41,19 @@ from ._socket import LINGER, bound_to, end_context, new_context, new_socket
 from ._zap import Authenticator
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zstrat.config import Settings
+    from zstrat.wire import ArraySpec, Sink
 
     from ._curve import Security
 
 Handler = Callable[["Remote", Message], Message | Awaitable[Message] | None]
 """Called on the loop for every request and notice. What it returns or raises is the
 outcome of the request; None stands for `Done`. Of a notice nothing is returned."""
+
+Absorber = Callable[["Remote", Message, "Sequence[ArraySpec]"], "Sink | None"]
+"""Called at the header of each large request: see `zstrat.wire._sink.Absorb`."""
 
 _MESSAGES: Final = frozenset(get_args(Message))
 _LOG: Final = logging.getLogger("zstrat.transport")
@@ -65,6 +71,7 @@ class Endpoint:
     Args:
         me: The HELLO of this task.
         handler: See `Handler`.
+        absorb: See `Absorber`.
         on_lost: Called once for each `Remote` that left, fell silent, was replaced or
             broke the protocol, with the reason.
         security: Keys of this task; without them only this machine may be served.
@@ -76,10 +83,12 @@ class Endpoint:
         handler: Handler,
         *,
         settings: Settings,
+        absorb: Absorber | None = None,
         on_lost: Callable[[Remote, str], None] = _ignore,
         security: Security | None = None,
     ) -> None:
         self._me, self._handler, self._settings = me, handler, settings
+        self._absorber = absorb
         self._on_lost, self._security = on_lost, security
         self._connections: dict[bytes, Connection] = {}
         self._remotes: dict[Identity, Remote] = {}
@@ -247,6 +256,7 @@ class Endpoint:
             now=self._loop.time(),
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
+            absorb=partial(self._absorb, routing),
         )
         try:
             descriptor = int(frames[1].get("__fd"))
@@ -302,8 +312,8 @@ class Endpoint:
 
     def _obey(self, connection: Connection, order: Order[None]) -> None:
         match order:
-            case Requested(number, message):
-                self._serve(connection, number, message)
+            case Requested(number, message, sink):
+                self._serve(connection, number, message, sink)
             case Noticed(message):
                 self._serve(connection, None, message)
             case Greeted(hello):
@@ -382,14 +392,26 @@ class Endpoint:
 
     # ---- requests -----------------------------------------------------------------
 
+    def _absorb(
+        self, routing: bytes, message: Message, specs: Sequence[ArraySpec]
+    ) -> Sink | None:
+        connection = self._connections.get(routing)
+        if self._absorber is None or connection is None or connection.remote is None:
+            return None
+        return self._absorber(connection.remote, message, specs)
+
     def _serve(
-        self, connection: Connection, number: int | None, message: Message
+        self,
+        connection: Connection,
+        number: int | None,
+        message: Message,
+        sink: Sink | None = None,
     ) -> None:
         remote = connection.remote
         assert remote is not None
         self._counts["messages"] += 1
         try:
-            result = self._handler(remote, message)
+            result = self._handler(remote, message) if sink is None else sink.finish()
         except Exception as error:  # goes to the caller, who is to blame more often
             self._fail(connection, number, error)
             return

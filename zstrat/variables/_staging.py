@@ -9,7 +9,6 @@ call. So both are refused, with words. Law of the file: ``jax.grad``, ``jax.vmap
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -24,11 +23,22 @@ _TRACED: Final = (
     "jax.lax.cond, jax.checkpoint, jax.eval_shape, ...)"
 )
 
+_at_once: Any = None
+"""The last state of jax in which it was found to compute at once: comparing with it
+spares the operation that finds out. Not asked at import, where the operation would
+start jax's backend before the program has said which devices it wants."""
+
 
 def is_staging() -> bool:
     """Whether what is computed now is only traced, to be run later."""
+    global _at_once
     state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
-    return bool(state != _AT_ONCE) and _makes_tracers()
+    if state == _at_once:
+        return False
+    if _makes_tracers():
+        return True
+    _at_once = state
+    return False
 
 
 def refuse_read(spec: VariableSpec) -> None:
@@ -63,21 +73,3 @@ def _makes_tracers() -> bool:
     # An operation without operands belongs to the innermost trace that stages, if any:
     # those that compute at once hand it on.
     return isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer)
-
-
-def _state_of_no_trace() -> Any:
-    """The state of a thread that has just begun: this one may import us under jax.jit.
-    Nothing is computed, as the program may have to form a job of jax.distributed before
-    its first use of a device."""
-    found: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: found.append(get_opaque_trace_state()),  # type: ignore[no-untyped-call]
-        name="zstrat state of no trace",
-    )
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-# Comparing with it spares the operation in the usual case.
-_AT_ONCE: Final[Any] = _state_of_no_trace()

@@ -12,6 +12,7 @@ from ._codec import decode_header as decode_header
 from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
 from ._messages import AbortCall as AbortCall
+from ._messages import Again as Again
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
 from ._messages import Batch as Batch
@@ -85,3 +86,4 @@ from ._messages import VariableEntry as VariableEntry
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
+from ._sink import Sink as Sink

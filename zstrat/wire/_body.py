@@ -12,13 +12,16 @@ frame of its own costs more than the copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from zstrat.errors import ProtocolError
 
 from ._arrays import ArraySpec, array_from
+
+if TYPE_CHECKING:
+    from ._sink import Sink
 
 ALIGNMENT: Final = 64
 """What XLA asks of host memory that it is to use in place."""
@@ -66,7 +69,7 @@ def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryvie
 
 
 class Assembly:
-    """The body of one announced message, on its way in."""
+    """The body of one announced message, on its way in, perhaps through a ``sink``."""
 
     __slots__ = (
         "_allocate",
@@ -75,11 +78,17 @@ class Assembly:
         "_offsets",
         "_position",
         "nbytes",
+        "sink",
         "specs",
     )
 
-    def __init__(self, specs: Sequence[ArraySpec], allocate: Allocate) -> None:
-        self.specs = specs
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        allocate: Allocate,
+        sink: Sink | None = None,
+    ) -> None:
+        self.specs, self.sink = specs, sink
         self._offsets: list[int] = []
         self._jumps: dict[int, int] = {}
         position = end = 0
@@ -118,7 +127,10 @@ class Assembly:
             )
         if not here:
             self._memory = self._allocate(self.nbytes)
-        self._memory[offset:end] = chunk
+        if self.sink is None:
+            self._memory[offset:end] = chunk
+        else:
+            self.sink.take(self._memory, offset, chunk)
         self._position = end
 
     def adopt(self, memory: memoryview) -> None:

@@ -28,14 +28,17 @@ if TYPE_CHECKING:
     from ._codec import Announced
     from ._lane import Lane
     from ._messages import Chunk
+    from ._sink import Absorb, Sink
 
 
 class Arrived(NamedTuple):
-    """A whole message; ``is_heavy`` if it cost its sender a credit."""
+    """A whole message; ``is_heavy`` if it cost its sender a credit. If there is a
+    ``sink``, that has the arrays, and the message none."""
 
     number: int
     message: Message
     is_heavy: bool
+    sink: Sink | None = None
 
 
 _arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
@@ -46,10 +49,16 @@ class Inbox:
     have the numbers of their requests and are outside the order."""
 
     def __init__(
-        self, allocate: Allocate, lane: Lane | None, limits: Limits, *, initiator: bool
+        self,
+        allocate: Allocate,
+        lane: Lane | None,
+        limits: Limits,
+        *,
+        initiator: bool,
+        absorb: Absorb | None = None,
     ) -> None:
         self._allocate, self._lane, self._limits = allocate, lane, limits
-        self._initiator = initiator
+        self._initiator, self._absorb = initiator, absorb
         self._incoming: tuple[Announced, Assembly] | None = None
         self._place = 0  # of the last message, in the order
         self.taken = 0
@@ -72,7 +81,7 @@ class Inbox:
                     f"expected message {self._place}, got {number >> 1}: some were lost"
                 )
         if not specs and len(frames) == 1:
-            return _arrived((number, announced.build(()), False))
+            return _arrived((number, announced.build(()), False, None))
         return self._take_arrays(announced, frames[1:])
 
     def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
@@ -115,12 +124,20 @@ class Inbox:
                 raise ProtocolError(
                     f"{kind}: expected {len(specs)} frames, got {len(raws)}"
                 )
-            self._incoming = announced, Assembly(specs, self._allocate)
+            sink = self._sink(announced)
+            self._incoming = announced, Assembly(specs, self._allocate, sink)
             return self._whole()
         message = announced.build(tuple(map(array_from, specs, raws)))
         is_heavy = sum(map(len, raws)) > HEAVY
         self.taken += is_heavy
-        return _arrived((announced.request, message, is_heavy))
+        return _arrived((announced.request, message, is_heavy, None))
+
+    def _sink(self, announced: Announced) -> Sink | None:
+        """Of a request; whoever takes a notice, an answer or shipped bytes wants all of
+        them."""
+        if self._absorb is None or announced.outside or not announced.request & 1:
+            return None
+        return self._absorb(announced.build(()), announced.specs)
 
     def _adopt(self, place: Frame) -> None:
         """The body lies in memory that the peer shares with us."""
@@ -144,7 +161,9 @@ class Inbox:
             return None
         announced, assembly = self._incoming
         self._incoming = None
-        return _arrived((announced.request, announced.build(assembly.arrays()), True))
+        sink = assembly.sink
+        message = announced.build(assembly.arrays() if sink is None else ())
+        return _arrived((announced.request, message, True, sink))
 
     def _assembly(self, stream: int) -> Assembly:
         if self._incoming is None or self._incoming[0].request != stream:

@@ -17,7 +17,7 @@ from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the protocol; HELLO refuses any other."""
 
 Arrays = tuple[np.ndarray, ...]
@@ -183,6 +183,15 @@ class Released:
 
     kind: ClassVar = 13
     offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """In place of the outcome of a request whose body came in chunks: nothing was done,
+    the body was not kept, send the same once more. The connection does that by itself.
+    """
+
+    kind: ClassVar = 64
 
 
 # ---- session: one coordinator owns a task at a time ---------------------------------
@@ -812,6 +821,7 @@ Message = (
     | Placed
     | Released
     | Failure
+    | Again
     | Done
     | Inspect
     | Statistics

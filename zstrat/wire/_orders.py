@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from ._messages import Hello, Message
+    from ._sink import Sink
 
 Token = TypeVar("Token")
 
@@ -30,10 +31,12 @@ class Opened(NamedTuple):
 
 
 class Requested(NamedTuple):
-    """Hand the message on and call `Peer.reply` with the number, once."""
+    """Hand the message on, or finish the sink that took its arrays, and call
+    `Peer.reply` with the number, once."""
 
     number: int
     message: Message
+    sink: Sink | None = None
 
 
 class Noticed(NamedTuple):

@@ -73,8 +73,8 @@ class Outbox:
         """Queues an urgent message."""
         self._urgent.append((encode(message)[0],))
 
-    def put(self, message: Message, number: int) -> None:
-        """Queues a message behind all others.
+    def put(self, message: Message, number: int) -> bool:
+        """Queues a message behind all others; whether its body goes in chunks.
 
         Raises:
             TypeError, ValueError: It cannot be sent; nothing was queued.
@@ -82,7 +82,7 @@ class Outbox:
         header, raws = encode(message, number, self._limits.header)
         if not raws:
             self._ordered.append(_Waiting((header,), False, None, number))
-            return
+            return False
         total = sum([raw.nbytes for raw in raws])
         if total > self._limits.body:
             raise ValueError(
@@ -93,14 +93,15 @@ class Outbox:
             offset = self._lane.place(raws, sum([aligned(r.nbytes) for r in raws]))
             if offset is not None:
                 self._put_placed(header, number, offset)
-                return
+                return False
             self.wants_lane = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
             self._ordered.append(_Waiting(frames, total > HEAVY, None, number))
-        else:
-            body = cut(raws, self._limits.chunk)
-            self._ordered.append(_Waiting((header,), False, body, number))
+            return False
+        body = cut(raws, self._limits.chunk)
+        self._ordered.append(_Waiting((header,), False, body, number))
+        return True
 
     def _put_placed(self, header: bytes, number: int, offset: int) -> None:
         # Costs a credit, as a body in one frame does: the window bounds both.

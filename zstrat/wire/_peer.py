@@ -42,6 +42,7 @@ from ._greeting import Judge, described
 from ._inbox import Arrived, Inbox
 from ._liveness import Liveness
 from ._messages import (
+    Again,
     Beat,
     Chunk,
     Credit,
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
     from zstrat.config import Limits, Timeouts
 
     from ._lane import Lane
+    from ._requests import Waiting
+    from ._sink import Absorb
 
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only notices
@@ -104,6 +107,7 @@ class Peer(Generic[Token]):
         now: float,
         allocate: Allocate = allocate,
         lane: Lane | None = None,
+        absorb: Absorb | None = None,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
@@ -117,7 +121,7 @@ class Peer(Generic[Token]):
         self._threshold = max(1, limits.window // 3)
         self.outbox = Outbox(limits, lane)
         """What is to be sent; only `transmit` takes from it."""
-        self._inbox = Inbox(allocate, lane, limits, initiator=initiator)
+        self._inbox = Inbox(allocate, lane, limits, initiator=initiator, absorb=absorb)
         self._sharing = Sharing(lane, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
@@ -190,10 +194,7 @@ class Peer(Generic[Token]):
                 f"{self.name}: {len(self._requests)} requests are open, the most that "
                 "may be: wait for some of them"
             )
-        number = 2 * self._sent + 3
-        self.outbox.put(message, number)
-        self._sent += 1
-        self._requests.add(number, token, deadline, type(message))
+        self._request(message, token, deadline)
 
     def notify(self, message: Message) -> None:
         """Queues a notice.
@@ -271,29 +272,46 @@ class Peer(Generic[Token]):
         return orders
 
     def _deliver(self, arrived: Arrived) -> Sequence[Order[Token]]:
-        number, message, heavy = arrived
+        number, message = arrived.number, arrived.message
         if not number & 1:
             return (Noticed(message),)
         if not self._initiator:
-            return self._accept_request(number, message, heavy)
+            return self._accept_request(arrived)
         waiting = self._requests.take(number)
         if waiting is None:
             self.late += 1
             return ()
         if type(message) is Failure:
             return (Failed(waiting.token, from_wire(message.error)),)
+        if type(message) is Again:
+            return self._repeat(number, waiting)
         return (Answered(waiting.token, message),)
 
-    def _accept_request(
-        self, number: int, message: Message, heavy: bool
-    ) -> Sequence[Order[Token]]:
+    def _request(self, message: Message, token: Token, deadline: float) -> None:
+        number = 2 * self._sent + 3
+        in_chunks = self.outbox.put(message, number)
+        self._sent += 1
+        kept = message if in_chunks else None
+        self._requests.add(number, token, deadline, type(message), kept)
+
+    def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
+        if waiting.message is None:
+            kind = waiting.kind.__name__
+            # It ends with the connection, as the others do.
+            self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
+            raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
+        self._request(waiting.message, waiting.token, waiting.deadline)
+        return ()
+
+    def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
+        number, message, heavy, sink = arrived
         if len(self._serving) >= self._limits.requests:
             busy = BusyError(f"{len(self._serving)} requests are open: wait for them")
             self.outbox.put(failure(busy), number)
             return ()
         self._serving[number] = heavy
         self._bodies += heavy
-        return (Requested(number, message),)
+        return (Requested(number, message, sink),)
 
     # ---- what is outside the order --------------------------------------------------
 

@@ -14,9 +14,12 @@ SCAN: Final = 0.01
 
 
 class Waiting(NamedTuple, Generic[Token]):
+    """``message`` is kept if the other side may ask for it `Again`."""
+
     token: Token
     deadline: float
     kind: type[Message]
+    message: Message | None
 
 
 class Requests(Generic[Token]):
@@ -33,9 +36,14 @@ class Requests(Generic[Token]):
         return len(self._waiting)
 
     def add(
-        self, number: int, token: Token, deadline: float, kind: type[Message]
+        self,
+        number: int,
+        token: Token,
+        deadline: float,
+        kind: type[Message],
+        message: Message | None = None,
     ) -> None:
-        self._waiting[number] = Waiting(token, deadline, kind)
+        self._waiting[number] = Waiting(token, deadline, kind, message)
         if deadline < self.due:
             self.due = deadline
 

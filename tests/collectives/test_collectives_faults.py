@@ -1,0 +1,268 @@
+"""Ranks that do not call, call something else, leave or vanish: who is named, where."""
+
+import numpy as np
+import pytest
+from collectives_groups import ranks_of
+
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.collectives import Group
+from zstrat.errors import (
+    CancelledError,
+    ClosedError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    PeerLostError,
+    UnavailableError,
+)
+
+
+@pytest.fixture
+def trio():
+    with ranks_of(3) as ranks:
+        yield ranks
+
+
+def test_who_did_not_come_is_named_to_all(trio):
+    def come(rank):
+        return trio.group(rank, rendezvous_timeout=1.0)
+
+    for error in trio.outcomes(come, [0, 1]):
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "rank 2 (/job:worker/task:2 at ipc://" in str(error)
+        assert "2 of 3" in str(error)
+
+
+def test_rank_0_that_is_not_there_is_named(trio):
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 \(/job:worker/task:0"):
+        trio.group(1, rendezvous_timeout=0.5)
+
+
+def test_rank_0_that_has_not_made_the_group_is_named(trio):
+    others = trio.each(
+        lambda rank: trio.group(rank, name="other", tasks=["worker:0", "worker:1"]),
+        [0, 1],
+    )
+    assert others[0].size == 2
+    with pytest.raises(CollectiveTimeoutError, match="has not made the group"):
+        trio.group(2, rendezvous_timeout=0.5)
+
+
+def test_ranks_may_come_in_any_order_and_late(trio):
+    first = trio.start(trio.group, 2)
+    second = trio.start(trio.group, 1)
+    assert not first.done()
+    assert trio.group(0).size == first.result(20).size == second.result(20).size
+
+
+def test_a_rank_that_does_not_call_is_named_to_all_others(trio):
+    groups = trio.groups()
+    found = trio.outcomes(
+        lambda group: group.all_reduce(np.ones(1000), timeout=0.6), groups[:2]
+    )
+    for error in found:
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "all_reduce(float64[1000], SUM), call 1 of group 'group'" in str(error)
+        assert "rank 2 (/job:worker/task:2 at ipc" in str(error)
+        assert "has not called it" in str(error)
+    assert groups[2].is_broken
+    with pytest.raises(CollectiveTimeoutError, match="has not called it"):
+        groups[2].all_reduce(np.ones(1000))
+    with pytest.raises(UnavailableError, match=r"reform\(\)"):
+        groups[2].all_reduce(np.ones(1000))
+
+
+def test_who_waits_for_the_guilty_is_not_guilty(trio):
+    # In a ring rank 0 waits for 2, which waits for 1.
+    groups = trio.groups()
+    data = np.ones(300_000)
+    found = trio.outcomes(
+        lambda group: group.all_reduce(data, timeout=0.8), [groups[0], groups[2]]
+    )
+    for error in found:
+        assert "rank 1 (/job:worker/task:1 " in str(error).split("; ")[0]
+        assert "rank 2 (" not in str(error).split("; ")[0]
+
+
+def test_ranks_that_make_different_calls_are_told_what_each_does(trio):
+    groups = trio.groups()
+    calls = [
+        lambda group: group.all_reduce(np.ones(10)),
+        lambda group: group.all_reduce(np.ones(10)),
+        lambda group: group.all_gather(np.ones(10)),
+    ]
+    found = trio.outcomes(lambda group: calls[group.rank](group), groups)
+    for error in found:
+        assert isinstance(error, InvalidArgumentError)
+        assert "all_reduce(float64[10], SUM)" in str(error)
+        assert "all_gather(float64[?], axis=0)" in str(error)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda group: group.all_reduce(np.ones(11)),
+        lambda group: group.all_reduce(np.ones(10, np.float32)),
+        lambda group: group.all_reduce(np.ones(10), "max"),
+        lambda group: group.all_reduce([np.ones(10), np.ones(10)]),
+        lambda group: group.broadcast(np.ones(10), 1),
+        lambda group: group.reduce_scatter(np.ones(10)),
+        lambda group: group.barrier(timeout=1.0),
+    ],
+)
+def test_every_difference_is_found(trio, others):
+    groups = trio.groups()
+    calls = [
+        lambda group: group.all_reduce(np.ones(10), timeout=1.0),
+        others,
+        others,
+    ]
+    found = trio.outcomes(lambda group: calls[group.rank](group), groups)
+    assert isinstance(found[0], InvalidArgumentError | UnavailableError), found
+
+
+def test_other_order_of_calls_is_an_error_and_no_hang(trio):
+    groups = trio.groups()
+    small, large = np.ones(10), np.ones(500_000, np.float32)
+
+    def work(group):
+        for data in (large, small) if group.rank == 1 else (small, large):
+            group.all_reduce(data)
+
+    for error in trio.outcomes(work, groups):
+        assert isinstance(error, InvalidArgumentError)
+        assert "same calls in the same order" in str(error)
+
+
+def test_all_calls_under_way_fail_together(trio):
+    groups = trio.groups()
+    pending = [
+        group.all_reduce_async(np.ones(10 + i), timeout=0.5)
+        for group in groups[:2]
+        for i in range(5)
+    ]
+    for each in pending:
+        with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+            each.result(10)
+
+
+def test_a_rank_that_leaves_is_named(trio):
+    groups = trio.groups()
+    trio.each(lambda group: group.all_reduce(np.ones(3)), groups)
+    groups[2].close()
+    for error in trio.outcomes(lambda group: group.barrier(), groups[:2]):
+        assert isinstance(error, PeerLostError)
+        assert error.left
+        assert "rank 2 (/job:worker/task:2" in error.peer
+
+
+def test_a_rank_may_leave_after_its_last_call(trio):
+    def work(group):
+        data = group.broadcast(np.full(3_000_000, group.rank + 1.0))
+        group.close()
+        return float(data.min())
+
+    assert trio.each(work, trio.groups()) == [1.0] * 3
+
+
+def test_closing_fails_what_is_under_way_here(trio):
+    groups = trio.groups()
+    pending = groups[0].all_reduce_async(np.ones(10))
+    groups[0].close()
+    with pytest.raises(ClosedError):
+        pending.result(10)
+
+
+def test_reform_goes_on_with_the_survivors(trio):
+    groups = trio.groups()
+    groups[0].close()
+    found = trio.outcomes(lambda group: group.barrier(timeout=5.0), groups[1:])
+    assert {type(error) for error in found} == {PeerLostError}
+    trio.each(lambda group: group.reform(ranks=[1, 2]), groups[1:])
+    assert [group.rank for group in groups[1:]] == [0, 1]
+    assert [group.generation for group in groups[1:]] == [1, 1]
+    sums = trio.each(lambda g: g.all_reduce(np.array([g.rank + 1])), groups[1:])
+    np.testing.assert_array_equal(sums, [[3], [3]])
+
+
+def test_reform_goes_on_with_a_newcomer(trio):
+    groups = trio.groups()
+    groups[1].close()
+    trio.outcomes(lambda group: group.barrier(timeout=5.0), [groups[0], groups[2]])
+    again = trio.start(trio.group, 1)
+    trio.each(lambda group: group.reform(timeout=20), [groups[0], groups[2]])
+    groups[1] = again.result(20)
+    assert [group.generation for group in groups] == [1, 1, 1]
+    sums = trio.each(lambda g: g.all_reduce(np.array([g.rank + 1])), groups)
+    np.testing.assert_array_equal(sums, [[6]] * 3)
+
+
+def test_reform_goes_on_without_and_with_rank_0(trio):
+    groups = trio.groups()
+    groups[0].close()
+    trio.outcomes(lambda group: group.barrier(timeout=5.0), groups[1:])
+    trio.each(lambda group: group.reform(ranks=[1, 2]), groups[1:])
+    again = trio.start(trio.group, 0)
+    trio.each(lambda group: group.reform(), groups[1:])
+    groups[0] = again.result(20)
+    assert [group.generation for group in groups] == [2, 2, 2]
+    assert [group.rank for group in groups] == [0, 1, 2]
+    trio.each(lambda group: group.barrier(), groups)
+
+
+def test_reform_without_need_starts_afresh(trio):
+    groups = trio.groups()
+    trio.each(lambda group: group.reform(), groups)
+    sums = trio.each(lambda g: g.all_reduce(np.array([g.rank])), groups)
+    np.testing.assert_array_equal(sums, [[3]] * 3)
+
+
+def test_reform_that_fails_can_be_tried_again(trio):
+    groups = trio.groups()
+    groups[2].close()
+    for error in trio.outcomes(lambda group: group.reform(timeout=0.7), groups[:2]):
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "rank 2" in str(error)
+    trio.each(lambda group: group.reform(ranks=[0, 1]), groups[:2])
+    trio.each(lambda group: group.barrier(), groups[:2])
+
+
+def test_ranks_of_reform_have_to_fit(trio):
+    groups = trio.groups()
+    for ranks in ([1, 2], [0, 3], []):
+        with pytest.raises(ValueError, match="this one"):
+            groups[0].reform(ranks=ranks)
+    with pytest.raises(ValueError, match="not both"):
+        groups[0].reform(ranks=[0], tasks=["worker:0"])
+
+
+def test_a_call_that_breaks_here_is_told_to_the_others(trio):
+    groups = trio.groups()
+
+    def interrupted(group):
+        group._work.interrupt("all_reduce()")
+
+    others = [trio.start(group.barrier) for group in groups[1:]]
+    trio.start(interrupted, groups[0]).result(10)
+    for each in others:
+        error = each.exception(10)
+        assert isinstance(error, CancelledError)
+        assert "rank 0" in str(error)
+        assert "interrupted" in str(error)
+
+
+def test_the_process_must_be_a_member():
+    spec = ClusterSpec({"worker": ["ipc:///tmp/a", "ipc:///tmp/b"], "ps": ["ipc:///c"]})
+    for job, index, words in (
+        ("ps", 0, "none of the group's"),
+        ("worker", 7, "none of the group's"),
+        (None, None, "task_type and task_id"),
+    ):
+        resolver = SimpleClusterResolver(spec, task_type=job, task_id=index)
+        with pytest.raises(ValueError, match=words):
+            Group(resolver)
+    resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
+    for tasks in (["worker:5"], ["worker"], ["worker:0", "worker:0"], []):
+        with pytest.raises(ValueError, match=r"task"):
+            Group(resolver, tasks=tasks)
+    with pytest.raises(ValueError, match="lane"):
+        Group(resolver, lane="pigeon")

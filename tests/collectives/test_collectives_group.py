@@ -1,0 +1,372 @@
+"""Every operation of a group, against numpy, with ranks as threads."""
+
+import asyncio
+from functools import reduce
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from collectives_groups import ranks_of
+
+import zstrat as zs
+from zstrat.errors import ClosedError, InvalidArgumentError
+
+UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
+DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64"]
+DTYPES += ["uint8", "uint32", "complex64"]
+
+
+@pytest.fixture(scope="module")
+def trio():
+    with ranks_of(3) as ranks:
+        ranks.all = ranks.groups()
+        yield ranks
+
+
+@pytest.fixture
+def on_all(trio):
+    """Calls a function with each group at the same time."""
+    return lambda function: trio.each(function, trio.all)
+
+
+def numbers(rank, dtype, shape):
+    """Small integers: exact in every dtype, in any order of summing."""
+    rng = np.random.default_rng(rank)
+    return rng.integers(0, 8, shape).astype(np.dtype(dtype))
+
+
+def equal(got, expected):
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_ranks_know_who_they_are(on_all):
+    found = on_all(lambda group: (group.rank, group.size, group.generation))
+    assert found == [(0, 3, 0), (1, 3, 0), (2, 3, 0)]
+    names = tuple(f"/job:worker/task:{rank}" for rank in range(3))
+    assert on_all(lambda group: group.members) == [names] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_all_reduce_of_every_dtype(on_all, dtype, op):
+    if dtype == "complex64" and op != "sum":
+        pytest.skip("complex numbers have no order")
+    data = [numbers(rank, dtype, (7, 1000)) for rank in range(3)]
+    for result in on_all(lambda group: group.all_reduce(data[group.rank], op)):
+        equal(result, reduce(UFUNCS[op], data))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_mean(on_all, dtype):
+    data = [3 * numbers(rank, dtype, 50) for rank in range(3)]
+    expected = (sum(d.astype(np.float64) for d in data) / 3).astype(dtype)
+    for result in on_all(lambda group: group.all_reduce(data[group.rank], "MEAN")):
+        equal(result, expected)
+
+
+def test_half_floats_are_rounded_once(on_all):
+    # 1 + 2^-9 + 2^-9: each addition in bfloat16 alone would lose both small parts.
+    parts = np.array([1.0, 2**-8, 2**-8], ml_dtypes.bfloat16)
+    results = on_all(lambda group: group.all_reduce(parts[group.rank : group.rank + 1]))
+    expected = np.array([1 + 2**-7], np.float32).astype(ml_dtypes.bfloat16)
+    for result in results:
+        equal(result, expected)
+
+
+def test_all_ranks_have_the_same_bits(on_all):
+    rng = np.random.default_rng(7)
+    data = rng.standard_normal((3, 300_000)).astype(np.float32)
+    results = on_all(lambda group: group.all_reduce(data[group.rank]))
+    assert len({result.tobytes() for result in results}) == 1
+    np.testing.assert_allclose(results[0], data.sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (2,), (4, 0, 3), (5, 7), (65_537,)])
+def test_every_shape(on_all, shape):
+    data = [numbers(rank, "float32", shape) for rank in range(3)]
+    for result in on_all(lambda group: group.all_reduce(data[group.rank])):
+        equal(np.asarray(result), np.asarray(sum(data), np.float32))
+
+
+def test_arrays_that_are_no_plain_memory(on_all):
+    whole = [numbers(rank, "float32", (40, 30)) for rank in range(3)]
+    ways = [lambda a: a.T, lambda a: a[::2, 3:], lambda a: a.astype(">f4")]
+    for way in ways:
+        expected = sum(way(each).astype(np.float32) for each in whole)
+        for result in on_all(lambda g, way=way: g.all_reduce(way(whole[g.rank]))):
+            equal(result, expected)
+
+
+def test_in_place(on_all):
+    for way in (lambda a: a, lambda a: a[::2]):
+        data = [numbers(rank, "float64", (100, 5)) for rank in range(3)]
+        expected = sum(way(each) for each in data)
+        results = on_all(
+            lambda g, d=data, way=way: g.all_reduce(way(d[g.rank]), in_place=True)
+        )
+        for rank, result in enumerate(results):
+            assert np.shares_memory(result, data[rank])
+            equal(way(data[rank]), expected)
+
+
+def test_the_operand_is_left_alone(on_all):
+    data = [numbers(rank, "float32", 500_000) for rank in range(3)]
+    copies = [each.copy() for each in data]
+    on_all(lambda group: group.all_reduce(data[group.rank]))
+    on_all(lambda group: group.reduce_scatter(data[group.rank]))
+    on_all(lambda group: group.all_gather(data[group.rank]))
+    for before, after in zip(copies, data, strict=True):
+        equal(after, before)
+
+
+def test_pytrees_of_many_arrays(on_all):
+    shapes = [(3,), (1000,), (), (200, 100), (0,), (64, 1024), (5, 5)]
+
+    def tree(rank):
+        return {
+            "f32": [numbers(rank, "float32", shape) for shape in shapes],
+            "f64": tuple(numbers(rank, "float64", shape) for shape in shapes),
+            "int": {"n": rank, "none": None},
+        }
+
+    trees = [tree(rank) for rank in range(3)]
+    expected = jax.tree.map(lambda *leaves: np.asarray(sum(leaves)), *trees)
+    for result in on_all(lambda group: group.all_reduce(trees[group.rank])):
+        assert jax.tree.structure(result) == jax.tree.structure(expected)
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_jax_arrays_stay_jax_arrays(on_all):
+    def work(group):
+        tree = {"w": jnp.full((300, 40), group.rank + 1.0), "n": np.float32(1)}
+        return group.all_reduce(tree)
+
+    for result in on_all(work):
+        assert isinstance(result["w"], jax.Array)
+        assert not isinstance(result["n"], jax.Array)
+        equal(np.asarray(result["w"]), np.full((300, 40), 6, np.float32))
+
+
+def test_traced_arrays_are_refused(trio):
+    group = trio.all[0]
+    with pytest.raises(TypeError, match="traced"):
+        jax.jit(group.all_reduce)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_all_gather_of_uneven_arrays(on_all, axis):
+    def mine(rank):
+        shape = [2, 3, 4]
+        shape[axis] = 2 * rank  # rank 0 has none
+        return numbers(rank, "int32", shape)
+
+    expected = np.concatenate([mine(rank) for rank in range(3)], axis)
+    for result in on_all(lambda group: group.all_gather(mine(group.rank), axis)):
+        equal(result, expected)
+
+
+def test_all_gather_of_pytrees(on_all):
+    def mine(rank):
+        return {"a": numbers(rank, "bool", (rank + 1,)), "b": jnp.ones((2, rank))}
+
+    for result in on_all(lambda group: group.all_gather(mine(group.rank), -1)):
+        parts = [mine(rank) for rank in range(3)]
+        equal(result["a"], np.concatenate([part["a"] for part in parts]))
+        equal(np.asarray(result["b"]), np.ones((2, 3), np.float32))
+        assert isinstance(result["b"], jax.Array)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3, 10])
+def test_reduce_scatter(on_all, rows):
+    data = [numbers(rank, "float32", (rows, 3)) for rank in range(3)]
+    expected = np.array_split(sum(data), 3)
+    results = on_all(lambda group: group.reduce_scatter(data[group.rank]))
+    for result, part in zip(results, expected, strict=True):
+        equal(result, part)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("count", [0, 10, 1_000_000])
+def test_broadcast(on_all, root, count):
+    data = [numbers(rank, "float32", count) for rank in range(3)]
+    for result in on_all(lambda group: group.broadcast(data[group.rank], root)):
+        equal(result, data[root])
+
+
+def test_broadcast_result_is_not_the_operand(on_all):
+    data = np.ones(10)
+    for result in on_all(lambda group: group.broadcast(data)):
+        assert not np.shares_memory(result, data)
+
+
+@pytest.mark.parametrize("rows", [0, 6])
+def test_all_to_all(on_all, rows):
+    data = [numbers(rank, "int64", (rows, 2)) for rank in range(3)]
+    cut = [np.split(each, 3) for each in data]
+    results = on_all(lambda group: group.all_to_all(data[group.rank]))
+    for rank, result in enumerate(results):
+        equal(result, np.concatenate([cut[sender][rank] for sender in range(3)]))
+
+
+def test_all_to_all_of_uneven_parts(on_all):
+    splits = [[1, 0, 4], [2, 2, 0], [0, 3, 1]]
+    data = [numbers(rank, "float64", sum(splits[rank])) for rank in range(3)]
+    cut = [np.split(d, np.cumsum(s)[:-1]) for d, s in zip(data, splits, strict=True)]
+    results = on_all(lambda g: g.all_to_all(data[g.rank], splits=splits[g.rank]))
+    for rank, result in enumerate(results):
+        equal(result, np.concatenate([cut[sender][rank] for sender in range(3)]))
+
+
+def test_sparse_gradients_are_concatenated(on_all):
+    def mine(rank):
+        values = np.full((rank + 1, 2), rank + 1.0, np.float32)
+        return zs.IndexedSlices(values, np.arange(rank + 1), (9, 2))
+
+    for result in on_all(lambda group: group.all_reduce(mine(group.rank), "mean")):
+        assert result.dense_shape == (9, 2)
+        np.testing.assert_array_equal(result.indices, [0, 0, 1, 0, 1, 2])
+        values = np.float32([[1], [2], [2], [3], [3], [3]]) / np.float32(3)
+        equal(result.values, np.tile(values, 2))
+
+
+def test_sparse_gradients_become_dense(on_all):
+    def mine(rank):
+        return zs.IndexedSlices(
+            np.ones((2, 2), np.float32), np.array([0, rank]), (3, 2)
+        )
+
+    for result in on_all(lambda g: g.all_reduce(mine(g.rank), densify=True)):
+        np.testing.assert_array_equal(result, [[4, 4], [1, 1], [1, 1]])
+
+
+def test_many_operations_in_flight(on_all):
+    def work(group):
+        data = [np.full(1000 * (i + 1), group.rank + i) for i in range(50)]
+        pending = [group.all_reduce_async(each) for each in data]
+        gathered = group.all_gather_async(np.array([group.rank]))
+        return [each.result() for each in reversed(pending)], gathered.result()
+
+    for results, gathered in on_all(work):
+        for i, result in enumerate(reversed(results)):
+            equal(result, np.full(1000 * (i + 1), 3 + 3 * i))
+        equal(gathered, np.arange(3))
+
+
+def test_pending_results_can_be_awaited(on_all):
+    async def work(group):
+        pending = [group.all_reduce_async(np.array([i])) for i in range(3)]
+        return [int(each[0]) for each in await asyncio.gather(*pending)]
+
+    assert on_all(lambda group: asyncio.run(work(group))) == [[0, 3, 6]] * 3
+
+
+def test_tagged_calls_may_come_in_any_order(on_all):
+    def work(group):
+        tags = ["a", "b", "c"]
+        turned = tags[group.rank :] + tags[: group.rank]
+        pending = {
+            tag: group.all_reduce_async(np.array([ord(tag)]), tag=tag) for tag in turned
+        }
+        return [int(pending[tag].result()[0]) for tag in tags]
+
+    assert on_all(work) == [[3 * ord(tag) for tag in "abc"]] * 3
+
+
+def test_barrier_waits_for_all(trio):
+    came = []
+
+    def work(group):
+        came.append(group.rank)
+        group.barrier()
+        return len(came)
+
+    assert trio.each(work, trio.all) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda g: g.all_reduce(np.ones(3, int), "mean"), TypeError, "MEAN"),
+        (lambda g: g.all_reduce(np.ones(3), "product"), ValueError, "expected one of"),
+        (lambda g: g.all_reduce("text"), TypeError, "got str"),
+        (lambda g: g.all_reduce(np.array(["a"])), TypeError, "cannot be sent"),
+        (lambda g: g.all_gather(np.ones(3), 1), ValueError, "no such axis"),
+        (lambda g: g.all_gather(1.0), ValueError, "no such axis"),
+        (lambda g: g.reduce_scatter(1.0), ValueError, "an axis"),
+        (lambda g: g.broadcast(1.0, 3), ValueError, "below 3"),
+        (lambda g: g.all_to_all(np.ones(4)), ValueError, "splits"),
+        (lambda g: g.all_to_all(np.ones(4), splits=[1, 1, 1]), ValueError, "add up"),
+        (lambda g: g.all_reduce(jnp.ones(3), in_place=True), TypeError, "numpy"),
+        (lambda g: g.barrier(timeout=0), ValueError, "above 0"),
+    ],
+)
+def test_wrong_arguments_are_refused_and_number_nothing(trio, call, error, words):
+    with pytest.raises(error, match=words):
+        call(trio.all[1])
+    trio.each(lambda group: group.barrier(), trio.all)
+
+
+def test_two_groups_in_one_process_overlap():
+    with ranks_of(3) as ranks:
+        everybody = ranks.groups(name="everybody")
+        tasks = ["worker:2", "worker:0"]
+        pair = ranks.each(
+            lambda rank: ranks.group(rank, name="pair", tasks=tasks), [0, 2]
+        )
+        assert [group.rank for group in pair] == [1, 0]
+        pending = [group.all_reduce_async(np.arange(5)) for group in everybody]
+        sums = ranks.each(lambda group: group.all_gather(np.array([group.rank])), pair)
+        np.testing.assert_array_equal(sums, [[0, 1], [0, 1]])
+        for each in pending:
+            np.testing.assert_array_equal(each.result(), 3 * np.arange(5))
+
+
+def test_a_group_of_one_needs_no_cluster():
+    with zs.collectives.Group(
+        zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec({}))
+    ) as group:
+        assert (group.rank, group.size) == (0, 1)
+        np.testing.assert_array_equal(group.all_reduce(np.arange(3), "sum"), range(3))
+        np.testing.assert_array_equal(group.all_reduce(np.ones(3), "mean"), np.ones(3))
+        np.testing.assert_array_equal(group.all_gather(np.arange(3)), range(3))
+        np.testing.assert_array_equal(group.reduce_scatter(np.arange(3)), range(3))
+        np.testing.assert_array_equal(group.all_to_all(np.arange(3)), range(3))
+        np.testing.assert_array_equal(group.broadcast(np.arange(3)), range(3))
+        group.barrier()
+
+
+def test_a_closed_group_says_so():
+    with ranks_of(2) as ranks:
+        groups = ranks.groups()
+        groups[0].close()
+        groups[0].close()
+        with pytest.raises(ClosedError, match="closed"):
+            groups[0].barrier()
+
+
+async def test_groups_for_async_programs():
+    with ranks_of(2) as ranks:
+        make = zs.collectives.Group.create
+        options = {"rendezvous_timeout": 20, "lane": "tcp"}
+        first, second = await asyncio.gather(
+            make(ranks.resolver(0), **options), make(ranks.resolver(1), **options)
+        )
+        async with first, second:
+            found = await asyncio.gather(
+                first.all_reduce_async(np.ones(3)), second.all_reduce_async(np.ones(3))
+            )
+            np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
+
+
+def test_ranks_that_differ_in_the_group_are_told():
+    with ranks_of(3) as ranks:
+        tasks = {0: None, 1: ["worker:0", "worker:1"]}
+        first = ranks.start(lambda: ranks.group(0, rendezvous_timeout=1))
+        words = r"with 2 ranks, rank 0 .* with 3"
+        with pytest.raises(InvalidArgumentError, match=words):
+            ranks.group(1, tasks=tasks[1])
+        assert "worker/task:1" in str(first.exception(20))

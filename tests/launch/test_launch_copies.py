@@ -1,0 +1,191 @@
+"""Copies of one program live and die together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zstrat.launch import Copies, run_copies
+from zstrat.transport import run
+
+TOLD = "import json, os; me = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+FOREVER = "import threading; threading.Event().wait()\n"
+
+
+def started(code: str, count: int, **options) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    command = (sys.executable, "-c", TOLD + code)
+    return run(run_copies(Copies(command, count, **options), lines.append)), lines
+
+
+@pytest.mark.parametrize("sockets", ["ipc", "tcp"])
+def test_each_copy_knows_itself_and_all_addresses(sockets):
+    code, lines = started("print(os.environ['TF_CONFIG'])", 3, sockets=sockets)
+
+    assert code == 0
+    told = {}
+    for line in lines:
+        name, _, text = line.partition(" | ")
+        told[name] = json.loads(text)
+    assert sorted(told) == ["worker:0", "worker:1", "worker:2"]
+    clusters = {json.dumps(each["cluster"]) for each in told.values()}
+    assert len(clusters) == 1
+    assert len(set(json.loads(clusters.pop())["worker"])) == 3
+    for name, each in told.items():
+        assert f"{each['task']['type']}:{each['task']['index']}" == name
+
+
+def test_the_first_failure_ends_all_and_is_the_exit_code():
+    code, lines = started(f"if me == 1: raise SystemExit(7)\n{FOREVER}", 3)
+
+    assert code == 7
+    assert lines == ["worker:1 ended with exit code 7: ending the others"]
+
+
+def test_a_signal_counts_as_a_shell_counts_it():
+    kill = f"os.kill(os.getpid(), {int(signal.SIGKILL)})"
+    code, _ = started(f"if me == 0: {kill}\n{FOREVER}", 2)
+    assert code == 128 + signal.SIGKILL
+
+
+def test_who_ignores_sigterm_is_killed_after_the_drain():
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    fail = "if me == 1: input()\n"  # at the end of its standard input
+    code, _ = started(f"{fail}{deaf}{FOREVER}", 2, drain=0.2)
+    assert code == 1
+
+
+def test_what_a_copy_leaves_behind_ends_with_it():
+    leave = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {FOREVER!r}])"
+    )
+    code, _ = started(leave, 1)
+    assert code == 0
+
+
+def test_a_copy_that_fails_is_started_again_while_restarts_are_left(tmp_path):
+    once = (
+        f"from pathlib import Path; mark = Path({str(tmp_path / 'mark')!r})\n"
+        "if me == 1 and not mark.exists(): mark.touch(); raise SystemExit(3)\n"
+        "print('done')"
+    )
+    code, lines = started(once, 2, restarts=1)
+
+    assert code == 0
+    assert "worker:1 ended with exit code 3: starting it anew" in lines
+    assert sorted(line for line in lines if "done" in line) == [
+        "worker:0 | done",
+        "worker:1 | done",
+    ]
+
+
+def test_restarts_run_out():
+    code, lines = started("if me == 1: raise SystemExit(3)", 2, restarts=2)
+
+    assert code == 3
+    assert sum("starting it anew" in line for line in lines) == 2
+
+
+def test_output_without_an_end_and_longer_than_a_buffer_arrives():
+    code, lines = started("print('x' * 3_000_000, end='')", 1)
+
+    assert code == 0
+    text = "".join(line.removeprefix("worker:0 | ") for line in lines)
+    assert text == "x" * 3_000_000
+
+
+def test_cancelling_ends_the_copies_and_what_they_started(tmp_path):
+    nested = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {FOREVER!r}])\n"
+        "print(os.getpid(), child.pid)\n"
+        f"{FOREVER}"
+    )
+
+    async def cancelled() -> list[int]:
+        said = asyncio.Event()
+        lines: list[str] = []
+
+        def write(line: str) -> None:
+            lines.append(line)
+            said.set()
+
+        command = (sys.executable, "-c", TOLD + nested)
+        task = asyncio.create_task(run_copies(Copies(command, 1), write))
+        await said.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return [int(word) for word in lines[0].split(" | ")[1].split()]
+
+    for pid in run(cancelled()):
+        assert not is_running(pid)
+
+
+def test_the_copies_die_with_their_parent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"{TOLD}print(os.getpid(), flush=True)\n{FOREVER}")
+    command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "2", str(script)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(parent.stdout.readline().split("|")[1]) for _ in range(2)]
+    watched = [os.pidfd_open(pid) for pid in pids]
+
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+
+    for descriptor in watched:  # readable once the process has ended
+        with os.fdopen(descriptor):
+            asyncio.run(readable(descriptor))
+
+
+async def readable(descriptor: int) -> None:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await asyncio.wait_for(ended.wait(), 30)
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"count": 0}, "count=0"),
+        ({"count": 1, "restarts": -1}, "restarts=-1"),
+        ({"count": 1, "sockets": "udp"}, "'udp'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        Copies(("true",), **options)
+
+
+def test_the_command_passes_arguments_on_and_returns_the_code(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(5)")
+    done = subprocess.run(
+        [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script), "--a", "b"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert "worker:0 | ['--a', 'b']" in done.stdout

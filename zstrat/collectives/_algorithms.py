@@ -1,0 +1,103 @@
+"""Every algorithm by the call that it carries out and by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ._doubling import (
+    dissemination_barrier,
+    doubling_all_gather,
+    halving_doubling_all_reduce,
+)
+from ._exchanges import (
+    chain_broadcast,
+    direct_all_gather,
+    direct_all_reduce,
+    direct_reduce_scatter,
+    pairwise_all_to_all,
+    scatter_broadcast,
+)
+from ._ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from ._schedule import Schedule
+from ._trees import double_tree_all_reduce, tree_all_reduce, tree_broadcast
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Make = Callable[[int, int], Schedule]
+"""From rank and size to what the rank does."""
+
+
+class Algorithm(NamedTuple):
+    """One way to carry out a call.
+
+    ``has_root``: its schedules take a root after rank and size. ``is_even``: all ranks
+    do the same at the same time; with "p2", if the size is a power of two.
+    """
+
+    make: Callable[..., Schedule]
+    has_root: bool = False
+    is_even: bool | str = True
+
+    def even_for(self, size: int) -> bool:
+        """Whether among so many all ranks do the same at the same time."""
+        if self.is_even == "p2":
+            return size & (size - 1) == 0
+        return bool(self.is_even)
+
+    def rooted(self, root: int) -> Make:
+        """With the root, if it has one."""
+        return partial(_rooted, self.make, root) if self.has_root else self.make
+
+
+ALGORITHMS: Final[Mapping[str, Mapping[str, Algorithm]]] = MappingProxyType(
+    {
+        "all_reduce": {
+            "ring": Algorithm(ring_all_reduce),
+            "halving_doubling": Algorithm(halving_doubling_all_reduce, is_even="p2"),
+            "tree": Algorithm(tree_all_reduce, is_even=False),
+            "double_tree": Algorithm(double_tree_all_reduce, is_even=False),
+            "direct": Algorithm(direct_all_reduce),
+        },
+        "reduce_scatter": {
+            "ring": Algorithm(ring_reduce_scatter),
+            "direct": Algorithm(direct_reduce_scatter),
+        },
+        "all_gather": {
+            "ring": Algorithm(ring_all_gather),
+            "doubling": Algorithm(doubling_all_gather),
+            "direct": Algorithm(direct_all_gather),
+        },
+        "broadcast": {
+            "tree": Algorithm(tree_broadcast, has_root=True, is_even=False),
+            "scatter": Algorithm(scatter_broadcast, has_root=True, is_even=False),
+            "chain": Algorithm(chain_broadcast, has_root=True, is_even=False),
+        },
+        "all_to_all": {"pairwise": Algorithm(pairwise_all_to_all)},
+        "barrier": {"dissemination": Algorithm(dissemination_barrier)},
+    }
+)
+
+
+def algorithm_named(call: str, name: str) -> Algorithm:
+    """The algorithm that carries out ``call`` ("all_reduce", ...) by that name.
+
+    Raises:
+        ValueError: There is none; says which ones there are.
+    """
+    named = ALGORITHMS.get(call)
+    if named is None:
+        raise ValueError(f"call {call!r}: expected one of {', '.join(ALGORITHMS)}")
+    found = named.get(name)
+    if found is None:
+        raise ValueError(
+            f"algorithm {name!r} for {call}: expected one of {', '.join(named)}"
+        )
+    return found
+
+
+def _rooted(make: Callable[..., Schedule], root: int, rank: int, size: int) -> Schedule:
+    return make(rank, size, root)

@@ -1,0 +1,205 @@
+"""Values made smaller for the wire: fewer bits, or fewer values.
+
+``bf16`` and ``f16`` round. ``int8`` keeps 8 bits and one scale per chunk; ``topk`` the
+largest values of a chunk and where they are. These two lose much in one call, but
+nothing over many: what was left out is added to the next call of the same kind (error
+feedback), so that a sum of gradients over time is right up to what is still held back.
+
+Seide et al., "1-bit stochastic gradient descent", 2014; Alistarh et al., "QSGD", 2017;
+Stich et al., "Sparsified SGD with memory", 2018; Karimireddy et al., "Error feedback
+fixes SignSGD", 2019.
+
+Law: a codec is deterministic, and decoding knows nothing but the bytes, so that all
+ranks end with the same values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.errors import ProtocolError
+from zstrat.wire import DTYPES
+
+from ._reduction import narrow
+from ._terms import ReduceOp
+
+if TYPE_CHECKING:
+    from ._progress import Codec
+    from ._reduction import Reduction
+
+_F32: Final = np.dtype(np.float32)
+_HALVES: Final = {"bf16": DTYPES["bfloat16"], "f16": np.dtype(np.float16)}
+_KINDS: Final = "'bf16', 'f16', 'int8', 'topk' or 'topk:FRACTION' (0.01 if not given)"
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """A kind of compression; ``fraction`` is how much of a chunk top-k keeps."""
+
+    kind: str
+    fraction: float = 0.01
+
+    @classmethod
+    def of(cls, name: str) -> Compression:
+        """From the words of a caller.
+
+        Raises:
+            ValueError: There is no such compression; says which ones there are.
+        """
+        kind, colon, text = name.partition(":")
+        if kind == "topk" and colon:
+            try:
+                fraction = float(text)
+            except ValueError:
+                fraction = 0.0
+            if 0 < fraction <= 1:
+                return cls(kind, fraction)
+        elif name in (*_HALVES, "int8", "topk"):
+            return cls(name)
+        raise ValueError(
+            f"compression={name!r}: expected {_KINDS}, with a fraction in (0, 1]"
+        )
+
+
+@dataclass(slots=True)
+class Compressor:
+    """What one generation of a group has left out so far.
+
+    A codec is asked for per call. Calls of the same ``name`` (tag and position within
+    the tree) with the same sizes follow each other: each gets what the one before left.
+    Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``.
+    """
+
+    compression: Compression
+    _left: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+
+    def codec(self, name: str, reduction: Reduction) -> Codec:
+        """How one call makes its values smaller.
+
+        Raises:
+            TypeError: Only sums and means of floating numbers may lose bits.
+        """
+        sums = reduction.op in (ReduceOp.SUM, ReduceOp.MEAN)
+        if not (sums and reduction.accumulator.kind == "f"):
+            raise TypeError(
+                f"{reduction.op.value} of {reduction.dtype} cannot be compressed: "
+                "expected SUM or MEAN of real floating numbers"
+            )
+        match self.compression.kind:
+            case "int8":
+                return _Feedback(_Int8(), reduction.accumulator, name, self._left)
+            case "topk":
+                top = _TopK(self.compression.fraction)
+                return _Feedback(top, reduction.accumulator, name, self._left)
+            case kind:
+                return _Half(_HALVES[kind], reduction.accumulator)
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    dtype: np.dtype
+    accumulator: np.dtype
+
+    def encode(self, place: int, values: np.ndarray) -> np.ndarray:
+        data = np.empty(len(values), self.dtype)
+        narrow(values.astype(_F32, copy=False), data)
+        return data.view(np.uint8)
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        _expect(data, 2 * count)
+        if self.dtype == np.float16:
+            return data.view(np.float16).astype(self.accumulator)
+        bits = data.view(np.uint16).astype(np.uint32)
+        bits <<= 16
+        return bits.view(_F32).astype(self.accumulator, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Int8:
+    """A scale, then a byte per value: at most half a scale away from it."""
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        data = np.zeros(4 + len(values), np.uint8)
+        largest = max(values.max(), -values.min()) if len(values) else np.float32(0)
+        scale = data[:4].view(_F32)
+        # Of a chunk with inf or NaN all becomes NaN: nobody should go on with it.
+        scale[0] = largest / np.float32(127) if np.isfinite(largest) else np.nan
+        if scale[0] > 0:
+            whole = np.rint(values / scale[0])
+            data[4:].view(np.int8)[...] = np.clip(whole, -127, 127)  # a tiny scale
+        return data
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        _expect(data, 4 + count)
+        scale = data[:4].view(_F32)
+        return np.multiply(data[4:].view(np.int8), scale, dtype=_F32)
+
+
+@dataclass(frozen=True, slots=True)
+class _TopK:
+    """Which values are the largest, then these themselves; the others are zero."""
+
+    fraction: float
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        kept = self._kept(len(values))
+        if not kept:
+            return np.empty(0, np.uint8)
+        # NaN counts as large, and so is seen by all.
+        chosen = np.argpartition(np.abs(values), len(values) - kept)[-kept:]
+        chosen.sort()
+        data = np.empty(8 * kept, np.uint8)
+        data[: 4 * kept].view(np.uint32)[...] = chosen
+        data[4 * kept :].view(_F32)[...] = values[chosen]
+        return data
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        kept = self._kept(count)
+        _expect(data, 8 * kept)
+        chosen = data[: 4 * kept].view(np.uint32)
+        if kept and int(chosen.max()) >= count:
+            raise ProtocolError(f"top-k names value {chosen.max()} of {count}")
+        values = np.zeros(count, _F32)
+        values[chosen] = data[4 * kept :].view(_F32)
+        return values
+
+    def _kept(self, count: int) -> int:
+        return math.ceil(count * self.fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feedback:
+    """Adds what was left out the last time, and keeps what is left out now."""
+
+    codec: _Int8 | _TopK
+    accumulator: np.dtype
+    name: str
+    left: dict[tuple[str, int], np.ndarray]
+
+    def encode(self, place: int, values: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):  # inf and NaN travel on, as in `Reduction`
+            wanted = values.astype(_F32)
+            before = self.left.get((self.name, place))
+            if before is not None and len(before) == len(wanted):
+                wanted += before
+            data = self.codec.encode(wanted)
+            wanted -= self.codec.decode(data, len(wanted))
+        # What is no number any more would stay so for ever.
+        np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
+        self.left[self.name, place] = wanted
+        return data
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        return self.codec.decode(data, count).astype(self.accumulator, copy=False)
+
+
+def _expect(data: np.ndarray, length: int) -> None:
+    if data.nbytes != length:
+        raise ProtocolError(
+            f"a compressed hop has {data.nbytes} bytes, expected {length}: "
+            "the ranks call with different sizes, chunks or compression"
+        )
