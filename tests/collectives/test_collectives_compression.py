@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from collectives_ranks import deliver
+from collectives_hops import deliver
 from hypothesis import given
 from hypothesis import strategies as st
 

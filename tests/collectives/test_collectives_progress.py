@@ -10,7 +10,7 @@ import random
 
 import numpy as np
 import pytest
-from collectives_ranks import deliver
+from collectives_hops import deliver
 from hypothesis import given
 from hypothesis import strategies as st
 

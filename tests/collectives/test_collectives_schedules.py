@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from collectives_ranks import contributions
+from collectives_hops import contributions
 
 import zstrat.collectives as zc
 from zstrat.collectives import Act

@@ -173,3 +173,27 @@ def test_a_lost_value_says_so_until_it_is_assigned():
     cell.overwrite()[...] = 4
     cell.settle()
     assert (cell.lease() == 4).all()
+
+
+def test_rows_are_lent_in_place_only_while_nobody_looks():
+    cell = Cell(np.zeros((6, 3), np.float32))
+    rows = cell.rows_in_place()
+    assert rows is not None
+    assert rows.shape == (6,)
+    rows[2:3] = np.full((1, 3), 7, np.float32).view(rows.dtype)[:, 0]
+    np.testing.assert_array_equal(cell.look()[2], [7, 7, 7])
+    lease = cell.lease()
+    assert cell.rows_in_place() is None
+    assert not add_one(cell)
+    del lease
+    # The old buffer is kept for the next reader, and given up by updates in place.
+    assert cell.rows_in_place() is None
+    for _ in range(PATIENCE):
+        add_one(cell)
+    assert cell.rows_in_place() is not None
+    pin = cell.pin()
+    assert cell.rows_in_place() is None
+    pin.release()
+    assert cell.rows_in_place() is not None
+    cell.take_back(jnp.ones((6, 3)))
+    assert cell.rows_in_place() is None

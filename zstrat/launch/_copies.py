@@ -130,7 +130,8 @@ class _Run:
         try:
             assert process.stdout is not None
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._relay(index, process.stdout))
+                relay = self._relay(index, process.stdout)
+                group.create_task(relay, name=f"output of worker:{index}")
                 code = await process.wait()
                 # What it started ends with it, and lets go of its output.
                 _signal(process.pid, signal.SIGKILL)

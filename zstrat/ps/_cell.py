@@ -41,6 +41,7 @@ from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.rows import aligned
 
 from ._pins import Pin
+from ._rows import as_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -62,7 +63,7 @@ class Write(Enum):
 class _Buffer:
     """A host buffer and the lease on it, if one is alive."""
 
-    __slots__ = ("_bytes", "_window", "array")
+    __slots__ = ("_bytes", "_rows", "_window", "array")
 
     def __init__(self, array: np.ndarray) -> None:
         """``array``: of our own, writable and in C order."""
@@ -70,6 +71,14 @@ class _Buffer:
         # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
         self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
         self._window: weakref.ref[np.ndarray] | None = None
+        self._rows: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows as opaque elements (`as_rows`): a view that is made once."""
+        if self._rows is None:
+            self._rows = as_rows(self.array)
+        return self._rows
 
     @property
     def is_leased(self) -> bool:
@@ -253,6 +262,15 @@ class Cell:
         if out is not source:
             np.copyto(out, source)
         return out
+
+    def rows_in_place(self) -> np.ndarray | None:
+        """The rows as opaque elements, which may be written where they are for as long
+        as nothing else is done to this cell: `begin_rows` and `settle`, when there is
+        nothing that these would have to do; None if there is."""
+        buffer = self._buffer
+        if buffer is None or self._spare is not None or self._reserved:
+            return None
+        return None if buffer.is_leased or self.is_pinned else buffer.rows
 
     def look(self) -> np.ndarray:
         """The value, for as long as nothing is done to this cell: no lease."""

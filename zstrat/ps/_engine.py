@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._cell import Cell
+    from ._row_calls import Ready
     from ._slots import Ahead, RowStep, Slots, Step
     from ._xla import Programs
 
@@ -96,9 +97,14 @@ class Registered:
         """`prepare` for gradients of rows, which are sorted and distinct."""
         self.programs.rows.prepare(steps, ahead)
 
-    def is_prepared_rows(self, steps: Sequence[RowStep]) -> bool:
-        """Whether `prepare_rows` would have nothing to compile and no slots to make."""
-        return self.programs.rows.is_prepared(steps)
+    def ready_rows(self, steps: Sequence[RowStep]) -> list[Ready] | None:
+        """What `apply_ready` needs if `prepare_rows` has nothing to do, and all rows
+        can be written where they are; None if not."""
+        return self.programs.rows.ready(steps)
+
+    def apply_ready(self, ready: Sequence[Ready]) -> None:
+        """`apply_rows` without more ado."""
+        self.programs.rows.apply_ready(ready)
 
     def apply_rows(self, steps: Sequence[RowStep]) -> None:
         """Applies gradients to rows of each variable (which occurs once)."""

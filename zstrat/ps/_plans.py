@@ -17,18 +17,19 @@ from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
 from ._cell import Cell, Write
+from ._creating import CreatePlan, InitializePlan
 from ._engine import OptimizerEngine, Registered, fitting
-from ._initial import made
 from ._rows import gather
 from ._slots import Ahead, RowStep, Slots, Step, lose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from weakref import ref
 
-    from zstrat.wire import InitialEntry, Push, VariableEntry
+    from zstrat.wire import Push, VariableEntry
 
     from ._fold import Fold
+    from ._row_calls import Ready
 
 
 @dataclass(slots=True)
@@ -80,7 +81,7 @@ class PlannedUpdate:
         return Write.ANEW if self.op is UpdateOp.ASSIGN else Write.WHOLE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """Updates that may be made in any order: those of one optimizer, of whole variables
     and of rows, or plain ones (in their order)."""
@@ -89,6 +90,8 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
     plain: list[PlannedUpdate] = field(default_factory=list)
+    ready: list[Ready] | None = None
+    """The rows, if they need nothing but to be updated where they are (`look`)."""
 
     @property
     def is_late(self) -> bool:
@@ -96,23 +99,29 @@ class Run:
         steps: list[Step | RowStep] = [*self.steps, *self.rows]
         return any(step.late for step in steps)
 
+    def look(self) -> None:
+        """Finds out what there is to do, once."""
+        if self.optimizer is not None and self.rows and self.ready is None:
+            self.ready = self.optimizer.ready_rows(self.rows)
+
     @property
     def is_prepared(self) -> bool:
         """Whether `prepare` would have next to nothing to do."""
+        self.look()
         optimizer = self.optimizer
         return optimizer is None or (
-            not self.is_late
-            and not any(step.mixed for step in self.rows)
+            (self.ready is not None or not self.rows)
+            and not self.is_late
             and optimizer.is_prepared(self.steps)
-            and optimizer.is_prepared_rows(self.rows)
         )
 
     def prepare(self, ahead: Ahead) -> None:
         """What can fail: compiling, slots, memory."""
         if self.optimizer is not None:
-            self.rows[:] = [step.distinct() for step in self.rows]
             self.optimizer.prepare(self.steps, ahead)
-            self.optimizer.prepare_rows(self.rows, ahead)
+            if self.ready is None:
+                self.rows[:] = [step.distinct() for step in self.rows]
+                self.optimizer.prepare_rows(self.rows, ahead)
 
     def compute(self, ahead: Ahead) -> None:
         """If it fails, what it had written is lost."""
@@ -121,7 +130,10 @@ class Run:
                 self.optimizer.complete(self.steps, self.rows, ahead)
             self.optimizer.apply(self.steps)
             try:
-                self.optimizer.apply_rows(self.rows)
+                if self.ready is None:
+                    self.optimizer.apply_rows(self.rows)
+                else:
+                    self.optimizer.apply_ready(self.ready)
             except BaseException as error:
                 lose(self.optimizer.optimizer, self.steps, error)
                 raise
@@ -156,6 +168,8 @@ class PushPlan:
         written: a value that was lost, memory for values beside those that readers look
         at, compiling. If XLA fails nevertheless, values that the push had changed are
         lost, because half of a push must never be seen."""
+        for run in self.runs:
+            run.look()
         self._reserve()
         ahead = Ahead()
         for run in self.runs:
@@ -174,9 +188,14 @@ class PushPlan:
         return all(run.is_prepared for run in self.runs)
 
     def _reserve(self) -> None:
+        # The first updates of these: in place, so nothing changes for those behind.
+        ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
         found: dict[int, tuple[Cell, list[Write]]] = {}
         for update in self.updates:
             held = update.held
+            if id(held.cell) in ready:
+                ready.remove(id(held.cell))
+                continue
             _, writes = found.setdefault(held.entry.key, (held.cell, []))
             writes.append(update.write)
         for cell, writes in found.values():
@@ -235,29 +254,6 @@ class RowsPlan:
                 ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class CreatePlan:
-    """Validated new variables. ``work`` is their bytes."""
-
-    generation: int
-    entries: Sequence[VariableEntry]
-    arrays: Sequence[np.ndarray]
-    work: int
-    task: str
-    cells: list[Cell] = field(default_factory=list)
-
-    def compute(self) -> None:
-        """Raises ResourceExhaustedError if there is no memory."""
-        for entry, array in zip(self.entries, self.arrays, strict=True):
-            try:
-                self.cells.append(Cell(array))
-            except MemoryError:
-                raise ResourceExhaustedError(
-                    f"{self.task}: variable {entry.name!r}: there is no memory for its "
-                    f"{array.nbytes} bytes"
-                ) from None
-
-
 @dataclass(slots=True)
 class OptimizerPlan:
     """A transformation to load, probe and register."""
@@ -272,31 +268,6 @@ class OptimizerPlan:
     def compute(self) -> None:
         """Imports jax and optax if need be; raises what `OptimizerEngine.load` does."""
         self.loaded = self.engine.load(self.optimizer, self.name, self.code)
-
-
-@dataclass(frozen=True, slots=True)
-class InitializePlan:
-    """Validated new variables, whose values a shipped initializer will make."""
-
-    generation: int
-    entries: Sequence[InitialEntry]
-    code: bytes
-    load_code: Callable[[bytes], object]
-    task: str
-    cells: list[Cell] = field(default_factory=list)
-
-    def compute(self) -> None:
-        """Raises InvalidArgumentError for values that are not what was announced, and
-        ResourceExhaustedError if there is no memory."""
-        initialize = self.load_code(self.code) if self.entries else None
-        for entry in self.entries:
-            try:
-                self.cells.append(made(initialize, entry))
-            except MemoryError:
-                raise ResourceExhaustedError(
-                    f"{self.task}: variable {entry.name!r}: there is no memory to make "
-                    f"{entry.dtype}{list(entry.shape)}"
-                ) from None
 
 
 Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan

@@ -26,9 +26,10 @@ from zstrat.wire import (
     Pushed,
 )
 
+from ._creating import CreatePlan
 from ._fold import Folded
 from ._ledger import UNNAMED
-from ._plans import CreatePlan, Plan, PushPlan, RowsPlan
+from ._plans import Plan, PushPlan, RowsPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

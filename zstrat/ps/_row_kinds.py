@@ -8,18 +8,27 @@ a copy. What a program leaves in one call is lent to it again as memory for the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from zstrat.rows import aligned
 
 from ._layouts import Layout, Layouts, Shape, precision, shape, spec
+from ._row_layouts import (
+    RowLayout,
+    arguments_of,
+    flat,
+    is_apart,
+    nbytes_of,
+    row_layout,
+    rows_of,
+    update_of,
+    vector,
+)
 from ._rows import CALL_BYTES, FEWEST, as_rows, bucket, sizes
 from ._slots import is_wide
 
@@ -32,57 +41,17 @@ ROUNDS: Final = 3
 """How often the dtypes of slots may change before they have to stay as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """What a row of a variable and of its slots looks like, and the other slots.
-
-    ``leaves`` are in the order of the state: one row of those that have ``rows``, all
-    of the others.
-    """
-
-    value: Shape
-    structure: Any
-    leaves: tuple[Shape, ...]
-    rows: tuple[bool, ...]
-    gradient: Shape
-
-    @property
-    def gathered(self) -> list[Shape]:
-        """A row of all that is gathered: value, slots with rows, gradient."""
-        return [self.value, *self.split(self.leaves)[0], self.gradient]
-
-    @property
-    def shared(self) -> list[Shape]:
-        return [
-            leaf for leaf, has in zip(self.leaves, self.rows, strict=True) if not has
-        ]
-
-    @property
-    def is_wide(self) -> bool:
-        return is_wide(np.dtype(self.value.dtype))
-
-    def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
-        """The leaves in the order of the state."""
-        rows, shared = iter(rows), iter(shared)
-        return [next(rows if has else shared) for has in self.rows]
-
-    def split(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-        """Inverse of `merge`."""
-        pairs = list(zip(leaves, self.rows, strict=True))
-        return [x for x, has in pairs if has], [x for x, has in pairs if not has]
-
-
 @dataclass(slots=True)
 class RowProgram:
-    """A program compiled for ``size`` rows.
+    """A program compiled for some number of rows.
 
     ``inputs`` are where value, slots with rows and gradient are put, ``opaque`` the
-    same as vectors of rows. ``scratch`` is what the last call left, or None: then
-    ``memory`` makes it.
+    same as vectors of rows, ``vectors`` as vectors of elements.
+    ``scratch`` is what the last call left, or None: then ``memory`` makes it.
     """
 
     call: Any
-    size: int
+    vectors: list[np.ndarray]
     inputs: list[np.ndarray]
     opaque: list[np.ndarray]
     memory: Callable[[], Any]
@@ -93,13 +62,16 @@ class RowProgram:
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The new rows, as opaque vectors, of value and slots, which are valid until
         the next call; and the new slots without rows."""
-        value, *rows, gradient = self.inputs
+        value, *rows, gradient = self.vectors
         # Donated, so it is gone whether the call succeeds or fails.
         scratch, self.scratch = self.scratch, None
         if scratch is None:
             scratch = self.memory()
         moved, others = self.call(value, rows, list(shared), gradient, scratch)
-        fresh = [as_rows(np.asarray(each)) for each in moved]
+        fresh = [
+            as_rows(np.asarray(each).reshape(rows.shape))
+            for each, rows in zip(moved, self.inputs, strict=False)
+        ]
         slots = [np.asarray(each) for each in others]
         self.scratch = moved
         return fresh, slots
@@ -150,7 +122,7 @@ class RowKinds:
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
-            layout = _row_layout(self.layouts[number], gradient)
+            layout = row_layout(self.layouts[number], gradient)
             kind = self._alike.get(layout)
             if kind is None:
                 kind = self._alike[layout] = self._new(layout, cell)
@@ -189,18 +161,18 @@ class RowKinds:
                 self.layouts.words(cell),
                 self.layouts.here(),
             ):
-                call = jitted.lower(_rows_of(size, row)).compile()
+                call = jitted.lower(rows_of(size, row)).compile()
             self._initials[row, size] = call
         return call, size
 
     def _settle(self, number: int, gradient: np.dtype) -> int:
         for _ in range(ROUNDS):
             layout = self.layouts[number]
-            rows = _row_layout(layout, gradient)
+            rows = row_layout(layout, gradient)
             (new, *moved), shared = jax.eval_shape(
-                _update(self.layouts, rows), *_arguments(rows, FEWEST)
+                update_of(self.layouts, rows), *arguments_of(rows, FEWEST)
             )
-            if spec(new) != _rows_of(FEWEST, rows.value):
+            if spec(new) != rows_of(FEWEST, rows.value):
                 raise TypeError(f"it turns rows of {rows.value} into {spec(new)}")
             after = [
                 shape(leaf.shape, new.dtype)
@@ -223,102 +195,61 @@ class RowKinds:
 
     def _new(self, layout: RowLayout, cell: Cell) -> Kind:
         most = _most(layout.gathered)
-        memory = [aligned((most * _nbytes(row),), _BYTE) for row in layout.gathered]
+        memory = [aligned((most * nbytes_of(row),), _BYTE) for row in layout.gathered]
         with precision(layout.is_wide), self.layouts.words(cell):
-            jaxpr = jax.make_jaxpr(_update(self.layouts, layout))(
-                *_arguments(layout, FEWEST)
+            jaxpr = jax.make_jaxpr(update_of(self.layouts, layout))(
+                *arguments_of(layout, FEWEST)
             ).jaxpr
-        return Kind(layout, _is_apart(jaxpr, layout), most, memory)
+        return Kind(layout, is_apart(jaxpr, layout), most, memory)
 
     def _compile(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
         layout = kind.layout
-        update = _update(self.layouts, layout)
+        update = update_of(self.layouts, layout)
         with (
             precision(layout.is_wide),
             self.layouts.words(cell),
             self.layouts.here(),
         ):
-            arguments = _arguments(layout, size)
+            arguments = arguments_of(layout, size)
             # A shape that changes with the number of rows shows only here.
             moved, shared = jax.eval_shape(update, *arguments)
             if [*map(spec, moved), *map(spec, shared)] != [
-                *(_rows_of(size, row) for row in layout.gathered[:-1]),
+                *(rows_of(size, row) for row in layout.gathered[:-1]),
                 *layout.shared,
             ]:
                 raise TypeError("its state changes with the number of rows")
-            jitted = jax.jit(update, donate_argnums=4, keep_unused=True)
-            call = jitted.lower(*arguments).compile()
+            jitted = jax.jit(
+                flat(update, layout, size), donate_argnums=4, keep_unused=True
+            )
+            value, rows, others, gradient, scratch = arguments
+            scratch = list(map(vector, scratch))
+            call = jitted.lower(
+                vector(value),
+                list(map(vector, rows)),
+                others,
+                vector(gradient),
+                scratch,
+            ).compile()
 
         def zeros() -> list[Any]:
             with self.layouts.here():
-                return [jnp.zeros(each.shape, each.dtype) for each in arguments[-1]]
+                return [jnp.zeros(each.shape, each.dtype) for each in scratch]
 
         inputs = [
-            memory[: size * _nbytes(row)].view(row.dtype).reshape((size, *row.shape))
+            memory[: size * nbytes_of(row)].view(row.dtype).reshape((size, *row.shape))
             for memory, row in zip(kind.memory, layout.gathered, strict=True)
         ]
-        return RowProgram(call, size, inputs, [as_rows(x) for x in inputs], zeros)
+        return RowProgram(
+            call,
+            [x.reshape(-1) for x in inputs],
+            inputs,
+            [as_rows(x) for x in inputs],
+            zeros,
+        )
 
 
 _BYTE: Final = np.dtype(np.uint8)
 
 
-def _update(layouts: Layouts, layout: RowLayout) -> Any:
-    def update(
-        value: Any, rows: Any, shared: Any, gradient: Any, scratch: Any
-    ) -> tuple[Any, Any]:
-        del scratch  # nothing but memory
-        new, leaves = layouts.transformation.step(
-            layout.structure, value, layout.merge(rows, shared), gradient
-        )
-        rows, shared = layout.split(leaves)
-        return [new, *rows], shared
-
-    return update
-
-
-def _arguments(layout: RowLayout, size: int) -> tuple[Any, ...]:
-    value, *rows, gradient = (_rows_of(size, row) for row in layout.gathered)
-    return value, rows, layout.shared, gradient, [value, *rows]
-
-
-def _row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
-    if not layout.by_rows:
-        raise TypeError("some of its state follows the rows, but not one to one")
-    row = layout.value.shape[1:]
-    return RowLayout(
-        shape(row, layout.value.dtype),
-        layout.structure,
-        tuple(
-            shape(leaf.shape[1:] if about.rows else leaf.shape, leaf.dtype)
-            for leaf, about in zip(layout.leaves, layout.about, strict=True)
-        ),
-        tuple(about.rows for about in layout.about),
-        shape(row, gradient),
-    )
-
-
-def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
-    """Whether no slot without rows is computed from any row. Errs on the safe side:
-    what an inner function returns is taken to depend on all that it is given."""
-    shared = len(layout.shared)
-    first = len(layout.gathered) - 1  # value and slots come before, gradient behind
-    tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
-    for equation in jaxpr.eqns:
-        variables = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]
-        if not tainted.isdisjoint(variables):
-            tainted.update(equation.outvars)
-    outputs = jaxpr.outvars[len(jaxpr.outvars) - shared :]
-    return not any(isinstance(v, jax.extend.core.Var) and v in tainted for v in outputs)
-
-
 def _most(rows: Iterable[Shape]) -> int:
-    return max(1, CALL_BYTES // max(1, *(_nbytes(row) for row in rows)))
-
-
-def _nbytes(row: Shape) -> int:
-    return int(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
-
-
-def _rows_of(size: int, row: Shape) -> Shape:
-    return shape((size, *row.shape), row.dtype)
+    return max(1, CALL_BYTES // max(1, *(nbytes_of(row) for row in rows)))

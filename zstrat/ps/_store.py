@@ -39,12 +39,11 @@ from zstrat.wire import (
 )
 
 from ._arithmetic import OPTIMIZERS, check, check_rows
+from ._creating import CreatePlan, InitializePlan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
 from ._plans import (
-    CreatePlan,
     Held,
-    InitializePlan,
     OptimizerPlan,
     Plan,
     PlannedUpdate,

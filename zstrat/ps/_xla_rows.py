@@ -14,7 +14,7 @@ those slots are computed from rows (`zstrat.ps._row_kinds`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from zstrat.rows import aligned
 
 from ._cell import Cell, Write
 from ._layouts import precision, shape
-from ._row_kinds import Kind, RowKinds, RowProgram
-from ._rows import Piece, as_rows, pack
+from ._row_calls import Open, Ready, calls, together
+from ._row_kinds import Kind, RowKinds
+from ._rows import as_rows
 from ._slots import RowStep, Slots, is_wide, lose
 
 if TYPE_CHECKING:
@@ -32,13 +33,6 @@ if TYPE_CHECKING:
 
     from ._layouts import Layouts
     from ._slots import Ahead
-
-
-class _Open(NamedTuple):
-    """An update under way: where its rows are, as opaque vectors."""
-
-    step: RowStep
-    tables: list[np.ndarray]
 
 
 class RowPrograms:
@@ -53,19 +47,42 @@ class RowPrograms:
         """How many programs have been compiled."""
         return self._kinds.count
 
-    def is_prepared(self, steps: Sequence[RowStep]) -> bool:
-        """Whether `prepare` would have nothing to compile and no slots to make."""
-        for step in steps:
+    def ready(self, steps: Sequence[RowStep]) -> list[Ready] | None:
+        """The calls that update these rows where they are, if that is all there is to
+        do: programs and slots are there, nobody looks at a value, nothing is late.
+
+        Most updates are such, and one look at each table replaces the five of
+        `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
+        """
+        groups: dict[object, Ready] = {}
+        get = self._kinds.get
+        for number, step in enumerate(steps):
             slots = step.slots.get(self._optimizer)
-            if slots is None:
-                return False
-            if self._kinds.get(slots.layout, step.gradient.dtype) is None:
-                return False
-        return all(
-            size in kind.programs
-            for kind, group in self._groups(steps)
-            for size in kind.sizes(_rows(group))
-        )
+            if slots is None or step.mixed or step.late:
+                return None
+            kind = get(slots.layout, step.gradient.dtype)
+            tables = [each.rows_in_place() for each in (step.cell, *slots.with_rows)]
+            if kind is None or any(table is None for table in tables):
+                return None
+            key = (id(kind), together(kind, slots, number))
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = Ready(kind, [])
+            group.opened.append(Open(step, cast("list[np.ndarray]", tables)))
+        found = list(groups.values())
+        return found if all(ready.is_compiled for ready in found) else None
+
+    def apply_ready(self, groups: Sequence[Ready]) -> None:
+        """`apply`, of what `ready` found."""
+        for at, (kind, opened) in enumerate(groups):
+            try:
+                new = calls(self._optimizer, self._kinds, kind, opened)
+            except BaseException as error:
+                for group in groups[:at]:
+                    lose(self._optimizer, group.steps, error)
+                raise
+            for step, _ in opened if new else ():
+                self._share(step, new)
 
     def prepare(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
         """Makes slots, unless it is too early to, and compiles; changes no value.
@@ -223,46 +240,31 @@ class RowPrograms:
             slots = step.slots[self._optimizer]
             kind = self._kinds.get(slots.layout, step.gradient.dtype)
             assert kind is not None, "apply() without prepare()"
-            same: object = number
-            if kind.is_apart:
-                same = b"".join([x.look().tobytes() for x in slots.shared])
-            _, group = groups.setdefault((id(kind), same), (kind, []))
+            key = (id(kind), together(kind, slots, number))
+            _, group = groups.setdefault(key, (kind, []))
             group.append(step)
         return list(groups.values())
 
     def _update(self, kind: Kind, steps: list[RowStep]) -> None:
         opened = [self._open(step) for step in steps]
-        shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
-        new: list[np.ndarray] | None = None
-        calls = pack([len(step.indices) for step in steps], kind.most)
-        for pieces, size in zip(calls, kind.sizes(_rows(steps)), strict=True):
-            try:
-                program = self._kinds.program(kind, size, steps[0].cell)
-                _fill(program, pieces, opened)
-                with precision(kind.layout.is_wide):
-                    fresh, others = program.run(shared)
-            except Exception as error:
-                # Goes to the caller. Only XLA itself can fail here, out of memory say.
-                if new is not None:  # some rows are written and others are not
-                    lose(self._optimizer, steps, error)
-                raise
-            _scatter(pieces, opened, fresh)
-            if new is None:
-                new = others
-        assert new is not None
+        new = calls(self._optimizer, self._kinds, kind, opened)
         for step in steps:
             self._settle(step, new)
 
-    def _open(self, step: RowStep) -> _Open:
+    def _open(self, step: RowStep) -> Open:
         slots = step.slots[self._optimizer]
         cells = [step.cell, *slots.with_rows]
-        return _Open(step, [as_rows(c.begin_rows(step.indices)) for c in cells])
+        return Open(step, [as_rows(c.begin_rows(step.indices)) for c in cells])
 
     def _settle(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
         slots = step.slots[self._optimizer]
         step.cell.settle()
         for cell in slots.with_rows:
             cell.settle()
+        self._share(step, shared)
+
+    def _share(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
+        slots = step.slots[self._optimizer]
         for cell, new in zip(slots.shared, shared, strict=True):
             cell.overwrite()[...] = new
             cell.settle()
@@ -279,35 +281,6 @@ def _converted(cell: Cell, dtype: np.dtype) -> Cell:
     converted = Cell.around(new)
     converted.who = cell.who
     return converted
-
-
-def _fill(
-    program: RowProgram, pieces: Sequence[Piece], opened: Sequence[_Open]
-) -> None:
-    """Gathers the rows of one call; the padding is zero, where nothing overflows."""
-    at = 0
-    for update, start, stop in pieces:
-        step, tables = opened[update]
-        indices, end = step.indices[start:stop], at + stop - start
-        for table, buffer in zip(tables, program.opaque, strict=False):
-            table.take(indices, out=buffer[at:end], mode="clip")
-        program.inputs[-1][at:end] = step.gradient[start:stop]
-        at = end
-    if at < program.size:
-        for buffer in program.inputs:
-            buffer[at:] = 0
-
-
-def _scatter(
-    pieces: Sequence[Piece], opened: Sequence[_Open], fresh: Sequence[np.ndarray]
-) -> None:
-    at = 0
-    for update, start, stop in pieces:
-        step, tables = opened[update]
-        indices, end = step.indices[start:stop], at + stop - start
-        for table, rows in zip(tables, fresh, strict=True):
-            table[indices] = rows[at:end]
-        at = end
 
 
 def _rows(steps: Sequence[RowStep]) -> int:
