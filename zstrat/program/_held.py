@@ -98,11 +98,6 @@ class Held:
         """What each optimizer keeps beside each variable that it moves."""
         return [_home(variable).slots(rule) for variable, rule in self._slots]
 
-    def are_moved(self) -> list[bool]:
-        """For each of the plan's reads whether the step makes its next value."""
-        keys = {variable.spec.key for variable in self._moved}
-        return [spec.key in keys for spec in self._plan.reads]
-
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
         values."""

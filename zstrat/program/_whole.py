@@ -49,8 +49,11 @@ class WholeProgram:
         made: Any = NamedSharding  # untyped
         self._apart = made(mesh, _spec(PROCESS))
         self._everywhere = made(mesh, _spec())
-        self._are_here = self._held.are_here()
-        self._moved = self._held.are_moved()
+        here = [n for n, yes in enumerate(self._held.are_here()) if yes]
+        # In the order of what becomes of them, as jax pairs them by shape.
+        self._moved = self._held.moved_reads()
+        self._read = [n for n in here if n not in self._moved]
+        self._away = [n for n in range(len(plan.reads)) if n not in here]
         self._jitted = self._compiled(staged, mesh)
         self._traced = False
 
@@ -71,7 +74,11 @@ class WholeProgram:
         may not be ready yet. Returns what it wants done to other variables, too."""
         held = self._held
         with held.locked():
-            moved, read, away = self._sorted(held.values())
+            values = held.values()
+            moved = [values[n] for n in self._moved]
+            read = [values[n] for n in self._read]
+            away = [values[n] for n in self._away]
+            del values
             given = [self._given(x) for x in (*inputs, *leaves, *away)]
             if self._traced:
                 outputs = self._jitted(moved, held.slots(), read, given)
@@ -91,22 +98,11 @@ class WholeProgram:
         ]
         return own_results, held.updates(mine)
 
-    def _sorted(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Values that are made anew, those that are only read, those from elsewhere."""
-        found: tuple[list[Any], list[Any], list[Any]] = [], [], []
-        for value, is_moved, is_here in zip(
-            values, self._moved, self._are_here, strict=True
-        ):
-            found[0 if is_moved else 1 if is_here else 2].append(value)
-        return found
-
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
-        """Inverse of `_sorted`."""
-        sources = iter(moved), iter(read), iter(away)
-        return [
-            next(sources[0 if is_moved else 1 if is_here else 2])
-            for is_moved, is_here in zip(self._moved, self._are_here, strict=True)
-        ]
+        """The values of the plan's reads, in their order."""
+        numbers = *self._moved, *self._read, *self._away
+        known = dict(zip(numbers, (*moved, *read, *away), strict=True))
+        return [known[n] for n in range(len(numbers))]
 
     def _given(self, value: Any) -> Any:
         if isinstance(value, _NUMBERS):
@@ -119,7 +115,7 @@ class WholeProgram:
 
     def _compiled(self, staged: Staged, mesh: Mesh) -> Any:
         inputs, leaves = len(staged.inputs), len(staged.leaves)
-        away = self._are_here.count(False)
+        away = len(self._away)
         numbers = [isinstance(x, _NUMBERS) for x in staged.inputs]
         numbers += [False] * (leaves + away)
 

@@ -24,6 +24,7 @@ from zstrat.data import InputContext
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
+from ._chosen import ChosenGroup
 from ._distributed import joined
 from ._inputs import DistributedDataset, of_batches, of_elements
 from ._mirrored import MirroredVariables
@@ -94,8 +95,9 @@ class MultiWorkerMirroredExtended(Extended):
         raise NotImplementedError
 
 
-def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Group:
-    return Group(resolver, name=_NAME, timeout=options.timeout_seconds)
+def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
+    group = Group(resolver, name=_NAME, timeout=options.timeout_seconds)
+    return ChosenGroup(group, options)
 
 
 @final
