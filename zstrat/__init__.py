@@ -107,8 +107,16 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
+            "CommunicationImplementation",
+            "CommunicationOptions",
+            "CrossDeviceOps",
+            "DistributedDataset",
+            "HierarchicalCopyAllReduce",
+            "MultiWorkerMirroredStrategy",
+            "NcclAllReduce",
             "ParameterServerStrategy",
             "PerReplica",
+            "ReductionToOneDevice",
             "ReplicaContext",
             "Strategy",
             "ValueContext",

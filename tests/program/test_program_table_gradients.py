@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zstrat.program as zs
+from zstrat.program._collective import Team
 from zstrat.variables import IndexedSlices
 
 RNG = np.random.default_rng(5)
@@ -309,7 +310,7 @@ def test_replicas(home, inside, devices):
 
     def body(ids):
         return replicate(
-            replica, [], [ids], count=2, devices=jax.devices()[:devices]
+            replica, [], [ids], team=Team(2), devices=jax.devices()[:devices]
         ).array
 
     ids = np.array([[3, 6, 3], [0, 3, 9]])

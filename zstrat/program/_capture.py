@@ -35,6 +35,7 @@ from zstrat.wire._messages import UpdateOp
 from . import _refusals
 from ._context import asked
 from ._fresh import current_trace, fresh
+from ._moves import Moves, is_here, rows_of
 from ._where import here
 from ._writes import Recorded as Recorded
 from ._writes import Write, written
@@ -67,15 +68,26 @@ class Capture:
     """Records one trace of a body. See the module's docstring.
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
-    order of the body; each variable is read once.
+    order of the body; each variable is read once. ``moves`` are the updates of
+    variables that live here, which are not among ``updates``.
+
+    ``is_region``: of a part of a step, whose updates go on to the capture of the step.
     """
 
-    def __init__(self, feed: Feed, iterators: Sequence[StepIterator] = ()) -> None:
+    def __init__(
+        self,
+        feed: Feed,
+        iterators: Sequence[StepIterator] = (),
+        *,
+        is_region: bool = False,
+    ) -> None:
         self.reads: dict[int, Variable] = {}
         self.lookups: list[RecordedLookup] = []
         self.updates: list[Recorded] = []
         self.draws: list[int] = []
+        self.moves = Moves(feed)
         self.asked_context = False
+        self._is_region = is_region
         self._drawn: list[Any] = []
         self._feed = feed
         self._iterators = list(iterators)
@@ -150,6 +162,8 @@ class Capture:
         """
         if not self._is_home():
             raise _refusals.lookup_inside(table)
+        if all(is_here(component) for component in table.components):
+            return rows_of(table, ids, self.read)
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])
@@ -207,6 +221,9 @@ class Capture:
         return any(leaf is drawn for drawn in self._drawn)
 
     def _note(self, update: Recorded) -> None:
+        if not self._is_region and all(is_here(v) for v in update.variables):
+            self._move(update)
+            return
         self.updates.append(update)
         for number, variable in enumerate(update.variables):
             key = variable.spec.key
@@ -220,6 +237,13 @@ class Capture:
             else:
                 self._writes.setdefault(key, []).append((update, number))
         # Inner functions that jax has traced already closed over the old value.
+        self._scope.enter_context(fresh())
+
+    def _move(self, update: Recorded) -> None:
+        self.moves.note(update, self.read)
+        for variable in update.variables:
+            key = variable.spec.key
+            self._values[key] = self.moves.values[key][1]
         self._scope.enter_context(fresh())
 
     def _is_home(self) -> bool:

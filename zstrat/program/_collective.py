@@ -1,11 +1,16 @@
-"""What replicas do together: collectives over the named axis of `_replicas`.
+"""What replicas do together: those of this process, and those of other processes.
 
-Law of the file: everything here runs inside a replica function while it is traced, and
-gives every replica the same result.
+The replicas of one process are one program over the named axis of `_replicas`: they are
+brought together by jax's own collectives, inside of XLA. What they have together goes
+to the other processes once (`_cross`).
+
+Law of the file: everything here runs inside a replica function, and gives every replica
+the same result.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -14,70 +19,16 @@ import jax.numpy as jnp
 from zstrat.variables import IndexedSlices, Variable, VariableAggregation
 from zstrat.wire import UpdateOp
 
+from ._cross import Channel, first_of, gather_from, sum_over
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AXIS: Final = "replica"
 """Name of the mapped axis."""
 
-# jax's stubs leave these untyped.
+# jax's stubs leave it untyped.
 _psum: Final[Any] = jax.lax.psum
-_pmean: Final[Any] = jax.lax.pmean
-
-
-def replica_id() -> jax.Array:
-    """The number of the replica that is being traced, int32, from 0."""
-    return jax.lax.axis_index(AXIS)
-
-
-def all_reduce(tree: Any, *, mean: bool) -> Any:
-    """Sums (or averages) the pytree over the replicas; every replica gets the result.
-
-    `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
-    their values are divided by the number of replicas.
-    """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
-    # One collective for all the dense leaves: XLA makes one all-reduce of it.
-    dense = iter(_summed([x for x in leaves if not _is_slices(x)], mean))
-    return jax.tree.unflatten(
-        treedef,
-        [_concatenated(x, mean) if _is_slices(x) else next(dense) for x in leaves],
-    )
-
-
-def aggregate(
-    variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """Operands of one update for all the replicas that make it.
-
-    Raises:
-        ValueError: The variable's aggregation is NONE.
-        NotImplementedError: Rows that are not added cannot be summed.
-    """
-    rows = len(operands) > 1
-    if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-        return _rows(operands, mean=False) if rows else (_sum(operands[0]),)
-    match variable.aggregation:
-        case VariableAggregation.NONE:
-            raise ValueError(
-                f"You must specify an aggregation method to update {variable.spec} in "
-                "replica context: its replicas would disagree. Create it with, for "
-                "example, zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
-            )
-        case VariableAggregation.ONLY_FIRST_REPLICA:
-            return tuple(_first(operand) for operand in operands)
-        case aggregation:
-            mean = aggregation is VariableAggregation.MEAN
-            if not rows:
-                return (_summed(operands, mean)[0].astype(operands[0].dtype),)
-            if op in _NOT_ADDITIVE:
-                raise NotImplementedError(
-                    f"{op.name.lower()} of {variable.spec} in replica context is only "
-                    "supported with VariableAggregation.ONLY_FIRST_REPLICA, not with "
-                    f"{aggregation.name}"
-                )
-            return _rows(operands, mean)
-
 
 _NOT_ADDITIVE: Final = (
     UpdateOp.SCATTER_MIN,
@@ -86,35 +37,129 @@ _NOT_ADDITIVE: Final = (
 )
 
 
-def _sum(x: jax.Array) -> jax.Array:
-    summed: jax.Array = _psum(x, AXIS)
-    return summed
+@dataclass(frozen=True, slots=True, eq=False)
+class Team:
+    """The replicas that compute together: ``local`` of them in this process, and as
+    many in each other process of ``channel``, if there is one."""
 
+    local: int
+    channel: Channel | None = None
 
-def _first(x: jax.Array) -> jax.Array:
-    """Replica 0's value; a select, because 0 * nan of another replica is nan."""
-    mine = jnp.where(replica_id() == 0, x, jnp.zeros_like(x))
-    return _sum(mine).astype(x.dtype)
+    @property
+    def size(self) -> int:
+        """How many replicas."""
+        return self.local * (1 if self.channel is None else self.channel.size)
 
+    @property
+    def first(self) -> int:
+        """The number of the first replica of this process."""
+        return 0 if self.channel is None else self.channel.rank * self.local
 
-def _rows(operands: tuple[jax.Array, ...], mean: bool) -> tuple[jax.Array, ...]:
-    indices, values = operands
-    joined = _concatenated(IndexedSlices(values, indices), mean)
-    return joined.indices, joined.values
+    def replica_id(self) -> int | jax.Array:
+        """The number of the replica that runs, from 0; int32 where several replicas are
+        one program."""
+        if self.local == 1:
+            return self.first
+        return jax.lax.axis_index(AXIS) + self.first
 
+    def all_reduce(self, tree: Any, *, mean: bool) -> Any:
+        """Sums (or averages) the pytree; every replica gets the result.
 
-def _summed(leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
-    arrays = [jnp.asarray(leaf) for leaf in leaves]
-    reduced: list[jax.Array] = (_pmean if mean else _psum)(arrays, AXIS)
-    return reduced
+        `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
+        their values are divided by the number of replicas.
+        """
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
+        # One collective for all the dense leaves: XLA makes one all-reduce of it.
+        dense = iter(self.reduced([x for x in leaves if not _is_slices(x)], mean))
+        return jax.tree.unflatten(
+            treedef,
+            [self._joined(x, mean) if _is_slices(x) else next(dense) for x in leaves],
+        )
 
+    def all_gather(self, tree: Any, axis: int) -> Any:
+        """The replicas' arrays one after the other along ``axis``, in replica order."""
+        leaves, treedef = jax.tree.flatten(tree)
+        fronts = [jnp.moveaxis(jnp.asarray(x), axis, 0) for x in leaves]
+        found = [jnp.moveaxis(x, 0, axis) for x in self._gathered(fronts)]
+        return jax.tree.unflatten(treedef, found)
 
-def _concatenated(slices: IndexedSlices, mean: bool) -> IndexedSlices:
-    values = jax.lax.all_gather(jnp.asarray(slices.values), AXIS, tiled=True)
-    indices = jax.lax.all_gather(jnp.asarray(slices.indices), AXIS, tiled=True)
-    if mean:
-        values = values / jax.lax.axis_size(AXIS)
-    return IndexedSlices(values, indices, slices.dense_shape)
+    def aggregate(
+        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        """Operands of one update for all the replicas that make it.
+
+        Raises:
+            ValueError: The variable's aggregation is NONE.
+            NotImplementedError: Rows that are not added cannot be summed.
+        """
+        if self.size == 1:
+            return operands
+        rows = len(operands) > 1
+        if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
+            if rows:
+                return self._rows(operands, mean=False)
+            return tuple(self.reduced(operands, mean=False))
+        match variable.aggregation:
+            case VariableAggregation.NONE:
+                raise ValueError(
+                    f"You must specify an aggregation method to update {variable.spec} "
+                    "in replica context: its replicas would disagree. Create it with, "
+                    "for example, "
+                    "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
+                )
+            case VariableAggregation.ONLY_FIRST_REPLICA:
+                return tuple(self._first(operands))
+            case aggregation:
+                mean = aggregation is VariableAggregation.MEAN
+                if not rows:
+                    reduced = self.reduced(operands, mean)[0]
+                    return (reduced.astype(operands[0].dtype),)
+                if op in _NOT_ADDITIVE:
+                    raise NotImplementedError(
+                        f"{op.name.lower()} of {variable.spec} in replica context is "
+                        "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
+                        f"not with {aggregation.name}"
+                    )
+                return self._rows(operands, mean)
+
+    def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
+        """Sums or means of arrays. Means of integers are floats."""
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        if self.local > 1:
+            arrays = _psum(arrays, AXIS)
+        if self.channel is not None:
+            arrays = sum_over(self.channel, arrays)
+        return [x / self.size for x in arrays] if mean else list(arrays)
+
+    def _first(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Replica 0's values."""
+        arrays = list(operands)
+        if self.local > 1:
+            # A select, because 0 * nan of another replica is nan.
+            is_mine = jax.lax.axis_index(AXIS) == 0
+            mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
+            summed: list[jax.Array] = _psum(mine, AXIS)
+            arrays = [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
+        return arrays if self.channel is None else first_of(self.channel, arrays)
+
+    def _rows(
+        self, operands: tuple[jax.Array, ...], mean: bool
+    ) -> tuple[jax.Array, ...]:
+        indices, values = operands
+        joined = self._joined(IndexedSlices(values, indices), mean)
+        return joined.indices, joined.values
+
+    def _joined(self, slices: IndexedSlices, mean: bool) -> IndexedSlices:
+        values, indices = self._gathered([slices.values, slices.indices])
+        if mean:
+            values = values / self.size
+        return IndexedSlices(values, indices, slices.dense_shape)
+
+    def _gathered(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        if self.local > 1:
+            arrays = [jax.lax.all_gather(x, AXIS, tiled=True) for x in arrays]
+        return arrays if self.channel is None else gather_from(self.channel, arrays)
 
 
 def _is_slices(node: Any) -> bool:

@@ -17,8 +17,6 @@ from ._discover import require_same
 from ._feeds import Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ._context import WorkerContext
     from ._plan import Plan, Template
     from ._results import StepResult
@@ -66,7 +64,7 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
 
     def program(inputs: list[Any], elements: list[Any], values: list[Any]) -> Any:
         known = dict(zip(keys, values, strict=True))
-        feed = Replay(plan.function, known, _elements(template, elements))
+        feed = Replay(plan.function, known, template.drawn(elements))
         capture = Capture(feed, template.iterators)
         context_before = worker_context.set(context)
         try:
@@ -82,15 +80,6 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
 
     program.__name__ = program.__qualname__ = plan.function.rpartition(".")[2]
     return program
-
-
-def _elements(template: Template, leaves: Sequence[Any]) -> list[Any]:
-    elements, start = [], 0
-    for treedef in template.elements:
-        end = start + treedef.num_leaves
-        elements.append(treedef.unflatten(leaves[start:end]))
-        start = end
-    return elements
 
 
 def own(array: jax.Array, given: set[int]) -> jax.Array:

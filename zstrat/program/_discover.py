@@ -20,11 +20,17 @@ from ._feeds import Discovery, Replay
 from ._flow import Flow
 from ._iterator import StepIterator
 from ._lookups import PlannedLookup
+from ._moves import is_here, slots_like
 from ._narrow import is_narrowed
 from ._plan import Plan, PlannedUpdate, Template
+from ._stages import channels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.variables import Optimizer, Variable
 
     from ._capture import Recorded
     from ._iterator import Element
@@ -51,13 +57,35 @@ class Traced:
     narrowed: dict[int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The body of a step of variables that live here, or of several processes, as a
+    function to be traced.
+
+    ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
+    the values of the plan's reads, and the slots of each of ``slots``. It returns
+    arrays of the result, values of ``moved``, slots, and the operands of each update.
+    ``inputs`` and ``leaves`` are some, for their types.
+    """
+
+    body: Callable[..., Any]
+    inputs: list[Any]
+    leaves: list[Any]
+    moved: tuple[Variable, ...]
+    slots: tuple[tuple[Variable, Optimizer], ...]
+    values_like: list[Any]
+    slots_like: list[Any]
+    mesh: Mesh | None
+    """Of the devices of all processes, if XLA brings them together."""
+
+
 def discover(
     step: str,
     fn: Callable[..., Any],
     call: Call,
     supply: Callable[[int, StepIterator], Element],
-) -> tuple[Plan, Template | Traced]:
-    """Traces the body, once or, if it looks rows up, twice.
+) -> tuple[Plan, Template | Traced | Staged]:
+    """Traces the body, once or, if it looks rows up or is cut into stages, twice.
 
     ``supply`` gives the elements that the body draws: real ones, or ones that consist
     of ``ShapeDtypeStruct``.
@@ -90,6 +118,9 @@ def discover(
     capture, structure = found[-1]
     _refuse_leaks(step, closed, len(results), capture.updates)
     plan = _plan(step, capture, structure, results, operands, closed, bool(call.inputs))
+    if plan.moves or channels_of(closed) or any(map(is_here, plan.variables)):
+        mesh = next((c.mesh for c in channels_of(closed) if c.mesh), None)
+        return plan, _staged(plan, template, call, elements, capture, mesh)
     if plan.lookups:
         return _traced(plan, template, call, elements)
     return plan, _empty(template, [element.treedef for element in elements])
@@ -141,6 +172,48 @@ def _traced(
     }
     narrowed = _narrowed(plan, closed, leaves)
     return plan, Traced(closed, inputs, len(values), kept, narrowed)
+
+
+def _staged(
+    plan: Plan,
+    template: Template,
+    call: Call,
+    elements: Sequence[Element],
+    found: Capture,
+    mesh: Mesh | None,
+) -> Staged:
+    """The second trace of a body that is cut into stages."""
+    if plan.lookups:
+        raise _refusals.lookup_among_stages(plan.function, plan.lookups[0])
+    keys = [spec.key for spec in plan.reads]
+    kept = {key: (v, rule) for key, (v, rule, _) in found.moves.slots.items()}
+    moved = list(found.moves.values)
+    template = _empty(template, [element.treedef for element in elements])
+
+    def body(inputs: Any, leaves: Any, values: Any, slots: Any) -> Any:
+        known = dict(zip(keys, values, strict=True))
+        beside = dict(zip(kept, slots, strict=True))
+        feed = Replay(plan.function, known, template.drawn(leaves), (), beside)
+        capture = Capture(feed, template.iterators)
+        structure, arrays = template.run(capture, inputs)
+        require_same(plan, capture, structure)
+        return (
+            arrays,
+            [capture.moves.values[key][1] for key in moved],
+            [capture.moves.slots[key][2] for key in kept],
+            [list(update.operands) for update in capture.updates],
+        )
+
+    return Staged(
+        body,
+        call.inputs,
+        [leaf for element in elements for leaf in element.leaves],
+        tuple([variable for variable, _ in found.moves.values.values()]),
+        tuple(kept.values()),
+        [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads],
+        [slots_like(variable, rule) for variable, rule in kept.values()],
+        mesh,
+    )
 
 
 def _named_inputs(call: Call) -> dict[str, Any]:
@@ -208,7 +281,8 @@ def require_same(plan: Plan, capture: Capture, structure: Structure) -> None:
         (tuple([v.spec for v in update.variables]), update.op)
         for update in capture.updates
     ]
-    if made != [(update.specs, update.op) for update in plan.updates]:
+    planned = [(update.specs, update.op) for update in plan.updates]
+    if made != planned or capture.moves.notes != list(plan.moves):
         raise _refusals.changed(plan.function, "its updates are others")
     looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
     if looked != [(lookup.table, lookup.shape) for lookup in plan.lookups]:
@@ -254,6 +328,7 @@ def _plan(
             PlannedLookup(lookup.table, lookup.ids.shape, 0, lookup.where)
             for lookup in capture.lookups
         ),
+        tuple(capture.moves.notes),
     )
 
 

@@ -18,7 +18,8 @@ from zstrat.variables import read_all, read_parts, update_all
 
 from ._compile import Program
 from ._eager import Immediate
-from ._refusals import variables_in_our_words
+from ._programs import HereProgram
+from ._refusals import not_shared, variables_in_our_words
 from ._results import Computed, StepResult, StepUpdate
 from ._row_updates import split as split_rows
 from ._rows_program import RowsProgram
@@ -66,6 +67,10 @@ def prepare(
         raise ValueError(f"{function.name!r} is an eager step function: run_eager it")
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
+    if isinstance(program, HereProgram):
+        draws.unread()
+        program.plan.require_shared()
+        raise not_shared(f"the step function {function.name!r}")
     return Prepared(program, call.inputs, draws)
 
 
@@ -206,7 +211,11 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         with words, Immediate(None).recording() as eager:
             structure, arrays = split(_called(function, args, kwargs), eager.read)
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
-    prepared = prepare(function, args, kwargs)
+    call = cut(args, kwargs)
+    program, draws = function.programs.find(call, args, kwargs)
+    if isinstance(program, HereProgram):
+        return _run_stages(program, call.inputs, draws)
+    prepared = Prepared(program, call.inputs, draws)
     plan = prepared.plan
     try:
         values = _answered(plan, prepared)
@@ -216,6 +225,17 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     computed = prepared.compute(values)
     _apply(plan, computed.updates())
     return plan.out_structure.unflatten(computed.results)
+
+
+def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
+    elements = [leaf for element in draws.elements for leaf in element.leaves]
+    try:
+        results, updates = program.run(inputs, elements)
+    except BaseException:
+        draws.unread()  # nothing has changed: the step may be run again
+        raise
+    _apply(program.plan, updates)
+    return program.plan.out_structure.unflatten(results)
 
 
 def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from . import _refusals
+from ._moves import slots_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Table, VariableSpec
+    from zstrat.variables import Optimizer, Table, Variable, VariableSpec
 
     from ._iterator import Element, StepIterator
+    from ._moves import SlotsKey
 
 
 class Feed(Protocol):
@@ -29,6 +31,11 @@ class Feed(Protocol):
 
     def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
         """The rows of the lookup of this number, for ids of this shape."""
+        ...
+
+    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
+        """What the optimizer keeps beside a variable of this process before the
+        step."""
         ...
 
 
@@ -57,6 +64,10 @@ class Discovery:
         del number
         return self._abstract((*shape, *table.shape[1:]), table.dtype)
 
+    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
+        like = slots_like(variable, optimizer)
+        return jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), like)
+
     def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         seen = jax.dtypes.canonicalize_dtype(dtype)
         return jax.lax.broadcast(
@@ -73,11 +84,13 @@ class Replay:
         values: dict[int, jax.Array],
         elements: Sequence[Any],
         rows: Sequence[jax.Array] = (),
+        slots: Mapping[SlotsKey, Any] | None = None,
     ) -> None:
         self._step = step
         self._values = values
         self._elements = iter(elements)
         self._rows = rows
+        self._slots = {} if slots is None else slots
 
     def value(self, spec: VariableSpec) -> jax.Array:
         if spec.key not in self._values:
@@ -96,3 +109,10 @@ class Replay:
         if number >= len(self._rows) or self._rows[number].shape != wanted:
             raise _refusals.changed(self._step, f"it looks up other rows of {table}")
         return self._rows[number]
+
+    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
+        key = variable.spec.key, optimizer.id
+        if key not in self._slots:
+            what = f"{optimizer!r} moves {variable.spec}"
+            raise _refusals.changed(self._step, what)
+        return self._slots[key]

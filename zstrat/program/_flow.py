@@ -158,7 +158,7 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
     masks: dict[Any, int] = {var: 1 << n for n, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         given = [_mask(masks, var) for var in eqn.invars]
-        inner = _inside(eqn)
+        inner = inside(eqn)
         if inner is None:
             union = 0
             for mask in given:
@@ -166,8 +166,8 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
             masks.update(dict.fromkeys(eqn.outvars, union))
             continue
         if id(inner) not in known:
-            inside = _masks(inner, known)
-            known[id(inner)] = [_mask(inside, var) for var in inner.outvars]
+            within = _masks(inner, known)
+            known[id(inner)] = [_mask(within, var) for var in inner.outvars]
         for var, mask in zip(eqn.outvars, known[id(inner)], strict=True):
             masks[var] = _through(mask, given)
     return masks
@@ -182,7 +182,7 @@ def _through(mask: int, given: Sequence[int]) -> int:
     return found
 
 
-def _inside(eqn: JaxprEqn) -> Any:
+def inside(eqn: JaxprEqn) -> Any:
     """The jaxpr that the equation runs, if it is one that runs one."""
     if eqn.primitive.name not in _CALLS:
         return None

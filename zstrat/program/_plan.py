@@ -63,6 +63,15 @@ class Template:
     iterators: tuple[StepIterator, ...]
     elements: tuple[TreeDef, ...]
 
+    def drawn(self, leaves: Sequence[Any]) -> list[Any]:
+        """The elements that have these leaves."""
+        found, start = [], 0
+        for treedef in self.elements:
+            end = start + treedef.num_leaves
+            found.append(treedef.unflatten(leaves[start:end]))
+            start = end
+        return found
+
     def run(
         self, capture: Capture, inputs: Sequence[Any]
     ) -> tuple[Structure, list[jax.Array]]:
@@ -82,7 +91,8 @@ class Plan:
     arguments, in the order of the draws; ``out_specs`` are the arrays of the result.
 
     ``variables`` are the handles behind ``reads``; ``targets`` the variables and
-    optimizers behind ``updates``. ``lookups`` are in the order of the body.
+    optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
+    are updates that are part of the program: what is updated, and how.
     """
 
     function: str
@@ -97,6 +107,7 @@ class Plan:
     variables: tuple[Variable, ...]
     targets: tuple[tuple[tuple[Variable, ...], Optimizer | None], ...]
     lookups: tuple[PlannedLookup, ...] = ()
+    moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
 
     @property
     def has_lookups(self) -> bool:
@@ -114,17 +125,18 @@ class Plan:
         tables = [lookup.table.components for lookup in self.lookups]
         found = [*self.reads, *(v.spec for components in tables for v in components)]
         found += [spec for update in self.updates for spec in update.specs]
+        found += [spec for specs, _ in self.moves for spec in specs]
         return list(dict.fromkeys(found))
 
     @property
     def read_only(self) -> bool:
         """Whether it updates nothing."""
-        return not self.updates
+        return not self.updates and not self.moves
 
     @property
     def is_constant(self) -> bool:
         """Whether every run gives the same result and does nothing else."""
-        moving = self.has_inputs or self.draws or self.updates
+        moving = self.has_inputs or self.draws or not self.read_only
         return not (moving or self.reads or self.lookups) and not self.has_effects
 
     @property

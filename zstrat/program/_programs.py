@@ -18,20 +18,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
 from ._context import worker_context
-from ._discover import Traced, discover
+from ._discover import Staged, Traced, discover
+from ._held import Held
 from ._iterator import Element
 from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
+from ._staged import StagedProgram
+from ._whole import WholeProgram
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ._iterator import StepIterator
+    from ._plan import Plan
     from ._signature import Call
 
 MAX_PROGRAMS: Final = 128
 """Signatures of one function. Each keeps an executable of about a megabyte; a function
 with more is traced anew by mistake, and was warned about long before."""
+
+HereProgram = StagedProgram | WholeProgram
+"""Of variables that live here, or of several processes."""
+
+AnyProgram = Program | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
 """Numbers of traces at which it is said (TF warns at the fifth)."""
@@ -48,13 +57,16 @@ class Signature:
 
     draws: tuple[int, ...] = ()
     asks_context: bool = False
-    programs: dict[Hashable, Program | RowsProgram] = field(default_factory=dict)
+    programs: dict[Hashable, AnyProgram] = field(default_factory=dict)
 
-    def find(self, elements: Sequence[Element]) -> Program | RowsProgram | None:
+    def find(self, elements: Sequence[Element]) -> AnyProgram | None:
         """The program for these elements in the current worker context."""
-        return self.programs.get(self._name(elements))
+        found = self.programs.get(self._name(elements))
+        if isinstance(found, HereProgram) and not found.is_current:
+            return None
+        return found
 
-    def add(self, elements: Sequence[Element], program: Program | RowsProgram) -> None:
+    def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Keeps a program that was just traced."""
         self.draws = program.plan.draws
         self.asks_context = self.asks_context or program.plan.asked_context
@@ -158,7 +170,7 @@ class Programs:
 
     def find(
         self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Program | RowsProgram, Draws]:
+    ) -> tuple[AnyProgram, Draws]:
         """The program for a call, and the elements that it draws.
 
         Raises:
@@ -175,7 +187,7 @@ class Programs:
                     program = self._traced(call, args, kwargs, draws)
         return program, draws
 
-    def _known(self, call: Call, draws: Draws) -> Program | RowsProgram | None:
+    def _known(self, call: Call, draws: Draws) -> AnyProgram | None:
         signature = self._signatures.get(call.key)
         if signature is None:
             return None
@@ -187,7 +199,7 @@ class Programs:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         draws: Draws,
-    ) -> Program | RowsProgram:
+    ) -> AnyProgram:
         try:
             require_traceable(args, kwargs)
             plan, body = discover(self._step, self._fn, call, draws.supply)
@@ -195,9 +207,11 @@ class Programs:
             draws.unread()
             raise
         draws.keep_used()
-        program: Program | RowsProgram
+        program: AnyProgram
         if isinstance(body, Traced):
             program = RowsProgram(plan, body)
+        elif isinstance(body, Staged):
+            program = self._of_stages(plan, body)
         else:
             program = Program(plan, body)
         signature = self._signatures.setdefault(call.key, Signature())
@@ -205,6 +219,12 @@ class Programs:
         self._forget_oldest()
         self._count(describe(args, kwargs, draws.elements))
         return program
+
+    def _of_stages(self, plan: Plan, staged: Staged) -> AnyProgram:
+        mesh = staged.mesh or Held(plan, staged.moved, staged.slots).mesh
+        if mesh is not None:
+            return WholeProgram(plan, staged, mesh)
+        return StagedProgram(plan, staged)
 
     def _forget_oldest(self) -> None:
         while sum(len(s.programs) for s in self._signatures.values()) > MAX_PROGRAMS:

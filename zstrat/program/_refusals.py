@@ -15,6 +15,8 @@ from ._where import here, raised_at
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ._lookups import PlannedLookup
+
 _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     (
         jax_errors.TracerBoolConversionError,
@@ -196,4 +198,23 @@ def changed(step: str, what: str) -> RuntimeError:
         f"the body of the step function {step!r} did something else when it was traced "
         f"again: {what}. It must depend on its arguments alone: no counters, random "
         "choices or clocks of Python, no 'first call' branches"
+    )
+
+
+def collective_inside(where: str) -> RuntimeError:
+    """A collective between processes under lax.scan, lax.cond and the like."""
+    return RuntimeError(
+        f"{where}: values of several processes are brought together inside a loop or a "
+        "branch that jax compiles (jax.lax.scan, while_loop, cond, switch, jax.vmap, "
+        "jax.shard_map), where a step cannot be cut: do it in the body of the replica "
+        "function, under jax.grad or in jax.jit, before or after the loop"
+    )
+
+
+def lookup_among_stages(step: str, lookup: PlannedLookup) -> RuntimeError:
+    """Rows on parameter servers, in a step of variables of this process."""
+    return RuntimeError(
+        f"{lookup.where}, in the step function {step!r}: it looks rows of "
+        f"{lookup.table} up, which other processes hold, and uses variables of another "
+        "strategy, which this process holds. Create all of them in one scope"
     )

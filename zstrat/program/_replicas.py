@@ -30,16 +30,22 @@ from zstrat.variables import (
     Recorder,
     Table,
     Variable,
+    VariableAggregation,
+    VariableSynchronization,
     read_all,
     recorder,
 )
 
 from ._capture import Capture
-from ._collective import AXIS, aggregate
+from ._collective import AXIS, Team
 from ._context import asked
+from ._cross import within_mesh
 from ._eager import Immediate
 from ._feeds import Discovery, Replay
 from ._flow import Flow
+from ._iterator import Drawing
+from ._region import in_stages
+from ._substitution import is_live
 from ._where import claimed
 
 if TYPE_CHECKING:
@@ -68,7 +74,7 @@ def replicate(
     shared: Sequence[Any],
     split: Sequence[Any],
     *,
-    count: int,
+    team: Team,
     devices: Sequence[jax.Device] = (),
 ) -> Any:
     """Runs ``fn`` once per replica and returns its pytree, each array as `Stacked`.
@@ -80,7 +86,7 @@ def replicate(
     Args:
         shared: Arrays that every replica gets whole.
         split: Arrays ``[count, ...]``; replica i gets row i.
-        count: Number of replicas, at least 2.
+        team: The replicas, of which this process has at least 2.
         devices: One per replica; if there are fewer, one device computes all replicas.
 
     Raises:
@@ -91,7 +97,8 @@ def replicate(
     """
     shared = [jnp.asarray(x) for x in shared]
     split = [jnp.asarray(x) for x in split]
-    found = _discover(fn, shared, split, count)
+    count = team.local
+    found = _discover(fn, shared, split, team)
     variables = list(found.reads.values())
     recording = recorder.get()
     outside = Immediate() if recording is None else recording
@@ -104,23 +111,28 @@ def replicate(
     def given(values: Any, rows: Any) -> Replay:
         return Replay("strategy.run", dict(zip(keys, values, strict=True)), (), rows)
 
-    def mapped(one: Callable[..., Any], rows: Sequence[Any]) -> Any:
+    def mapped(
+        one: Callable[..., Any], rows: Sequence[Any], whole: Sequence[Any] = ()
+    ) -> Any:
         own = [*split, *rows]
-        return _mapped(one, count, devices)(values, shared, own)
+        return _mapped(one, count, devices)(values, [*shared, *whole], own)
 
-    rows = _looked_up(fn, found, given, mapped, len(split), outside)
+    rows = _looked_up(fn, found, given, mapped, len(split), outside, team)
     traced: list[_Traced] = []
 
     def one(values: Any, shared: Any, own: Any) -> tuple[list[Any], list[Any]]:
         own, rows = own[: len(split)], own[len(split) :]
-        replica = _Replica(given(values, rows))
+        replica = _Replica(given(values, rows), team)
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, own))
         traced[:] = [_Traced(leaves, treedef, replica.capture)]
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         return arrays, [update.operands for update in replica.capture.updates]
 
-    arrays, operands = mapped(one, rows)
+    if team.channel is None or within_mesh.get():
+        arrays, operands = mapped(one, rows)
+    else:
+        arrays, operands = in_stages(one, mapped, rows, len(shared))
     (region,) = traced
     if region.capture.asked_context and (tell := asked.get()) is not None:
         tell()
@@ -132,6 +144,32 @@ def replicate(
             (variable,) = update.variables
             outside.update(variable, update.op, tuple(combined), update.optimizer)
     return region.result([Stacked(array) for array in arrays])
+
+
+@contextlib.contextmanager
+def alone(team: Team) -> Iterator[None]:
+    """What is inside runs as the one replica of this process: updates are brought
+    together with those of the other processes. Nothing is mapped."""
+    outer = recorder.get()
+    before = recorder.set(_Alone(Immediate() if outer is None else outer, team))
+    try:
+        yield
+    finally:
+        recorder.reset(before)
+
+
+@contextlib.contextmanager
+def merged() -> Iterator[None]:
+    """What is inside is done once for all replicas: updates are made as they are."""
+    current = recorder.get()
+    if not isinstance(current, _Alone):
+        yield
+        return
+    before = recorder.set(current.outer)
+    try:
+        yield
+    finally:
+        recorder.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +195,9 @@ class _Replica:
     """The recorder inside a replica function: updates are brought together with those
     of the other replicas, and noted by a capture of this region."""
 
-    def __init__(self, feed: Feed) -> None:
-        self.capture = Capture(feed)
+    def __init__(self, feed: Feed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        self._team = team
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -179,7 +218,7 @@ class _Replica:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
-        combined = aggregate(variable, op, operands)
+        combined = self._team.aggregate(variable, op, operands)
         self.capture.update(variable, op, combined, optimizer)
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
@@ -192,7 +231,7 @@ class _Replica:
         operands: tuple[jax.Array, jax.Array],
         optimizer: Optimizer | None,
     ) -> None:
-        index, rows = aggregate(table.components[0], op, operands)
+        index, rows = self._team.aggregate(table.components[0], op, operands)
         self.capture.update_rows(table, op, (index, rows), optimizer)
 
     def drew(self, leaf: object) -> bool:
@@ -207,11 +246,68 @@ class _Replica:
         )
 
 
+class _Alone:
+    """The recorder inside a replica function that is the only one of its process."""
+
+    def __init__(self, outer: Recorder, team: Team) -> None:
+        self.outer = outer
+        self._team = team
+        self.live = is_live(outer)
+        """Whether values are real, so that nothing is being captured."""
+
+    def read(self, variable: Variable) -> jax.Array:
+        return self.outer.read(variable)
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if optimizer is None and _is_own(variable):
+            self.outer.update(variable, op, operands, None)
+            return
+        combined = self._team.aggregate(variable, op, operands)
+        self.outer.update(variable, op, combined, optimizer)
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        return self.outer.lookup(table, ids)
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        index, rows = operands
+        if optimizer is not None or not _is_own(table.components[0]):
+            index, rows = self._team.aggregate(table.components[0], op, operands)
+        self.outer.update_rows(table, op, (index, rows), optimizer)
+
+    def drew(self, leaf: object) -> bool:
+        return self.outer.drew(leaf)
+
+    def draw(self, iterator: StepIterator) -> Any:
+        if isinstance(self.outer, Drawing):
+            return self.outer.draw(iterator)
+        return iterator.draw()
+
+
+def _is_own(variable: Variable) -> bool:
+    """Whether each process has a copy that it updates by itself (TF's rules)."""
+    return (
+        variable.aggregation is VariableAggregation.NONE
+        or variable.synchronization is VariableSynchronization.ON_READ
+    )
+
+
 # ---- mapping over the devices ----------------------------------------------------
 
 
 def _discover(
-    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Any], count: int
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Any], team: Team
 ) -> Capture:
     """What the function reads and looks up.
 
@@ -221,13 +317,13 @@ def _discover(
     probes: list[_Replica] = []
 
     def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
-        probe = _Replica(Discovery(seed, _no_elements))
+        probe = _Replica(Discovery(seed, _no_elements), team)
         probes[:] = [probe]
         with probe.recording():
             fn(shared, own)
 
     mapped = jax.vmap(
-        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=count
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
     )
     jax.eval_shape(mapped, jnp.int8(0), list(shared), list(split))
     return probes[0].capture
@@ -240,6 +336,7 @@ def _looked_up(
     mapped: Callable[[Callable[..., Any], Sequence[Any]], Any],
     own: int,
     outside: Recorder,
+    team: Team,
 ) -> list[jax.Array]:
     """The rows of the replicas' lookups, ``[count, ...]`` each, looked up in the step.
 
@@ -252,7 +349,7 @@ def _looked_up(
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = _Replica(given(values, rows))
+            replica = _Replica(given(values, rows), team)
             with replica.recording():
                 fn(shared, mine)
             return [lookup.ids for lookup in replica.capture.lookups]
@@ -294,7 +391,8 @@ def _mapped(
 ) -> Callable[..., Any]:
     """``one`` over all replicas: outputs stacked, update operands as they are (they are
     equal on every replica)."""
-    if len(devices) < count:
+    is_nested = within_mesh.get()
+    if len(devices) < count and not is_nested:
         return jax.vmap(
             one,
             in_axes=(None, None, 0),
@@ -310,7 +408,9 @@ def _mapped(
     each, whole = _spec(AXIS), _spec()
     return jax.shard_map(
         body,
-        mesh=Mesh(np.array(devices[:count]), (AXIS,)),
+        # The mesh of all processes is there already, and this is an axis of it.
+        mesh=None if is_nested else Mesh(np.array(devices[:count]), (AXIS,)),
+        axis_names={AXIS},
         in_specs=(whole, whole, each),
         out_specs=(each, whole),
         # Off: replicas compute their own gradients of the shared values, and it is ours

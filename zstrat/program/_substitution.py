@@ -9,7 +9,7 @@ looked through before it is differentiated (see `_survey`).
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from zstrat.variables import recorder
 
@@ -35,6 +35,13 @@ class Met(BaseException):
 
     def __init__(self, by: Substitution) -> None:
         self.by = by
+
+
+@runtime_checkable
+class Live(Protocol):
+    """A recorder that may hand out real values."""
+
+    live: bool
 
 
 class Sought(NamedTuple):
@@ -74,7 +81,7 @@ class Substitution:
         rows_of: Callable[[int, Sought], jax.Array] | None = None,
         is_staged: bool = False,
     ) -> None:
-        self.live = not is_staged and (outer is None or _is_live(outer))
+        self.live = not is_staged and (outer is None or is_live(outer))
         """Whether values are real, so that nothing is being captured."""
         self.sought: list[Sought] = []
         self._outer = Immediate() if outer is None else outer
@@ -153,7 +160,8 @@ class Substitution:
         return self._outer.drew(leaf)
 
 
-def _is_live(outer: Recorder) -> bool:
-    return isinstance(outer, Immediate) or (
-        isinstance(outer, Substitution) and outer.live
-    )
+def is_live(outer: Recorder) -> bool:
+    """Whether values are real under this recorder, so that nothing is captured."""
+    if isinstance(outer, Immediate):
+        return True
+    return isinstance(outer, Live) and outer.live

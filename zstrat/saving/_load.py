@@ -18,7 +18,7 @@ import numpy as np
 
 from zstrat.checkpoint import TensorReader, verify
 from zstrat.ps import Ref
-from zstrat.variables import LocalHome, initial_slots
+from zstrat.variables import InProcess, initial_slots
 from zstrat.wire import LoadEntry, StoreEntry
 
 from ._progress import Progress
@@ -227,7 +227,7 @@ def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> N
                     slots[each.optimizer] = named
                     _fill(named[each.leaf], each.tensor, start, files)
         home = variable.home
-        assert isinstance(home, LocalHome)
+        assert isinstance(home, InProcess)
         home.put(value, slots)
 
 

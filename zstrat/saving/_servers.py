@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from zstrat.strategy import ServerVariables
-from zstrat.variables import LocalHome
+from zstrat.variables import InProcess
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -91,7 +91,7 @@ def cluster_of(variable: Variable) -> Cluster | None:
         RuntimeError: It lives elsewhere: the handle came from another task.
     """
     home = variable.home
-    if isinstance(home, LocalHome):
+    if isinstance(home, InProcess):
         return None
     if isinstance(home, ServerVariables) and isinstance(home.session, Cluster):
         return home.session

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
-from zstrat.variables import LocalHome, slot_infos
+from zstrat.variables import InProcess, slot_infos
 from zstrat.wire import TensorEntry, raw
 
 from ._servers import cluster_of
@@ -94,7 +94,7 @@ class LocalShelf:
         found = []
         for variable in variables:
             home = variable.home
-            assert isinstance(home, LocalHome)
+            assert isinstance(home, InProcess)
             key = variable.spec.key
             value, slots = home.taken()
             found.append(self._put(key, 0, "", value, bool(value.ndim)))

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import _collective
+from zstrat.program import _replicas
 from zstrat.variables import creator
 
-from ._values import reduction
+from ._values import reduction, require_gatherable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import jax
 
     from zstrat.variables import Creator
@@ -134,7 +136,7 @@ class ReplicaContext:
         """This replica's device; those of all replicas where one trace serves all."""
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
-            return (devices[self._replica_id],)
+            return (devices[self._replica_id % len(devices)],)
         return devices
 
     def all_reduce(
@@ -142,11 +144,12 @@ class ReplicaContext:
     ) -> Any:
         """Sums or averages a pytree over the replicas; each gets the result.
 
-        ``options`` is taken for TF's sake: XLA chooses how. Differentiable: the
+        ``options`` is taken for TF's sake: the strategy knows how. Differentiable: the
         gradient is the same reduction of the incoming gradients. `IndexedSlices` are
         concatenated, duplicates kept.
 
-        Cost: one collective over the worker's devices for all dense leaves.
+        Cost: one collective over the devices of the process for all dense leaves, and
+        one between the processes of the strategy, if there are several.
 
         Raises:
             ValueError: ``reduce_op`` is no reduction.
@@ -154,7 +157,48 @@ class ReplicaContext:
         op = reduction(reduce_op)
         if self.num_replicas_in_sync == 1:
             return value
-        return _collective.all_reduce(value, mean=op is ReduceOp.MEAN)
+        return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
+
+    def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
+        """Concatenates a pytree over the replicas along ``axis``, in replica order, for
+        each of them.
+
+        Every replica gives an array of the same shape. Differentiable: a replica's
+        gradient is its part of the sum of the incoming gradients.
+
+        Raises:
+            NotImplementedError: A leaf is an `IndexedSlices`.
+            ValueError: A leaf has rank 0.
+        """
+        require_gatherable(value)
+        if self.num_replicas_in_sync == 1:
+            return value
+        return self._strategy._team().all_gather(value, axis)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context.
+
+        Raises:
+            NotImplementedError: Several replicas of this process are one program, which
+                has no place between them.
+        """
+        if not isinstance(self._replica_id, int):
+            raise NotImplementedError(
+                "merge_call: the replicas of this process are one traced program; use "
+                "all_reduce and all_gather of the replica context, which are part of it"
+            )
+        frame = Frame(self._strategy, None)
+        push(frame)
+        try:
+            with _replicas.merged():
+                return merge_fn(self._strategy, *args, **(kwargs or {}))
+        finally:
+            pop(frame)
 
     def __enter__(self) -> ReplicaContext:
         frame = Frame(self._strategy, self)

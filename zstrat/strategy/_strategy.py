@@ -8,15 +8,18 @@ in one program over the local devices (`zstrat.program._replicas`).
 from __future__ import annotations
 
 import abc
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import jax
 import numpy as np
 
-from zstrat.program import _collective, _replicas
+from zstrat.program import _replicas
+from zstrat.program._collective import Team
 from zstrat.variables import AbstractVariable, IndexedSlices, recorder
 
 from . import _context
+from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
 from ._values import (
     PerReplica,
@@ -101,6 +104,10 @@ class Strategy(abc.ABC):
     def _devices(self) -> Sequence[jax.Device]:
         """Devices of this process to run replicas on, one each; fewer is fine."""
 
+    def _team(self) -> Team:
+        """The replicas that compute together."""
+        return Team(self.num_replicas_in_sync)
+
     def _used(self, method: str) -> None:
         """Told when a method of a step runs; a strategy may warn."""
         del method
@@ -146,11 +153,13 @@ class Strategy(abc.ABC):
         self._used("run")
         del options
         named = {} if kwargs is None else kwargs
+        team = self._team()
         with self.scope():
-            if self.num_replicas_in_sync > 1:
-                return self._run_replicas(fn, args, named)
+            if team.local > 1:
+                return self._run_replicas(fn, args, named, team)
             args, named = select_replica(0, (tuple(args), named))
-            with ReplicaContext(self, 0):
+            alone = _replicas.alone(team) if team.channel else nullcontext()
+            with ReplicaContext(self, team.first), alone:
                 return fn(*args, **named)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
@@ -168,7 +177,9 @@ class Strategy(abc.ABC):
         if _context.in_real_replica_context():
             _context.refuse_replica_context("reduce()")
         self._used("reduce")
-        op = reduction(reduce_op)
+        op, team = reduction(reduce_op), self._team()
+        if team.channel is not None:
+            return reduce_across(team, op, value, axis)
         return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
@@ -181,6 +192,9 @@ class Strategy(abc.ABC):
         """
         if _context.in_real_replica_context():
             _context.refuse_replica_context("gather()")
+        team = self._team()
+        if team.channel is not None:
+            return gather_across(team, value, axis)
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -199,8 +213,9 @@ class Strategy(abc.ABC):
             _context.refuse_replica_context(
                 "experimental_distribute_values_from_function()"
             )
-        count = self.num_replicas_in_sync
-        return PerReplica(tuple(value_fn(ValueContext(i, count)) for i in range(count)))
+        team = self._team()
+        numbers = range(team.first, team.first + team.local)
+        return PerReplica(tuple(value_fn(ValueContext(i, team.size)) for i in numbers))
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -213,20 +228,24 @@ class Strategy(abc.ABC):
 
     @final
     def _run_replicas(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        team: Team,
     ) -> Any:
-        sorted_out = _Arguments((tuple(args), kwargs), self.num_replicas_in_sync)
+        sorted_out = _Arguments((tuple(args), kwargs), team.local)
 
         def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
             own_args, own_kwargs = sorted_out.of_replica(shared, own)
-            with ReplicaContext(self, _collective.replica_id()):
+            with ReplicaContext(self, team.replica_id()):
                 return fn(*own_args, **own_kwargs)
 
         result = _replicas.replicate(
             replica,
             sorted_out.shared,
             sorted_out.split,
-            count=self.num_replicas_in_sync,
+            team=team,
             devices=self._devices(),
         )
         return jax.tree.map(_per_replica, result, is_leaf=_is_slices)

@@ -108,7 +108,7 @@ def reduce_values(
             replicas; ``axis`` is outside the rank; replicas differ in structure.
         TypeError: ``axis`` is no integer or sequence of integers.
     """
-    axes = _axes(axis)
+    axes = as_axes(axis)
 
     def leaf(node: Any) -> Any:
         if isinstance(node, PerReplica):
@@ -117,7 +117,7 @@ def reduce_values(
             return _reduce(op, [node], axes)
         return _reduce_same(op, node, axes)
 
-    return jax.tree.map(leaf, value, is_leaf=_is_whole)
+    return jax.tree.map(leaf, value, is_leaf=is_whole)
 
 
 def gather_values(value: Any, axis: int, replicas: int) -> Any:
@@ -131,15 +131,32 @@ def gather_values(value: Any, axis: int, replicas: int) -> Any:
 
     def leaf(node: Any) -> Any:
         if isinstance(node, PerReplica):
-            return _joined(lambda parts: _concatenate(parts, axis), node)
+            return _joined(lambda parts: concatenate(parts, axis), node)
         if replicas > 1:
             raise ValueError(
                 f"gather: a value that is not distributed ({node!r:.80}) has no parts "
                 f"on the {replicas} replicas; gather what strategy.run returned"
             )
-        return _concatenate([node], axis)
+        return concatenate([node], axis)
 
-    return jax.tree.map(leaf, value, is_leaf=_is_whole)
+    return jax.tree.map(leaf, value, is_leaf=is_whole)
+
+
+def require_gatherable(value: Any) -> None:
+    """Refuses a pytree that has a leaf without a first axis.
+
+    Raises:
+        NotImplementedError: A leaf is an IndexedSlices.
+        ValueError: A leaf has rank 0.
+    """
+    for leaf in jax.tree.leaves(value, is_leaf=is_whole):
+        if isinstance(leaf, IndexedSlices):
+            raise NotImplementedError("gather does not support IndexedSlices")
+        if not np.ndim(leaf):
+            raise ValueError(
+                "gather: the values must have a rank of at least 1; give scalars an "
+                "axis first (x[None])"
+            )
 
 
 def stack_parts(parts: Sequence[Any]) -> jax.Array:
@@ -174,25 +191,25 @@ def split_rows(array: Any, replicas: int) -> jax.Array:
     return jnp.reshape(array, (replicas, rows // replicas, *array.shape[1:]))
 
 
-def _is_whole(node: object) -> bool:
+def is_whole(node: object) -> bool:
     return isinstance(node, PerReplica | IndexedSlices)
 
 
 def _joined(join: Callable[[Sequence[Any]], Any], value: PerReplica) -> Any:
     """``join`` over the parts, leaf by leaf if they are pytrees."""
     return jax.tree.map(
-        lambda *parts: join(parts), *value.values, is_leaf=lambda n: _is_whole(n)
+        lambda *parts: join(parts), *value.values, is_leaf=lambda n: is_whole(n)
     )
 
 
-def _array(value: Any) -> Any:
+def as_array(value: Any) -> Any:
     """jax if it is traced or on a device, numpy else, so that nothing is narrowed."""
     if isinstance(value, AbstractVariable):
         value = value.value()
     return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
 
 
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if axis is None:
         return None
     given = axis if isinstance(axis, list | tuple) else (axis,)
@@ -203,7 +220,7 @@ def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(int(a) for a in given)
 
 
-def _checked(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     rank = len(shape)
     for axis in axes:
         if not -rank <= axis < rank:
@@ -221,11 +238,11 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
         return _reduce_slices(op, parts, axes)
     if axes is None and len(parts) == 1:
         return parts[0]
-    arrays = [_array(part) for part in parts]
+    arrays = [as_array(part) for part in parts]
     count = len(arrays)
     if axes is not None:
         count = sum(
-            math.prod(a.shape[i] for i in _checked(axes, a.shape)) for a in arrays
+            math.prod(a.shape[i] for i in require_axes(axes, a.shape)) for a in arrays
         )
         arrays = [a.sum(axis=axes) for a in arrays]
     shapes = {a.shape for a in arrays}
@@ -264,17 +281,17 @@ def _reduce_slices(
     return IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def _concatenate(parts: Sequence[Any], axis: int) -> Any:
+def concatenate(parts: Sequence[Any], axis: int) -> Any:
     if any(isinstance(part, IndexedSlices) for part in parts):
         raise NotImplementedError("gather does not support IndexedSlices")
-    arrays = [_array(part) for part in parts]
+    arrays = [as_array(part) for part in parts]
     for array in arrays:
         if not array.shape:
             raise ValueError(
                 "gather: the values must have a rank of at least 1; give scalars an "
                 "axis first (x[None])"
             )
-        axis = _checked((axis,), array.shape)[0]
+        axis = require_axes((axis,), array.shape)[0]
     rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
     if len(rests) > 1:
         raise ValueError(

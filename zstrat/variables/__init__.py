@@ -6,10 +6,13 @@ from ._apply import apply as apply
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator
+from ._device import DeviceHome as DeviceHome
+from ._device import Residence as Residence
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
+from ._home import InProcess as InProcess
 from ._home import read_all as read_all
 from ._home import read_parts as read_parts
 from ._home import update_all as update_all
@@ -17,10 +20,14 @@ from ._initial import DeferredValue as DeferredValue
 from ._initial import initial as initial
 from ._initial import initialize as initialize
 from ._local import LocalHome as LocalHome
+from ._local_rows import optimized as optimized
+from ._local_rows import require_by_rows as require_by_rows
+from ._local_rows import row_leaves as row_leaves
 from ._module import Module as Module
 from ._module import unwatch as unwatch
 from ._module import watch as watch
 from ._optimizer import Optimizer as Optimizer
+from ._optimizer import next_id as next_id
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
 from ._rows import Gathering as Gathering
@@ -50,3 +57,4 @@ from ._tree import values as values
 from ._variable import Variable as Variable
 from ._variable import detached as detached
 from ._variable import handle as handle
+from ._variable import owned as owned

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.wire import UpdateOp
 
@@ -65,6 +65,24 @@ class Home(Protocol):
         ...
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None: ...
+
+
+@runtime_checkable
+class InProcess(Protocol):
+    """A home in this process, which can be saved and restored as it is."""
+
+    def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
+        """Value and slots of one moment: by optimizer, by path in its state."""
+        ...
+
+    def put(
+        self,
+        value: np.ndarray | None,
+        slots: Mapping[Optimizer, Mapping[str, np.ndarray] | None],
+    ) -> None:
+        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
+        optimizer begins anew."""
+        ...
 
 
 @runtime_checkable

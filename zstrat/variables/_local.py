@@ -6,6 +6,7 @@ new array.
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from ._apply import apply
-from ._local_rows import optimized_rows
+from ._local_rows import optimized, optimized_rows
 from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
@@ -50,10 +51,14 @@ class LocalHome:
         optimizer: Optimizer | None,
     ) -> None:
         with self._lock:
-            if optimizer is None:
-                value = apply(op, self._value, operands)
-            else:
-                value = self._optimized(op, operands, optimizer)
+            slots = None
+            if optimizer is not None:
+                slots = self._slots.get(optimizer.id)
+                if slots is None:
+                    slots = optimizer.transformation.init(self._value)
+            value, slots = moved(self._value, slots, op, operands, optimizer)
+            if optimizer is not None:
+                self._slots[optimizer.id] = slots
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
     async def update_async(
@@ -108,31 +113,28 @@ class LocalHome:
                 if tree is not None:
                     self._slots[number] = tree
 
-    def _optimized(
-        self, op: UpdateOp, operands: Operands, optimizer: Optimizer
-    ) -> np.ndarray:
-        transformation, step = optimizer.transformation, _jitted(optimizer)
-        if optimizer.id not in self._slots:
-            self._slots[optimizer.id] = transformation.init(self._value)
-        slots = self._slots[optimizer.id]
-        if op is UpdateOp.OPTIMIZE_ROWS:
-            state = self._value, slots
-            value, slots = optimized_rows(optimizer, step, state, *operands)
-        else:
-            value, slots = step(operands[0], slots, self._value)
-        self._slots[optimizer.id] = slots
-        return np.asarray(value)
+
+def moved(
+    value: np.ndarray,
+    slots: Any,
+    op: UpdateOp,
+    operands: Operands,
+    optimizer: Optimizer | None,
+) -> tuple[np.ndarray, Any]:
+    """Value and slots after one update."""
+    if optimizer is None:
+        return apply(op, value, operands), slots
+    step = _jitted(optimizer)
+    if op is UpdateOp.OPTIMIZE_ROWS:
+        return optimized_rows(optimizer, step, (value, slots), *operands)
+    value, slots = step(operands[0], slots, value)
+    return np.asarray(value), slots
 
 
 def _jitted(optimizer: Optimizer) -> Any:
     """``(gradient, slots, value) -> (new value, new slots)``, compiled once."""
     if optimizer.compiled is None:
-        transformation = optimizer.transformation
-
-        def step(gradient: Any, slots: Any, value: Any) -> tuple[Any, Any]:
-            delta, slots = transformation.update(gradient, slots, value)
-            return (value + delta).astype(value.dtype), slots
-
+        step = functools.partial(optimized, optimizer.transformation)
         optimizer.compiled = jax.jit(step)
     return optimizer.compiled
 

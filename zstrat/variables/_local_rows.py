@@ -9,6 +9,7 @@ that are given are never written to.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -34,6 +35,14 @@ _TOLERANCE: Final = 1e-3
 _Abstract: Final[Any] = jax.ShapeDtypeStruct
 
 
+def optimized(
+    transformation: Any, gradient: Any, slots: Any, value: Any
+) -> tuple[Any, Any]:
+    """New value and new slots of one variable: what an optimizer is."""
+    delta, slots = transformation.update(gradient, slots, value)
+    return (value + delta).astype(value.dtype), slots
+
+
 def optimized_rows(
     optimizer: Optimizer,
     step: Step,
@@ -52,14 +61,7 @@ def optimized_rows(
     Raises:
         ValueError: The transformation does not treat each row by itself.
     """
-    if optimizer.is_by_rows is None:
-        optimizer.is_by_rows = _is_by_rows(optimizer.transformation, step)
-    if not optimizer.is_by_rows:
-        raise ValueError(
-            f"optimizer {optimizer.name!r} looks at more than one row at a time (a "
-            "norm, a trust ratio, factored moments), so it cannot take IndexedSlices: "
-            "give it the dense gradient, slices.to_dense()"
-        )
+    require_by_rows(optimizer)
     value, slots = state
     found = runs(indices)
     indices, rows = found.unique, sums(found, rows)
@@ -71,7 +73,7 @@ def optimized_rows(
     at = np.concatenate([indices, np.full(padded - count, filler)])
     gradient = np.zeros((padded, *rows.shape[1:]), rows.dtype)
     gradient[:count] = rows
-    follows = _row_leaves(optimizer.transformation, value)
+    follows = row_leaves(optimizer.transformation, value.shape, value.dtype)
     here = jax.tree.map(
         lambda leaf, f: np.asarray(leaf)[at] if f else leaf, slots, follows
     )
@@ -91,18 +93,37 @@ def _written(array: Any, indices: np.ndarray, rows: Any) -> np.ndarray:
     return written
 
 
-def _row_leaves(transformation: Any, value: np.ndarray) -> Any:
+def row_leaves(transformation: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """For each leaf of the slots, whether its first axis is the variable's."""
-    rows, *rest = value.shape
+    rows, *rest = shape
     sizes = [
-        jax.eval_shape(transformation.init, _Abstract((n, *rest), value.dtype))
+        jax.eval_shape(transformation.init, _Abstract((n, *rest), dtype))
         for n in (rows, rows + 1)
     ]
     return jax.tree.map(lambda one, more: one.shape != more.shape, *sizes)
 
 
-def _is_by_rows(transformation: Any, step: Step) -> bool:
+def require_by_rows(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that cannot move some rows alone. Tries it once.
+
+    Raises:
+        ValueError: The transformation does not treat each row by itself.
+    """
+    if optimizer.is_by_rows is None:
+        # Perhaps in the middle of a trace, which is to see nothing of it.
+        with jax.ensure_compile_time_eval():
+            optimizer.is_by_rows = _is_by_rows(optimizer.transformation)
+    if not optimizer.is_by_rows:
+        raise ValueError(
+            f"optimizer {optimizer.name!r} looks at more than one row at a time (a "
+            "norm, a trust ratio, factored moments), so it cannot take IndexedSlices: "
+            "give it the dense gradient, slices.to_dense()"
+        )
+
+
+def _is_by_rows(transformation: Any) -> bool:
     """Whether halves of an array move as the array does. Cost: about half a second."""
+    step = jax.jit(functools.partial(optimized, transformation))
     rng = np.random.default_rng(0)
     value = rng.normal(size=_PROBE).astype(np.float32)
     parts = [value, *np.split(value, 2)]

@@ -61,7 +61,7 @@ class Optimizer:
         self.is_local = current is None
         """Whether it was created outside every scope."""
         self.id: int = (
-            next(_local_ids) if current is None else current.register_optimizer(self)
+            next_id() if current is None else current.register_optimizer(self)
         )
         """Unique in the session; negative for an optimizer of this process."""
         if count_iterations:
@@ -174,6 +174,11 @@ class Optimizer:
 
     def __repr__(self) -> str:
         return f"<zstrat.Optimizer {self.name!r}>"
+
+
+def next_id() -> int:
+    """The number of an optimizer of this process."""
+    return next(_local_ids)
 
 
 def _handle(

@@ -58,7 +58,7 @@ def named_slots(state: Any) -> dict[str, Any]:
 
 
 def slots_from(
-    optimizer: Optimizer, value: np.ndarray, named: Mapping[str, np.ndarray]
+    optimizer: Optimizer, value: np.ndarray | jax.Array, named: Mapping[str, np.ndarray]
 ) -> Any:
     """Inverse of `named_slots`: the state of ``optimizer`` beside ``value``.
 

@@ -217,6 +217,11 @@ def create(requests: Sequence[Request]) -> Sequence[AbstractVariable]:
 
 def _local(request: Request) -> Variable:
     array = initialize(request)
+    return owned(request, array, LocalHome(array))
+
+
+def owned(request: Request, array: np.ndarray, home: Home) -> Variable:
+    """A new variable of this process, as asked for, with this value in its home."""
     spec = VariableSpec(
         next(_local_keys),
         request.name,
@@ -227,4 +232,4 @@ def _local(request: Request) -> Variable:
         request.aggregation,
         request.synchronization,
     )
-    return handle(spec, LocalHome(array))
+    return handle(spec, home)

@@ -1,0 +1,100 @@
+"""Several ranks as threads of one process, and what brings them together."""
+
+import threading
+
+import numpy as np
+
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.strategy import MultiWorkerMirroredStrategy
+
+TIMEOUT = 60.0
+
+
+class Board:
+    """Where the ranks lay their arrays down; ``calls`` are the collectives so far."""
+
+    def __init__(self, size):
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT)
+        self.given = [None] * size
+        self.calls = []
+
+    def meet(self, rank, what, arrays, combine):
+        self.given[rank] = (what, arrays)
+        self.barrier.wait()
+        assert len({said for said, _ in self.given}) == 1, self.given
+        found = combine([arrays for _, arrays in self.given])
+        if rank == 0:
+            self.calls.append(what)
+        self.barrier.wait()
+        return found
+
+
+class Threads:
+    """The collective of one rank."""
+
+    generation = 0
+
+    def __init__(self, board, rank):
+        self.board, self.rank = board, rank
+
+    @property
+    def size(self):
+        return self.board.size
+
+    def all_reduce(self, tree, op="sum"):
+        join = {"sum": lambda x: sum(x[1:], start=x[0]), "max": lambda x: np.max(x, 0)}[
+            op
+        ]
+        return self._meet(
+            (op, tuple((a.dtype.name, a.shape) for a in tree)),
+            tree,
+            lambda ranks: [np.asarray(join(x)) for x in zip(*ranks, strict=True)],
+        )
+
+    def all_gather(self, tree, axis=0):
+        return self._meet(
+            ("gather", tuple((a.dtype.name, a.shape[1:]) for a in tree)),
+            tree,
+            lambda ranks: [np.concatenate(x, axis) for x in zip(*ranks, strict=True)],
+        )
+
+    def broadcast(self, tree, root=0):
+        return self._meet(
+            ("broadcast", tuple((a.dtype.name, a.shape) for a in tree)),
+            tree,
+            lambda ranks: [np.array(x) for x in ranks[root]],
+        )
+
+    def _meet(self, what, tree, combine):
+        return self.board.meet(self.rank, what, list(tree), combine)
+
+
+def ranks(size, program):
+    """Runs ``program(strategy, rank)`` as so many ranks; what they return, in order."""
+    board = Board(size)
+    spec = ClusterSpec({"worker": [f"127.0.0.1:{9000 + n}" for n in range(size)]})
+    found, errors = [None] * size, []
+
+    def one(rank):
+        try:
+            resolver = SimpleClusterResolver(spec, task_type="worker", task_id=rank)
+            strategy = MultiWorkerMirroredStrategy(
+                resolver, group=lambda *_: Threads(board, rank)
+            )
+            found[rank] = program(strategy, rank)
+        except BaseException as error:
+            errors.append(error)
+            board.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    if errors:
+        raise next(
+            (e for e in errors if not isinstance(e, threading.BrokenBarrierError)),
+            errors[0],
+        )
+    return found

@@ -1,0 +1,77 @@
+"""TF's faces of reductions between the devices of one process."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import zstrat as zs
+
+OPS = [
+    zs.ReductionToOneDevice(),
+    zs.ReductionToOneDevice(0, lambda arrays: sum(arrays)),
+    zs.NcclAllReduce(),
+    zs.NcclAllReduce(num_packs=3),
+    zs.HierarchicalCopyAllReduce(num_packs=0),
+]
+HERE = "/device:CPU:0"
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.sampled_from(OPS),
+    st.sampled_from(["sum", "mean"]),
+    st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=5),
+)
+def test_every_value_is_reduced_by_itself(ops, op, shapes):
+    rng = np.random.default_rng(0)
+    values = [
+        [rng.integers(0, 100, shape).astype(dtype) for _ in range(3)]
+        for shape, dtype in zip(shapes, ["f4", "i4", "f2"] * 2, strict=False)
+    ]
+    pairs = [(zs.PerReplica(tuple(parts)), HERE) for parts in values]
+    for parts, found in zip(values, ops.batch_reduce(op, pairs), strict=True):
+        total = np.sum(parts, axis=0, dtype=parts[0].dtype)
+        expected = total if op == "sum" else total / 3
+        assert found.shape == parts[0].shape
+        np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_rows_are_concatenated(ops):
+    parts = tuple(
+        zs.IndexedSlices(jnp.full((2, 3), n), jnp.array([0, n]), (9, 3))
+        for n in (1.0, 2.0)
+    )
+    dense = zs.PerReplica((np.ones(2), np.ones(2)))
+    rows, ones = ops.batch_reduce(
+        "mean", [(zs.PerReplica(parts), HERE), (dense, dense)]
+    )
+    np.testing.assert_array_equal(rows.indices, [0, 1, 0, 2])
+    np.testing.assert_array_equal(rows.values[:, 0], [0.5, 0.5, 1, 1])
+    np.testing.assert_array_equal(ones, [1, 1])
+
+
+def test_a_value_of_one_device_is_its_own_sum():
+    assert float(zs.NcclAllReduce().reduce("sum", np.float32(3), HERE)) == 3.0
+
+
+def test_a_value_is_broadcast_to_replicas():
+    like = zs.PerReplica((1, 2))
+    assert zs.NcclAllReduce().broadcast(5, like).values == (5, 5)
+    assert zs.NcclAllReduce().broadcast(5, HERE) == 5
+
+
+def test_what_is_wrong_is_refused():
+    ops = zs.NcclAllReduce()
+    with pytest.raises(ValueError, match="num_packs >= 0"):
+        zs.HierarchicalCopyAllReduce(num_packs=-1)
+    with pytest.raises(ValueError, match="destinations must be"):
+        ops.reduce("sum", np.ones(1), None)
+    with pytest.raises(ValueError, match="non-empty"):
+        ops.reduce("sum", zs.PerReplica(()), HERE)
+    with pytest.raises(ValueError, match="list or a tuple"):
+        ops.batch_reduce("sum", {})
+    with pytest.raises(ValueError, match="SUM"):
+        ops.reduce("max", np.ones(1), HERE)

@@ -1,0 +1,520 @@
+"""Several processes in step, here as threads: what they compute together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ranks import ranks
+
+import zstrat as zs
+
+X = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+Y = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
+
+
+def model(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["u"] + params["b"]
+
+
+def first_params(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        "w": rng.normal(size=(5, 7)).astype(np.float32),
+        "u": rng.normal(size=(7, 3)).astype(np.float32),
+        "b": np.zeros(3, np.float32),
+    }
+
+
+def by_optax(transformation, steps):
+    """One process with the whole batch."""
+    params = {k: jnp.asarray(v) for k, v in first_params(0).items()}
+    state = {k: transformation.init(v) for k, v in params.items()}
+    losses = []
+
+    @jax.jit
+    def step(params, state):
+        def loss(params):
+            return jnp.mean((model(params, X) - Y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        for k in params:
+            delta, state[k] = transformation.update(grads[k], state[k], params[k])
+            params[k] = params[k] + delta
+        return params, state, value
+
+    for _ in range(steps):
+        params, state, value = step(params, state)
+        losses.append(float(value))
+    return params, losses
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "transformation", [optax.sgd(0.1), optax.adam(0.05)], ids=["sgd", "adam"]
+)
+def test_training_is_that_of_one_process_with_the_whole_batch(size, transformation):
+    steps = 10
+
+    def program(strategy, rank):
+        with strategy.scope():
+            params = zs.create_variables(first_params(rank))
+            optimizer = zs.Optimizer(transformation)
+
+        @zs.function
+        def train_step(x, y):
+            def replica(x, y):
+                def loss(params):
+                    errors = (model(params, x) - y) ** 2
+                    return jnp.mean(errors) / strategy.num_replicas_in_sync
+
+                value, grads = zs.value_and_grad(loss)(params)
+                optimizer.apply_gradients(grads, params)
+                return value
+
+            return strategy.reduce("sum", strategy.run(replica, args=(x, y)), None)
+
+        mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        losses = [float(train_step(X[mine], Y[mine])) for _ in range(steps)]
+        return {k: v.numpy() for k, v in params.items()}, losses, train_step.trace_count
+
+    params, losses = by_optax(transformation, steps)
+    for values, seen, traces in ranks(size, program):
+        assert traces == 1
+        np.testing.assert_allclose(seen, losses, rtol=1e-5)
+        for name, value in params.items():
+            np.testing.assert_allclose(values[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_two_programs_with_one_collective_between_them():
+
+    def program(strategy, rank):
+        with strategy.scope():
+            params = zs.create_variables(first_params(0))
+            optimizer = zs.Optimizer(optax.adam(0.1))
+
+        @zs.function
+        def train_step(x):
+            def replica(x):
+                def loss(params):
+                    return jnp.mean(model(params, x) ** 2)
+
+                optimizer.apply_gradients(zs.grad(loss)(params), params)
+
+            strategy.run(replica, args=(x,))
+
+        collective = strategy._channel.collective
+        train_step(X)
+        before = len(collective.board.calls)
+        train_step(X)
+        return collective.board.calls[before:]
+
+    calls = ranks(2, program)[0]
+    assert [(what, len(kinds)) for what, kinds in calls] == [("sum", 3)]
+
+
+def test_values_are_overwritten_where_they_are():
+    def program(strategy, rank):
+        with strategy.scope():
+            w = zs.Variable(np.ones((64, 64), np.float32))
+            optimizer = zs.Optimizer(optax.adam(0.1))
+
+        @zs.function
+        def train_step(x):
+            def replica(x):
+                optimizer.apply_gradients(zs.grad(lambda w: jnp.sum(w @ x))(w), w)
+
+            strategy.run(replica, args=(x,))
+
+        x = np.ones((64, 4), np.float32)
+        train_step(x)
+        train_step(x)
+        before = w.home.value()
+        address = before.unsafe_buffer_pointer()
+        train_step(x)
+        assert before.is_deleted()
+        del before
+        found = {w.home.value().unsafe_buffer_pointer() == address}
+        # A value that somebody looks at stays as it is.
+        seen = w.numpy()
+        copy = seen.copy()
+        train_step(x)
+        np.testing.assert_array_equal(seen, copy)
+        return found
+
+    assert ranks(2, program) == [{True}, {True}]
+
+
+AGGREGATIONS = {
+    zs.VariableAggregation.SUM: 3.0,
+    zs.VariableAggregation.MEAN: 1.5,
+    zs.VariableAggregation.ONLY_FIRST_REPLICA: 1.0,
+}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda a: a.name)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_replicas_assign_together(aggregation, compiled):
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(10.0, aggregation=aggregation)
+            w = zs.Variable([10.0, 20.0], aggregation=aggregation)
+
+        def step(x):
+            def replica(x):
+                v.assign_add(x)
+                w.assign(jnp.stack([x, x]))
+                return v.value()
+
+            return strategy.run(replica, args=(x,))
+
+        step = zs.function(step) if compiled else step
+        seen = float(step(np.float32(rank + 1)))
+        return seen, float(v.numpy()), w.numpy().tolist()
+
+    expected = AGGREGATIONS[aggregation]
+    for seen, value, pair in ranks(2, program):
+        assert seen == value == 10 + expected
+        assert pair == [expected, expected]
+
+
+def test_copies_without_aggregation_are_each_process_s_own():
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable([1.0, 2.0])
+
+        @zs.function
+        def step(x):
+            strategy.run(lambda x: [v.assign_add(x)][1:], args=(x,))
+
+        step(np.full(2, rank, np.float32))
+        return v.numpy().tolist()
+
+    assert ranks(2, program) == [[1.0, 2.0], [2.0, 3.0]]
+
+
+def test_the_first_value_is_that_of_the_first_process():
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(np.random.default_rng(rank).normal(size=3))
+            whole = zs.Variable(np.arange(3) + rank)
+        return v.numpy().tolist(), whole.numpy().tolist()
+
+    first, second = ranks(2, program)
+    assert first == second
+    assert first[0] == np.random.default_rng(0).normal(size=3).tolist()
+    assert first[1] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_is_not_distributed_is_the_process_s_own_value(compiled):
+    def program(strategy, rank):
+        def all_of(x):
+            rows = strategy.gather(jnp.full((2, 2), x), axis=0)
+            return (
+                strategy.reduce("sum", x, None),
+                strategy.reduce("mean", {"a": x, "b": x * 2}, None),
+                strategy.reduce("mean", jnp.arange(4.0) + x, 0),
+                rows,
+            )
+
+        fn = zs.function(all_of) if compiled else all_of
+        x = np.float32(rank + 1)
+        return jax.tree.map(np.asarray, fn(x if compiled else jnp.asarray(x)))
+
+    for total, mean, over_axis, rows in ranks(2, program):
+        assert total == 3.0
+        assert mean == {"a": 1.5, "b": 3.0}
+        assert over_axis == 3.0
+        np.testing.assert_array_equal(rows[:, 0], [1, 1, 2, 2])
+
+
+def test_uneven_means_weigh_correctly():
+    def program(strategy, rank):
+        values = np.arange(1.0 + 3 * rank)  # one element, then four
+        return float(strategy.reduce("mean", values, axis=0))
+
+    expected = (0 + (0 + 1 + 2 + 3)) / 5
+    assert ranks(2, program) == pytest.approx([expected] * 2)
+
+
+def test_uneven_values_are_gathered_outside_of_steps():
+    def program(strategy, rank):
+        mine = np.full((1, rank + 1), rank, np.int64)
+        return strategy.gather(mine, axis=1).tolist()
+
+    assert ranks(2, program) == [[[0, 1, 1]]] * 2
+
+
+def test_on_read_variables_are_summed_when_they_are_read():
+    def program(strategy, rank):
+        with strategy.scope():
+            total = zs.Variable(
+                0.0,
+                aggregation=zs.VariableAggregation.SUM,
+                synchronization=zs.VariableSynchronization.ON_READ,
+            )
+            mean = zs.Variable(
+                [0.0],
+                aggregation=zs.VariableAggregation.MEAN,
+                synchronization=zs.VariableSynchronization.ON_READ,
+            )
+
+        @zs.function
+        def step(x):
+            def replica(x):
+                total.assign_add(x)
+                mean.assign(x[None])
+                return total.value()
+
+            return strategy.run(replica, args=(x,)), total.value(), mean.value()
+
+        calls = strategy._channel.collective.board.calls
+        own, seen, average = (float(jnp.squeeze(x)) for x in step(np.float32(rank + 1)))
+        assert own == rank + 1
+        assert (seen, average) == (3.0, 1.5)
+        assert (float(total.numpy()), mean.numpy().tolist()) == (3.0, [1.5])
+        total.assign(8.0)  # a half of it each
+        assert float(total.local_value) == 4.0
+        assert float(total.numpy()) == 8.0
+        with pytest.raises(ValueError, match=r"assign_add.*SUM"):
+            total.assign_add(1.0)
+        mean.assign_add([1.0])
+        with pytest.raises(NotImplementedError):
+            mean.scatter_add(zs.IndexedSlices(np.ones(1), np.zeros(1, np.int32)))
+        return float(mean.numpy()[0]), len(calls)
+
+    assert [value for value, _ in ranks(2, program)] == [2.5, 2.5]
+
+
+def test_rows_of_a_table_are_trained_together():
+    ids = np.array([[0, 3], [3, 5]], np.int32)
+    table = np.arange(12, dtype=np.float32).reshape(6, 2)
+
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(table)
+            optimizer = zs.Optimizer(optax.adagrad(0.1))
+
+        @zs.function
+        def train_step(ids):
+            def replica(ids):
+                def loss(v):
+                    return jnp.sum(zs.embedding_lookup(v, ids) ** 2)
+
+                grad = zs.grad(loss)(v)
+                assert isinstance(grad, zs.IndexedSlices)
+                optimizer.apply_gradients([(grad, v)])
+
+            strategy.run(replica, args=(ids,))
+
+        for _ in range(3):
+            train_step(ids[rank])
+        return v.numpy()
+
+    transformation, value = optax.adagrad(0.1), jnp.asarray(table)
+    state = transformation.init(value)
+    for _ in range(3):
+        grad = jax.grad(lambda v: jnp.sum(v[ids.reshape(-1)] ** 2))(value)
+        delta, state = transformation.update(grad, state, value)
+        # Rows that nobody looked up do not move, and adagrad does not move them.
+        value = value + delta
+    for found in ranks(2, program):
+        np.testing.assert_allclose(found, value, rtol=1e-5)
+
+
+def test_a_value_is_read_after_its_optimizer_moved_it():
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(1.0)
+            optimizer = zs.Optimizer(optax.sgd(0.5), count_iterations=True)
+
+        @zs.function
+        def step():
+            def replica():
+                optimizer.apply_gradients([(jnp.float32(1), v)])
+                return v.value()
+
+            return strategy.run(replica)
+
+        return float(step()), int(optimizer.iterations.numpy())
+
+    assert ranks(2, program) == [(0.0, 1), (0.0, 1)]
+
+
+def test_a_gradient_that_is_reduced_already_is_applied_as_it_is():
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(0.0)
+            optimizer = zs.Optimizer(optax.sgd(1.0))
+
+        @zs.function
+        def step(x):
+            def replica(x):
+                context = zs.get_replica_context()
+                whole = jnp.minimum(context.all_reduce("sum", x), 2.0)
+                context.merge_call(
+                    lambda strategy, g: optimizer.apply_gradients([(g, v)]), (whole,)
+                )
+
+            strategy.run(replica, args=(x,))
+
+        step(np.float32(rank + 1))
+        return float(v.numpy())
+
+    assert ranks(2, program) == [-2.0, -2.0]
+
+
+def test_a_step_that_fails_in_a_collective_has_changed_nothing():
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(1.0)
+            optimizer = zs.Optimizer(optax.adam(0.5))
+        drawn = zs.StepIterator([np.float32(n) for n in range(1, 5)])
+
+        @zs.function
+        def step(iterator):
+            def replica(x):
+                optimizer.apply_gradients([(x, v)])
+
+            x = next(iterator)
+            strategy.run(replica, args=(x,))
+            return x
+
+        assert float(step(drawn)) == 1
+        collective = strategy._channel.collective
+        whole = collective.all_reduce
+        before = float(v.numpy())
+
+        def lost(tree, op="sum"):
+            raise zs.PeerLostError("/job:worker/task:1", "gone")
+
+        collective.all_reduce = lost
+        with pytest.raises(zs.PeerLostError, match="task:1"):
+            step(drawn)
+        assert float(v.numpy()) == before
+        collective.all_reduce = whole
+        return float(step(drawn)), float(v.numpy()) != before
+
+    assert ranks(2, program) == [(2.0, True)] * 2
+
+
+def test_replicas_know_who_they_are():
+    def program(strategy, rank):
+        assert strategy.num_replicas_in_sync == 3
+        assert strategy.extended.worker_devices == (
+            f"/job:worker/replica:0/task:{rank}/device:CPU:0",
+        )
+        values = strategy.experimental_distribute_values_from_function(
+            lambda context: context.replica_id_in_sync_group
+        )
+
+        def replica(x):
+            context = zs.get_replica_context()
+            assert x == context.replica_id_in_sync_group == rank
+            return context.all_gather(jnp.full((1, 2), x), axis=1)
+
+        whole = strategy.run(zs.function(replica), args=(values,))
+        return strategy.extended.should_checkpoint, np.asarray(whole).tolist()
+
+    found = ranks(3, program)
+    assert [saves for saves, _ in found] == [True, False, False]
+    assert {str(whole) for _, whole in found} == {str([[0, 0, 1, 1, 2, 2]])}
+
+
+def test_datasets_are_shared_out():
+    def program(strategy, rank):
+        whole = zs.data.Dataset.range(10).batch(4)
+        mine = [x.tolist() for x in strategy.experimental_distribute_dataset(whole)]
+
+        def of(context):
+            assert (context.num_input_pipelines, context.input_pipeline_id) == (2, rank)
+            assert context.get_per_replica_batch_size(4) == 2
+            return zs.data.Dataset.range(8).shard(2, rank).batch(2)
+
+        made = strategy.distribute_datasets_from_function(of)
+        return mine, [x.tolist() for x in made]
+
+    (first, own), (second, other) = ranks(2, program)
+    assert first == [[0, 1], [4, 5], [8]]
+    assert second == [[2, 3], [6, 7], [9]]
+    assert own == [[0, 2], [4, 6]]
+    assert other == [[1, 3], [5, 7]]
+
+
+def test_a_dataset_without_batches_is_refused():
+    def program(strategy, rank):
+        with pytest.raises(ValueError, match="`batch` method"):
+            next(iter(strategy.experimental_distribute_dataset([np.int32(1)])))
+
+    ranks(2, program)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize("size", [1, 4, 7, 12])
+def test_short_batches_end_in_pieces_without_rows(count, size):
+    def program(strategy, rank):
+        batches = [np.arange(size, dtype=np.float32)]
+        (mine,) = list(strategy.experimental_distribute_dataset(batches))
+        return mine.tolist()
+
+    found = ranks(count, program)
+    assert [x for each in found for x in each] == list(range(size))
+    assert max(map(len, found)) == -(-size // count)
+
+
+def test_checkpoints_have_values_and_slots(tmp_path):
+    def program(strategy, rank, path):
+        with strategy.scope():
+            v = zs.Variable([1.0, 2.0])
+            optimizer = zs.Optimizer(optax.adam(0.1))
+
+        @zs.function
+        def step():
+            strategy.run(lambda: optimizer.apply_gradients([(jnp.ones(2), v)]), args=())
+
+        saved = zs.Checkpoint(v=v, optimizer=optimizer)
+        step()
+        if rank == 0:
+            saved.write(str(path / "one"))
+        step()
+        expected = v.numpy().copy()
+        strategy._channel.collective.board.barrier.wait()
+        saved.read(str(path / "one"))
+        assert not np.array_equal(v.numpy(), expected)
+        step()
+        np.testing.assert_array_equal(v.numpy(), expected)
+
+    ranks(2, lambda strategy, rank: program(strategy, rank, tmp_path))
+
+
+def test_one_process_needs_no_group():
+    strategy = zs.MultiWorkerMirroredStrategy(
+        zs.cluster_resolver.SimpleClusterResolver(zs.ClusterSpec({}))
+    )
+    with strategy.scope():
+        v = zs.Variable(1.0, aggregation=zs.VariableAggregation.SUM)
+
+    @zs.function
+    def step():
+        strategy.run(lambda: [v.assign_add(1.0)][1:])
+        return strategy.reduce("sum", v.value(), None)
+
+    assert strategy.num_replicas_in_sync == 1
+    assert float(step()) == 2.0
+    strategy.reform()
+    strategy.close()
+
+
+def test_options_are_those_of_tensorflow():
+    options = zs.CommunicationOptions(bytes_per_pack=10, implementation="ring")
+    assert options.implementation is zs.CommunicationImplementation.RING
+    merged = options.merge(zs.CommunicationOptions(timeout_seconds=3.0))
+    assert merged == zs.CommunicationOptions(10, 3.0, options.implementation)
+    assert options.merge(None) is options
+    with pytest.raises(ValueError, match="bytes_per_pack"):
+        zs.CommunicationOptions(bytes_per_pack=-1)
+    with pytest.raises(ValueError, match="implementation"):
+        zs.CommunicationOptions(implementation=3)
+    with pytest.raises(ValueError, match="expected one of"):
+        zs.CommunicationOptions(implementation="carrier pigeon")

@@ -1,0 +1,129 @@
+"""MultiWorkerMirroredStrategy over real processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from mirrored_task import W, X, Y
+
+HERE = Path(__file__).parent
+TIMEOUT = 120.0
+
+
+class Tasks:
+    """The tasks of a cluster of workers; all are gone at the end."""
+
+    def __init__(self, size, **environment):
+        free = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
+        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in free]
+        for each in free:
+            each.close()
+        self.cluster = {"worker": addresses}
+        self.environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+        self.processes = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def start(self, rank, *arguments):
+        task = {"type": "worker", "index": rank}
+        config = json.dumps({"cluster": self.cluster, "task": task})
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "mirrored_task.py"), *map(str, arguments)],
+            env={**self.environment, "TF_CONFIG": config},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.processes.append(process)
+        return process
+
+
+def result(process):
+    out, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, err[-4000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def by_one_process(steps):
+    transformation = optax.adam(0.1)
+    w, losses = jnp.asarray(W), []
+    state = transformation.init(w)
+    for _ in range(steps):
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean((X @ w - Y) ** 2))(w)
+        delta, state = transformation.update(gradient, state, w)
+        w = w + delta
+        losses.append(float(value))
+    return losses, w
+
+
+@pytest.mark.parametrize(
+    ("implementation", "devices"),
+    [("auto", 1), ("ring", 2), ("xla", 1), ("xla", 2)],
+)
+def test_processes_train_as_one(implementation, devices):
+    losses, w = by_one_process(5)
+    with Tasks(2, JAX_NUM_CPU_DEVICES=str(devices)) as tasks:
+        started = [tasks.start(rank, implementation, 5) for rank in range(2)]
+        for rank, process in enumerate(started):
+            found = result(process)
+            np.testing.assert_allclose(
+                list(found["losses"].values()), losses, rtol=1e-5
+            )
+            np.testing.assert_allclose(found["w"], w, rtol=1e-5, atol=1e-6)
+            assert found["saves"] == (rank == 0)
+            assert found["traces"] == 1
+            assert found["told"] == []
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_task_is_named_and_takes_over_when_it_is_back(lost):
+    losses, w = by_one_process(10)
+    with Tasks(3) as tasks:
+        started = [
+            tasks.start(rank, "ring", 10, 4 if rank == lost else -1)
+            for rank in range(3)
+        ]
+        assert started[lost].wait(TIMEOUT) == -signal.SIGKILL
+        started[lost] = tasks.start(lost, "ring", 10)
+        found = [result(process) for process in started]
+    for rank, each in enumerate(found):
+        np.testing.assert_allclose(each["w"], w, rtol=1e-5, atol=1e-6)
+        if rank != lost:
+            assert len(each["told"]) == 1
+            assert f"task:{lost}" in each["told"][0]
+    # It went on with the others and not from the beginning: with the step in which it
+    # was lost, or the one before, if what it had sent went down with it.
+    first = min(map(int, found[lost]["losses"]))
+    assert first in (3, 4)
+    assert sorted(map(int, found[lost]["losses"])) == list(range(first, 10))
+    for each in found:
+        for step, value in each["losses"].items():
+            np.testing.assert_allclose(value, losses[int(step)], rtol=1e-5)
+
+
+def test_ranks_of_several_devices_compute_the_same():
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(HERE / "several_devices.py")],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout == "equal\n"

@@ -1,0 +1,142 @@
+"""What a step takes of the variables that live here, and what it puts back.
+
+Law of the file: from the first read of a variable to its new value, its lock is held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zstrat.variables import DeviceHome, read_all
+
+from ._results import StepUpdate
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.variables import Optimizer, Residence, Variable
+
+    from ._plan import Plan
+
+
+class Held:
+    """The variables of one plan: those it reads, those it moves, and their slots."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        moved: Sequence[Variable],
+        slots: Sequence[tuple[Variable, Optimizer]],
+    ) -> None:
+        self._plan = plan
+        self._moved = moved
+        self._slots = slots
+        self._homes = [variable.home for variable in plan.variables]
+        homes = [*self._homes, *[variable.home for variable in moved]]
+        found = {
+            id(home.residence): home.residence
+            for home in homes
+            if isinstance(home, DeviceHome)
+        }
+        self._residences: list[Residence] = [found[key] for key in sorted(found)]
+
+    @property
+    def mark(self) -> Hashable:
+        """A program that was traced under another one is not used."""
+        return tuple([residence.mark() for residence in self._residences])
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices of all processes, if the values are arrays over them.
+
+        Raises:
+            ValueError: They are over several meshes.
+        """
+        meshes = {residence.mesh for residence in self._residences} - {None}
+        if len(meshes) > 1:
+            raise ValueError(
+                f"the step function {self._plan.function!r} uses variables of several "
+                "strategies, each of which has all devices: create them in one scope"
+            )
+        return next(iter(meshes), None)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else reads or updates the variables inside."""
+        with ExitStack() as held:
+            for residence in self._residences:
+                held.enter_context(residence.lock)
+                residence.settle()
+            yield
+
+    def values(self) -> list[Any]:
+        """The values of the plan's reads: those from here as they live here, others as
+        arrays of numpy."""
+        away = [
+            variable
+            for variable in self._plan.variables
+            if not isinstance(variable.home, DeviceHome)
+        ]
+        read = iter(read_all(away))
+        return [
+            home.value() if isinstance(home, DeviceHome) else next(read)
+            for home in self._homes
+        ]
+
+    def are_here(self) -> list[bool]:
+        """For each of the plan's reads whether its value lives here."""
+        return [isinstance(home, DeviceHome) for home in self._homes]
+
+    def slots(self) -> list[Any]:
+        """What each optimizer keeps beside each variable that it moves."""
+        return [_home(variable).slots(rule) for variable, rule in self._slots]
+
+    def moved_reads(self) -> list[int]:
+        """The numbers of these reads, in the order in which `put` takes their next
+        values."""
+        numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
+        keys = [variable.spec.key for variable in self._moved]
+        return [numbers[key] for key in keys if key in numbers]
+
+    def put(self, values: Sequence[Any], slots: Sequence[Any]) -> None:
+        """The next values and slots, in the order of the plan."""
+        for variable, value in zip(self._moved, values, strict=True):
+            _home(variable).take_over(value)
+        for (variable, rule), tree in zip(self._slots, slots, strict=True):
+            _home(variable).take_over_slots(rule, tree)
+        for residence in self._residences:
+            residence.steps += bool(self._moved)
+
+    def updates(self, operands: Sequence[Sequence[Any]]) -> list[StepUpdate]:
+        """What the step wants done to variables that live elsewhere."""
+        return [
+            StepUpdate(
+                planned.spec,
+                planned.op,
+                planned.optimizer,
+                tuple([np.asarray(array) for array in arrays]),
+            )
+            for planned, arrays in zip(self._plan.updates, operands, strict=True)
+        ]
+
+
+def _home(variable: Variable) -> DeviceHome:
+    home = variable.home
+    assert isinstance(home, DeviceHome)
+    return home
+
+
+def cut_at(leaves: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
+    """Trees like these, of leaves in a row."""
+    left, found = iter(leaves), []
+    for tree in trees:
+        treedef: Any = jax.tree.structure(tree)
+        found.append(treedef.unflatten(itertools.islice(left, treedef.num_leaves)))
+    return found

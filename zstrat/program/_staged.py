@@ -1,0 +1,200 @@
+"""A step in stages, compiled and run: program, collectives, program, ...
+
+Theory of operation. Values and slots of variables that live on the devices go in as
+they are. The last stage makes the next ones in their memory (they are donated), so
+nothing has changed until all collectives are done: a step that fails in one of them may
+be run again. Whatever a stage leaves for a later one stays on the device; only the
+operands of collectives are looked at by the host, and let go when they are done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from . import _refusals
+from ._compile import own
+from ._cross import Kind
+from ._held import Held, cut_at
+from ._stages import stages
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._cross import Channel
+    from ._discover import Staged
+    from ._plan import Plan
+    from ._results import StepUpdate
+    from ._stages import Crossing, Stage
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A stage as jax runs it: of the values ``given_up``, whose memory it may use, and
+    ``kept``. ``dead`` are values that nobody needs after it."""
+
+    stage: Stage
+    run: Any
+    given_up: tuple[int, ...]
+    kept: tuple[int, ...]
+    dead: tuple[int, ...]
+    calls: tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]
+
+
+class StagedProgram:
+    """The programs of one signature, compiled when they first run."""
+
+    def __init__(self, plan: Plan, staged: Staged) -> None:
+        self.plan = plan
+        self._held = Held(plan, staged.moved, staged.slots)
+        self._slots = staged.slots_like
+        with _refusals.in_our_words(plan.function):
+            closed, shape = jax.make_jaxpr(staged.body, return_shape=True)(
+                staged.inputs, staged.leaves, staged.values_like, self._slots
+            )
+        self._shape: list[Any] = list(shape)
+        cut, self._constants = stages(closed)
+        channels = {x.channel for stage in cut for x in stage.crossings}
+        self._channels = {channel: channel.mark for channel in channels}
+        self._mark = self._held.mark
+        given = len(staged.inputs) + len(staged.leaves)
+        # In the order of what becomes of them, as jax pairs them by shape.
+        moved = [given + n for n in self._held.moved_reads()]
+        inputs = len(closed.in_avals)
+        moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
+        name = plan.function.rpartition(".")[2]
+        self._stages = _compiled(cut, name, moved, inputs)
+        self._shared = _shared(cut, given)
+        self._traced = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the processes are still those that it was traced for."""
+        return self._held.mark == self._mark and all(
+            channel.mark == mark for channel, mark in self._channels.items()
+        )
+
+    @property
+    def stage_count(self) -> int:
+        """Compiled programs of one step."""
+        return len(self._stages)
+
+    def run(
+        self, inputs: Sequence[Any], leaves: Sequence[Any]
+    ) -> tuple[list[jax.Array], list[StepUpdate]]:
+        """Runs the step on inputs and the leaves of elements; the arrays of the result
+        may not be ready yet. Returns what it wants done to other variables, too.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
+        """
+        held = self._held
+        with held.locked():
+            slots = jax.tree.leaves(held.slots())
+            store = dict(enumerate([*inputs, *leaves, *held.values(), *slots]))
+            store.update(self._constants)
+            del slots
+            for number in self._shared:
+                store[number] = jax.device_put(store[number])
+            for part in self._stages:
+                outputs = self._compute(part, store)
+            results, values, slots, operands = cut_at(outputs, self._shape)
+            held.put(values, slots)
+        return results, held.updates(operands)
+
+    def _compute(self, part: _Compiled, store: dict[int, Any]) -> list[Any]:
+        given_up = [store[number] for number in part.given_up]
+        kept = [store[number] for number in part.kept]
+        if self._traced:
+            outputs: list[Any] = part.run(given_up, kept)
+        else:
+            with _refusals.in_our_words(self.plan.function):
+                outputs = part.run(given_up, kept)
+            self._traced = part is self._stages[-1]
+        if part is self._stages[-1]:
+            return outputs
+        store.update(zip(part.stage.gives, outputs, strict=True))
+        del given_up, kept, outputs
+        for channel, kind, crossings in part.calls:
+            operands = [store[n] for x in crossings for n in x.operands]
+            results = [n for x in crossings for n in x.results]
+            reduced = channel.carry_out(kind, operands)
+            _require_same(kind, operands, reduced, channel)
+            store.update(zip(results, reduced, strict=True))
+        for number in part.dead:
+            del store[number]
+        return []
+
+
+def _compiled(
+    cut: Sequence[Stage], name: str, moved: Sequence[int], inputs: int
+) -> list[_Compiled]:
+    found = []
+    for number, stage in enumerate(cut):
+        is_last = number == len(cut) - 1
+        given_up = [n for n in moved if is_last and n in stage.takes]
+        kept = [n for n in stage.takes if n not in set(given_up)]
+        later = {n for other in cut[number + 1 :] for n in other.takes}
+        later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
+        here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
+        dead = ({*stage.takes, *stage.gives, *here} - later) if not is_last else set()
+        found.append(
+            _Compiled(
+                stage,
+                _jitted(stage, name, number, given_up, kept),
+                tuple(given_up),
+                tuple(kept),
+                tuple(sorted(n for n in dead if n >= inputs)),
+                _calls(stage.crossings),
+            )
+        )
+    return found
+
+
+def _jitted(
+    stage: Stage, name: str, number: int, given_up: list[int], kept: list[int]
+) -> Any:
+    def program(first: list[Any], second: list[Any]) -> list[Any]:
+        known = dict(zip((*given_up, *kept), (*first, *second), strict=True))
+        made = stage.run(*[known[n] for n in stage.takes])
+        # What is handed on as it came would be the same memory twice.
+        given = {id(value) for value in known.values()}
+        return [own(array, given) for array in made]
+
+    program.__name__ = program.__qualname__ = f"{name}_{number}" if number else name
+    return jax.jit(program, donate_argnums=0)
+
+
+def _calls(
+    crossings: Sequence[Crossing],
+) -> tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]:
+    """Those that can be done as one, in the order of the program."""
+    groups: dict[tuple[Channel, Kind], list[Crossing]] = {}
+    for each in crossings:
+        groups.setdefault((each.channel, each.kind), []).append(each)
+    return tuple([(*key, tuple(found)) for key, found in groups.items()])
+
+
+def _shared(cut: Sequence[Stage], inputs: int) -> list[int]:
+    """Arguments that several stages take: they go to the device once."""
+    taken = [n for stage in cut for n in stage.takes if n < inputs]
+    return sorted({n for n in taken if taken.count(n) > 1})
+
+
+def _require_same(
+    kind: Kind, operands: Sequence[Any], results: Sequence[Any], channel: Channel
+) -> None:
+    """What comes back has the shape that the rest of the step is compiled for."""
+    for operand, result in zip(operands, results, strict=True):
+        shape = operand.shape
+        if kind is Kind.GATHER:
+            shape = (shape[0] * channel.size, *shape[1:])
+        if tuple(result.shape) != tuple(shape):
+            raise ValueError(
+                f"rank {channel.rank} gave {operand.shape[0]} rows to a gather, and "
+                f"all {channel.size} ranks together {result.shape[0]}: in a step each "
+                "gives equally many. Pad them (zs.RaggedIds), or use batches of one "
+                "size with drop_remainder=True"
+            )

@@ -1,0 +1,264 @@
+"""How the values of the local devices of one process are brought together: TF's faces.
+
+XLA reduces inside of steps; these are what TF's programs name when they make a
+strategy, and what they call to reduce values outside of steps. Values are packed as TF
+does it, so that few large arrays travel in place of many small ones.
+
+Law of the file: the result is the same whichever class it comes from, up to the order
+in which numbers are added.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.collectives import ReduceOp
+from zstrat.variables import AbstractVariable, IndexedSlices
+
+from ._values import PerReplica, reduction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Pairs = Sequence[tuple[Any, Any]]
+
+
+class CrossDeviceOps(abc.ABC):
+    """Base of what reduces values of several devices; write the two hooks.
+
+    ``num_packs``: into how many arrays a batch of values is packed; 0 for none.
+    """
+
+    num_packs = 0
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        per_replica_value: Any,
+        destinations: Any,
+        options: object = None,
+    ) -> Any:
+        """One value of the replicas' values.
+
+        Args:
+            destinations: Where it is wanted: a `PerReplica`, a variable, an array or
+                TF's name of a device.
+
+        Raises:
+            ValueError: ``destinations`` is none of these, or there is no value.
+        """
+        return self.batch_reduce(
+            reduce_op, [(per_replica_value, destinations)], options
+        )[0]
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Pairs,
+        options: object = None,
+    ) -> list[Any]:
+        """`reduce` of several values, in order; dense ones go together.
+
+        Raises:
+            ValueError: As `reduce`, or what is given is no list of pairs.
+        """
+        del options
+        op = reduction(reduce_op)
+        values = []
+        for pair in _pairs(value_destination_pairs):
+            value, destination = pair
+            _require_destination(destination)
+            values.append(_parts(value))
+        sparse = [any(isinstance(x, IndexedSlices) for x in parts) for parts in values]
+        dense = [
+            v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
+        ]
+        reduced = iter(self._reduce_dense(op, dense))
+        return [
+            _joined(op, parts) if is_sparse else next(reduced)
+            for parts, is_sparse in zip(values, sparse, strict=True)
+        ]
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Any:
+        """The value where it is wanted: for a `PerReplica` one for each replica.
+
+        Raises:
+            ValueError: ``destinations`` is no place.
+        """
+        _require_destination(destinations)
+        return self.broadcast_implementation(tensor, destinations)
+
+    @abc.abstractmethod
+    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
+        """The sum or mean of arrays of one shape and dtype, one for each replica."""
+
+    def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
+        """See `broadcast`."""
+        if isinstance(destinations, PerReplica):
+            return PerReplica(tuple(tensor for _ in destinations.values))
+        return tensor
+
+    def _reduce_dense(
+        self, op: ReduceOp, values: Sequence[Sequence[Any]]
+    ) -> list[jax.Array]:
+        if not values or self.num_packs == 0:
+            return [self.reduce_implementation(op, parts) for parts in values]
+        found: dict[int, jax.Array] = {}
+        for numbers in _by_dtype(values):
+            packed = _Packed.of([values[n] for n in numbers], self.num_packs)
+            reduced = [self.reduce_implementation(op, x) for x in packed.packs]
+            found.update(zip(numbers, packed.unpacked(reduced), strict=True))
+        return [found[n] for n in range(len(values))]
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Copies all values to one device and reduces them there.
+
+    Args:
+        reduce_to_device: A device, or its number among the local ones; left out: that
+            of the first value.
+        accumulation_fn: Sums a list of arrays; left out: addition.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: jax.Device | int | None = None,
+        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
+    ) -> None:
+        if isinstance(reduce_to_device, int):
+            reduce_to_device = jax.local_devices()[reduce_to_device]
+        self.reduce_to_device = reduce_to_device
+        self.accumulation_fn = accumulation_fn or _added
+
+    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
+        device = self.reduce_to_device
+        here = [jax.device_put(part, device) if device else part for part in parts]
+        total = self.accumulation_fn(here)
+        return total if op is ReduceOp.SUM else total / len(parts)
+
+
+class _AllReduce(CrossDeviceOps):
+    """Leaves the reduction to XLA, in one program for all the devices."""
+
+    def __init__(self, num_packs: int = 1) -> None:
+        if num_packs < 0:
+            raise ValueError(
+                f"NCCL all-reduce requires num_packs >= 0, but {num_packs} is given"
+            )
+        self.num_packs = num_packs
+
+    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
+        stacked = jnp.stack([jnp.asarray(part) for part in parts])
+        total = jnp.sum(stacked, 0, dtype=stacked.dtype)
+        return total if op is ReduceOp.SUM else total / len(parts)
+
+
+@final
+class NcclAllReduce(_AllReduce):
+    """An all-reduce by XLA, which is NCCL's on GPUs.
+
+    Args:
+        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
+
+    Raises:
+        ValueError: It is negative.
+    """
+
+
+@final
+class HierarchicalCopyAllReduce(_AllReduce):
+    """An all-reduce by XLA, which knows how the devices hang together.
+
+    Args:
+        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
+
+    Raises:
+        ValueError: It is negative.
+    """
+
+
+class _Packed:
+    """Values of several replicas as a few flat arrays: all of them one after the other,
+    cut into equal packs, the last of which has the remainder."""
+
+    def __init__(self, packs: list[list[jax.Array]], shapes: list[Any]) -> None:
+        self.packs = packs
+        self._shapes = shapes
+
+    @classmethod
+    def of(cls, values: Sequence[Sequence[Any]], count: int) -> _Packed:
+        shapes = [np.shape(parts[0]) for parts in values]
+        flat = [
+            jnp.concatenate([jnp.ravel(jnp.asarray(x)) for x in mine])
+            for mine in zip(*values, strict=True)
+        ]
+        size = flat[0].size // count
+        cuts = [size * n for n in range(1, count)]
+        pieces = [jnp.split(array, cuts) for array in flat]
+        return cls([list(pack) for pack in zip(*pieces, strict=True)], shapes)
+
+    def unpacked(self, packs: Sequence[jax.Array]) -> list[jax.Array]:
+        """The values, of what became of the packs."""
+        flat = jnp.concatenate([jnp.ravel(pack) for pack in packs])
+        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes]
+        pieces = jnp.split(flat, list(np.cumsum(sizes[:-1])))
+        return [
+            piece.reshape(shape)
+            for piece, shape in zip(pieces, self._shapes, strict=True)
+        ]
+
+
+def _by_dtype(values: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Numbers of values that may share an array."""
+    groups: dict[Any, list[int]] = {}
+    for number, parts in enumerate(values):
+        groups.setdefault(jnp.asarray(parts[0]).dtype, []).append(number)
+    return list(groups.values())
+
+
+def _added(arrays: list[jax.Array]) -> jax.Array:
+    return sum(arrays[1:], start=arrays[0])
+
+
+def _joined(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
+    """One after the other; duplicates are kept."""
+    values = jnp.concatenate([jnp.asarray(part.values) for part in parts])
+    indices = jnp.concatenate([jnp.asarray(part.indices) for part in parts])
+    if op is ReduceOp.MEAN:
+        values = values / len(parts)
+    return IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def _pairs(pairs: Pairs) -> Pairs:
+    if not isinstance(pairs, list | tuple) or any(
+        not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
+    ):
+        raise ValueError(
+            "`value_destination_pairs` must be a list or a tuple of tuples of a value "
+            "and its destination"
+        )
+    return pairs
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    """One for each replica; a value that is not distributed is that of one device."""
+    if isinstance(value, PerReplica):
+        if not value.values:
+            raise ValueError("`per_replica_value` must be non-empty")
+        return value.values
+    return (value if isinstance(value, IndexedSlices) else jnp.asarray(value),)
+
+
+def _require_destination(destination: Any) -> None:
+    kinds = (PerReplica, AbstractVariable, jax.Array, np.ndarray, str, IndexedSlices)
+    if not isinstance(destination, kinds):
+        raise ValueError(
+            "destinations must be one of a distributed value, a variable, an array or "
+            f"a device string, got {type(destination).__name__}"
+        )

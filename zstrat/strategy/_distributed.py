@@ -1,0 +1,113 @@
+"""The processes of a group as one job of XLA.
+
+Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its own address
+in the cluster and tells the others through the group. What listens there asks nobody
+who he is, so the address must be one that the world does not reach.
+
+Law of the file: jax is brought together once in a process, before its first use of any
+device; it cannot be taken apart and formed anew while the process lives.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zstrat.program._collective import AXIS
+from zstrat.program._cross import PROCESS
+
+if TYPE_CHECKING:
+    from zstrat.program._cross import Collective
+
+_LONGEST: Final = 256
+"""Bytes of an address: more than a host name may have."""
+
+
+def joined(collective: Collective, host: str, timeout: float) -> Mesh:
+    """Forms the job, or takes the one that there is; the devices of all processes, one
+    row for each rank.
+
+    Args:
+        host: Where rank 0 listens.
+        timeout: Seconds to wait for the other processes.
+
+    Raises:
+        ValueError: The address is not a loopback or private one.
+        RuntimeError: jax was used before, or another job has been formed, or the
+            processes have different numbers of devices.
+    """
+    if not jax.distributed.is_initialized():
+        address = _told(collective, host)
+        jax.distributed.initialize(
+            address,
+            collective.size,
+            collective.rank,
+            coordinator_bind_address=address if collective.rank == 0 else None,
+            initialization_timeout=max(1, int(timeout)),
+        )
+    return _mesh(collective)
+
+
+def require_private(host: str) -> None:
+    """Refuses an address that the world may reach.
+
+    Raises:
+        ValueError: It is one, or has no number.
+    """
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ValueError(
+            f"implementation=XLA: the address {host!r} of the first task is not known "
+            f"here ({error}): give it by number in the cluster"
+        ) from error
+    public = [x for x in found if not ipaddress.ip_address(x).is_private]
+    if public:
+        raise ValueError(
+            f"implementation=XLA: the first task has the public address {public[0]}, "
+            "and jax.distributed asks nobody who connects for a key: give the address "
+            "of a private network in the cluster, or use implementation=RING"
+        )
+
+
+def _told(collective: Collective, host: str) -> str:
+    """The address of the coordinator, from rank 0."""
+    said = np.zeros(_LONGEST, np.uint8)
+    if collective.rank == 0:
+        require_private(host)
+        text = f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}".encode()
+        said[: len(text)] = np.frombuffer(text, np.uint8)
+    heard = np.asarray(collective.broadcast([said], 0)[0])
+    return heard.tobytes().rstrip(b"\0").decode()
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _mesh(collective: Collective) -> Mesh:
+    if (jax.process_index(), jax.process_count()) != (collective.rank, collective.size):
+        raise RuntimeError(
+            f"this process is {jax.process_index()} of {jax.process_count()} of a job "
+            f"of jax.distributed, and rank {collective.rank} of {collective.size} of "
+            "the strategy: leave jax.distributed.initialize to the strategy"
+        )
+    rows: list[list[Any]] = [[] for _ in range(collective.size)]
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        rows[device.process_index].append(device)
+    counts = [len(row) for row in rows]
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            f"the processes have {counts} devices: implementation=XLA needs as many in "
+            "each"
+        )
+    return Mesh(np.array(rows), (PROCESS, AXIS))

@@ -1,0 +1,175 @@
+"""Variables of which each process has a copy, equal to all others.
+
+They are created by all processes alike; the first value is that of rank 0. From then on
+every process makes the same updates, of operands that are equal everywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zstrat.program._collective import AXIS
+from zstrat.program._cross import Kind
+from zstrat.variables import (
+    DeviceHome,
+    LocalHome,
+    Residence,
+    Variable,
+    VariableSynchronization,
+    initialize,
+    next_id,
+    owned,
+)
+
+from ._on_read import SyncOnReadVariable
+from ._takeover import taken_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from zstrat.program._collective import Team
+    from zstrat.program._cross import Channel
+    from zstrat.variables import AbstractVariable, Optimizer, Request
+
+
+class MirroredVariables:
+    """Creates variables on the devices of this process, and knows which it created.
+
+    A process that comes when the others have been at work for a while creates them
+    without a word to the others, and takes theirs over before it first uses one.
+
+    Args:
+        devices: Each has the whole value.
+        team: The replicas, of this process alone or of several.
+        is_late: Whether the others have been at work.
+    """
+
+    def __init__(
+        self, devices: Sequence[jax.Device], team: Team, *, is_late: bool = False
+    ) -> None:
+        self._channel = team.channel
+        self._team = team
+        self._is_late = is_late
+        self._created: list[weakref.ref[Variable]] = []
+        self._optimizers: list[Optimizer] = []
+        self.residence = _Devices(devices, team.channel, self._settle)
+
+    def take_over(self) -> None:
+        """Gives all processes the values of the one that has made the most steps; all
+        of them call this, or use a variable for the first time.
+
+        Raises:
+            InvalidArgumentError: They have not created the same variables.
+            PeerLostError, CollectiveTimeoutError: Another process did not take part.
+        """
+        if self._channel is None:
+            return
+        with self.residence.lock:
+            found = [(n, each()) for n, each in enumerate(self._created)]
+            self.residence.steps = taken_over(
+                self._channel.collective,
+                -1 if self._is_late else self.residence.steps,
+                {n: variable for n, variable in found if variable is not None},
+                self._optimizers,
+            )
+            self._is_late = False
+
+    def _settle(self) -> None:
+        if self._is_late:
+            self.take_over()
+
+    def owns(self, variable: Variable) -> bool:
+        """Whether the variable was created here."""
+        home = variable.home
+        return isinstance(home, DeviceHome) and home.residence is self.residence
+
+    def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
+        """New variables, in one broadcast for all of them.
+
+        Raises:
+            ValueError: A request has no initial value, or a synchronization that
+                mirrored variables do not have.
+            PeerLostError, CollectiveTimeoutError: Another process did not take part.
+        """
+        for request in requests:
+            if request.synchronization is VariableSynchronization.NONE:
+                raise ValueError(
+                    f"variable {request.name!r}: `NONE` variable synchronization mode "
+                    "is not supported with mirrored variables: leave it out (AUTO)"
+                )
+        values = [initialize(request) for request in requests]
+        if self._channel is not None and not self._is_late:
+            values = self._channel.carry_out(Kind.FIRST, values)
+        made = [
+            self._made(request, np.asarray(value))
+            for request, value in zip(requests, values, strict=True)
+        ]
+        self._created += [weakref.ref(variable) for variable in made]
+        return list(made)
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        """The number of an optimizer; it runs in the step that uses it."""
+        self._optimizers.append(optimizer)
+        return next_id()
+
+    def _made(self, request: Request, value: np.ndarray) -> Variable:
+        home = self._home(value)
+        variable = owned(request, value, home)
+        if request.synchronization is not VariableSynchronization.ON_READ:
+            return variable
+        if not isinstance(home, DeviceHome) or self._team.local > 1:
+            raise NotImplementedError(
+                f"variable {request.name!r}: synchronization=ON_READ with several "
+                "devices in one process, or with 64-bit numbers: use "
+                "get_replica_context().all_reduce and a variable that is assigned the "
+                "result"
+            )
+        return SyncOnReadVariable.made(variable.spec, home, self._team)
+
+    def _home(self, value: np.ndarray) -> DeviceHome | LocalHome:
+        seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
+        if seen != value.dtype:
+            # jax would cut it to 32 bits; steps refuse it, with words.
+            return LocalHome(value)
+        return DeviceHome(value, self.residence)
+
+
+class _Devices(Residence):
+    """The devices of this process, or of all of them."""
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        channel: Channel | None,
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(None if channel is None else channel.mesh)
+        self._channel = channel
+        self._settle = settle
+        self._where: Any = devices[0]
+        if self.mesh is not None or len(devices) > 1:
+            made: Any = PartitionSpec  # untyped
+            mesh = self.mesh or Mesh(np.array(devices), (AXIS,))
+            self._where = NamedSharding(mesh, made())
+
+    def place(self, array: Any) -> jax.Array:
+        # A copy: jax may use the very memory of an array of numpy.
+        value = np.array(array, order="C")
+        if self.mesh is not None:
+            # Each process gives its own devices a copy; nothing is compared.
+            return jax.make_array_from_callback(
+                value.shape, self._where, value.__getitem__
+            )
+        placed: jax.Array = jax.device_put(value, self._where)
+        return placed
+
+    def mark(self) -> Hashable:
+        return None if self._channel is None else self._channel.mark
+
+    def settle(self) -> None:
+        self._settle()

@@ -1,0 +1,282 @@
+"""Synchronous training of several processes, each with a copy of all variables.
+
+Every process runs the same program on its own data. A step is compiled around its
+collectives: a program that ends in gradients, their sum over all replicas, a program
+that applies it (`zstrat.program._stages`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Self, final
+
+import jax
+
+from zstrat.cluster import (
+    TFConfigClusterResolver,
+    id_in_cluster,
+    is_chief,
+    normalize_cluster_spec,
+    validate_cluster_spec,
+    worker_count,
+)
+from zstrat.collectives import Group
+from zstrat.data import InputContext
+from zstrat.program._collective import Team
+from zstrat.program._cross import Channel
+
+from ._chosen import ChosenGroup
+from ._distributed import joined
+from ._inputs import DistributedDataset, of_batches, of_elements
+from ._mirrored import MirroredVariables
+from ._options import CommunicationOptions
+from ._strategy import Extended, Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.program._cross import Collective
+    from zstrat.variables import AbstractVariable, Creator
+
+
+_NAME: Final = "MultiWorkerMirroredStrategy"
+"""Of the group: processes that make one are brought together."""
+
+_PATIENCE: Final = 300.0
+"""Seconds for all processes to begin; jax's own default."""
+
+
+@final
+class MultiWorkerMirroredExtended(Extended):
+    """Devices and duties of one process among several."""
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        task: tuple[str, int],
+        variables: MirroredVariables,
+        should_checkpoint: bool,
+    ) -> None:
+        job, index = task
+        where = f"/job:{job}/replica:0/task:{index}"
+        self._devices = tuple(
+            f"{where}/device:{device.platform.upper()}:{n}"
+            for n, device in enumerate(devices)
+        )
+        self._variables = variables
+        self._should_checkpoint = should_checkpoint
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process saves: the chief, or worker 0 where there is none."""
+        return self._should_checkpoint
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes metrics: the one that saves."""
+        return self._should_checkpoint
+
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(self._variables.owns(part) for part in v.components)
+
+    def colocate_vars_with(
+        self, colocate_with_variable: AbstractVariable
+    ) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+
+def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
+    group = Group(resolver, name=_NAME, timeout=options.timeout_seconds)
+    return ChosenGroup(group, options)
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """Synchronous training over the processes of a cluster.
+
+    Blocks until all of them are there. Variables created in `scope` are copies of those
+    of the first process; `run` runs on this process's devices, and gradients are summed
+    over all replicas of all processes.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster and which one this is. Left
+            out: TF_CONFIG does. An empty cluster is this process alone.
+        communication_options: How the processes exchange what they reduce.
+        group: Brings the processes together; another one in tests.
+
+    Raises:
+        ValueError: The cluster does not know this task, or it trains nothing.
+        CollectiveTimeoutError: A process does not come; names it.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        group: Callable[[ClusterResolver, CommunicationOptions], Collective] = _group,
+    ) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        options = communication_options or CommunicationOptions()
+        spec = normalize_cluster_spec(resolver.cluster_spec())
+        task, saves = _task(resolver)
+        self._resolver = resolver
+        self._options = options
+        self._channel: Channel | None = None
+        if spec and worker_count(spec, task[0]) > 1:
+            collective = group(resolver, options)
+            mesh = None
+            if options.is_xla:
+                host = _host(spec.task_address(*_first(spec)))
+                mesh = joined(collective, host, options.timeout_seconds or _PATIENCE)
+            self._channel = Channel(collective, mesh)
+        self._local = tuple(jax.local_devices())
+        late = self._channel is not None and self._channel.collective.generation > 0
+        self._variables = MirroredVariables(self._local, self._team(), is_late=late)
+        self._extended = MultiWorkerMirroredExtended(
+            self._local, task, self._variables, saves
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    @property
+    def communication_options(self) -> CommunicationOptions:
+        return self._options
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of all processes."""
+        return self._team().size
+
+    @property
+    def extended(self) -> MultiWorkerMirroredExtended:
+        return self._extended
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: object = None
+    ) -> DistributedDataset:
+        """A dataset of global batches, of which this process draws its share.
+
+        Every process gives the same dataset. Each batch is cut into one piece for each
+        replica of all processes; the last pieces of a short batch may have no rows.
+
+        Raises (while iterating):
+            ValueError: The elements are no batches.
+        """
+        del options
+        return of_batches(dataset, self._team())
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[Any]],
+        options: object = None,
+    ) -> DistributedDataset:
+        """The dataset that ``dataset_fn`` makes for this process. Each step takes one
+        of its elements for each local replica; nothing is batched or sharded."""
+        del options
+        team = self._team()
+        context = InputContext(
+            team.size // team.local, team.first // team.local, team.size
+        )
+        return of_elements(dataset_fn(context), team)
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        """Brings the processes together again after one was lost, started anew or not
+        heard of; blocks until all of them are there.
+
+        Those that were not lost call it when a step has raised `PeerLostError`,
+        `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
+        One that was started anew makes its strategy and its variables as at the first
+        time. All then have the values, and what optimizers keep, of the process that
+        had made the most steps; the one that came anew has them before it uses a
+        variable for the first time.
+
+        Args:
+            timeout: Seconds to wait for all processes.
+
+        Raises:
+            RuntimeError: With implementation=XLA: a job of jax cannot be formed anew.
+            CollectiveTimeoutError: Not all came in time; names them. It may be called
+                again.
+        """
+        if self._channel is None:
+            return
+        if self._channel.mesh is not None:
+            raise RuntimeError(
+                "a strategy with implementation=XLA cannot be formed anew, because jax "
+                "cannot: start all processes again, and restore a checkpoint"
+            )
+        self._channel.collective.reform(timeout=timeout)
+        self._variables.take_over()
+
+    def close(self) -> None:
+        """Leaves the other processes, which hear of it in their next collective.
+        Closing twice is fine; ``with`` closes at its end."""
+        if self._channel is not None:
+            self._channel.collective.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._local
+
+    def _team(self) -> Team:
+        return Team(len(self._local), self._channel)
+
+    def __repr__(self) -> str:
+        team = self._team()
+        return (
+            f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
+            f"{team.size // team.local}, {team.local} devices>"
+        )
+
+
+def _first(spec: ClusterSpec) -> tuple[str, int]:
+    """The task of rank 0."""
+    job = "chief" if "chief" in spec.jobs else "worker"
+    return job, spec.task_indices(job)[0]
+
+
+def _host(address: str) -> str:
+    host = address.rpartition("://")[2].rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
+    """The task that this process is, and whether it saves."""
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if not spec:
+        return ("localhost", 0), True
+    if job is None or index is None:
+        raise ValueError(
+            "When `cluster_spec` is not empty, both `task_type` and `task_id` must be "
+            "specified."
+        )
+    validate_cluster_spec(spec, job, index)
+    id_in_cluster(spec, job, index)  # refuses a ps
+    return (job, index), is_chief(spec, job, index)

@@ -1,0 +1,143 @@
+"""Variables of which each process has a value of its own, brought together when read.
+
+What a replica function counts (examples seen, sums of a metric) is added up here and
+now, without a word to the other processes; who reads the variable outside of replica
+functions gets the sum, the mean, or the first of all values. Reading is a collective
+then: all processes read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program._cross import Kind, first_of, sum_over
+from zstrat.variables import Variable, VariableAggregation
+from zstrat.wire import UpdateOp
+
+from . import _context
+
+if TYPE_CHECKING:
+    from zstrat.program._collective import Team
+    from zstrat.variables import (
+        DeviceHome,
+        HomeUpdate,
+        Optimizer,
+        Recorder,
+        VariableSpec,
+    )
+
+_SUM = VariableAggregation.SUM
+_WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
+
+
+class SyncOnReadVariable(Variable):
+    """A variable whose synchronization is ON_READ. Made by a strategy."""
+
+    __slots__ = ("_team",)
+    _team: Team
+
+    @classmethod
+    def made(
+        cls, spec: VariableSpec, home: DeviceHome, team: Team
+    ) -> SyncOnReadVariable:
+        """A handle of a variable that exists already."""
+        variable = object.__new__(cls)
+        variable._spec, variable._home, variable._container = spec, home, None
+        variable._team = team
+        return variable
+
+    @property
+    def local_value(self) -> np.ndarray:
+        """The value of this process."""
+        return self._home.read(self)
+
+    def _read_now(self) -> np.ndarray:
+        value = self._home.read(self)
+        if _context.in_real_replica_context() or self._team.channel is None:
+            return value
+        self._require_readable()
+        kind = Kind.FIRST if self._is_first else Kind.SUM
+        whole = np.asarray(self._team.channel.carry_out(kind, [value])[0])
+        found: np.ndarray = self._mean(whole)
+        return found
+
+    async def _read_now_async(self) -> np.ndarray:
+        return self._read_now()
+
+    def _traced_value(self, recording: Recorder) -> Any:
+        value = recording.read(self)
+        if _context.in_real_replica_context() or self._team.channel is None:
+            return value
+        self._require_readable()
+        if self._is_first:
+            return first_of(self._team.channel, [value])[0]
+        return self._mean(sum_over(self._team.channel, [value])[0])
+
+    def _record(
+        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> None:
+        if not _context.in_real_replica_context():
+            value = self._for_each(op, value)
+        recording.update(self, op, (jnp.asarray(value, self.dtype),), optimizer)
+
+    def _record_rows(
+        self,
+        recording: Recorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: Optimizer | None,
+    ) -> None:
+        raise self._no_rows(op)
+
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        if not _context.in_real_replica_context():
+            value = np.asarray(self._for_each(op, value), self.dtype)
+        return [(self, op, (value,), optimizer)]
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> list[HomeUpdate]:
+        raise self._no_rows(op)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+
+    def _for_each(self, op: UpdateOp, value: Any) -> Any:
+        """The operand for each process's value, of one for the whole."""
+        if self.aggregation is not _SUM or self._team.size == 1:
+            return value
+        if op is UpdateOp.ASSIGN:
+            return value / self._team.size
+        raise ValueError(
+            f"SyncOnReadVariable does not support `{_WORDS.get(op, op.name.lower())}` "
+            f"in cross-replica context when aggregation is set to SUM ({self._spec}): "
+            "do it in the replica function"
+        )
+
+    def _mean(self, whole: Any) -> Any:
+        if self.aggregation is not VariableAggregation.MEAN:
+            return whole
+        return (whole / self._team.size).astype(self.dtype)
+
+    def _require_readable(self) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Could not convert from `VariableAggregation` NONE to one value: "
+                f"{self._spec} has one in each replica. Read it in the replica "
+                "function, or create it with an aggregation"
+            )
+
+    def _no_rows(self, op: UpdateOp) -> NotImplementedError:
+        return NotImplementedError(
+            f"{op.name.lower()} of {self._spec}: variables with "
+            "synchronization=ON_READ have no updates of rows"
+        )

@@ -1,0 +1,89 @@
+"""How processes exchange what they reduce: options of collectives, as TF has them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class CommunicationImplementation(enum.Enum):
+    """Who carries a collective out. TF's names, and what else there is here."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    TREE = "TREE"
+    XLA = "XLA"
+    """XLA itself, in one program over the devices of all processes (gloo on CPU, NCCL
+    on GPU, the interconnect of a TPU)."""
+    NCCL = "NCCL"
+    """The same as XLA."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationOptions:
+    """Options of collectives between processes.
+
+    Args:
+        bytes_per_pack: Arrays are sent in packs of more than so many bytes; 0 is one
+            pack for all of them.
+        timeout_seconds: How long one collective may wait for the other processes; None
+            for the default of the group.
+        implementation: A `CommunicationImplementation`, or its name in any case.
+
+    Raises:
+        ValueError: Negative bytes or seconds, or an implementation that there is not.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise ValueError(
+                f"`bytes_per_pack` must be greater than or equal to 0, got "
+                f"{self.bytes_per_pack}"
+            )
+        if self.timeout_seconds is not None and self.timeout_seconds <= 0:
+            raise ValueError(
+                f"`timeout_seconds` must be None or positive, got "
+                f"{self.timeout_seconds}"
+            )
+        if isinstance(self.implementation, str):
+            object.__setattr__(self, "implementation", _named(self.implementation))
+        if not isinstance(self.implementation, CommunicationImplementation):
+            raise ValueError(
+                "`implementation` must be a CommunicationImplementation, got "
+                f"{self.implementation!r}"
+            )
+
+    @property
+    def is_xla(self) -> bool:
+        """Whether XLA carries collectives out."""
+        return self.implementation in (
+            CommunicationImplementation.XLA,
+            CommunicationImplementation.NCCL,
+        )
+
+    def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        """These options with those of the other that are not the defaults."""
+        if options is None:
+            return self
+        default = CommunicationOptions()
+        return CommunicationOptions(
+            options.bytes_per_pack or self.bytes_per_pack,
+            self.timeout_seconds
+            if options.timeout_seconds is None
+            else options.timeout_seconds,
+            self.implementation
+            if options.implementation is default.implementation
+            else options.implementation,
+        )
+
+
+def _named(name: str) -> CommunicationImplementation:
+    try:
+        return CommunicationImplementation(name.upper())
+    except ValueError:
+        known = ", ".join(repr(member.value) for member in CommunicationImplementation)
+        raise ValueError(f"implementation {name!r}: expected one of {known}") from None

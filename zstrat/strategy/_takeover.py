@@ -1,0 +1,166 @@
+"""A process that comes late takes over what the others have.
+
+The variables of a strategy are created in the same order in every process, so a number
+names one, and an optimizer, everywhere. Whoever has made the most steps tells what he
+has and gives it to all: after a lost process some may have made one step more.
+
+Law of the file: all processes call `taken_over` together, and go through the same
+collectives whatever each of them has.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError
+from zstrat.variables import (
+    DeviceHome,
+    VariableAggregation,
+    VariableSynchronization,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.program._cross import Collective
+    from zstrat.variables import Optimizer, Variable
+
+
+def taken_over(
+    collective: Collective,
+    steps: int,
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+) -> int:
+    """Gives every process the values and slots of one; the steps that it had made.
+
+    Args:
+        steps: That this process has made, negative if it comes anew.
+        variables: By the order of their creation.
+        optimizers: In the order of their creation.
+
+    Returns:
+        Negative if all come anew: then nothing has changed.
+
+    Raises:
+        InvalidArgumentError: This process has created other variables than that one.
+        PeerLostError, CollectiveTimeoutError: Not all processes take part.
+    """
+    # Of several with as many steps the first one.
+    rank, size = collective.rank, collective.size
+    best = int(_reduced(collective, steps * size + size - 1 - rank))
+    root, most = size - 1 - best % size, best // size
+    if most < 0:
+        return most
+    mine = _list(variables, optimizers) if rank == root else []
+    told = _told(collective, root, mine)
+    arrays = _arrays(told, variables, optimizers)
+    given = collective.broadcast(arrays, root)
+    if rank != root:
+        _put(told, variables, optimizers, [np.asarray(x) for x in given])
+    return most
+
+
+def _list(
+    variables: Mapping[int, Variable], optimizers: Sequence[Optimizer]
+) -> list[Any]:
+    found = []
+    for number, variable in variables.items():
+        home = variable.home
+        if not isinstance(home, DeviceHome) or _is_own(variable):
+            continue
+        spec = variable.spec
+        kept = home.optimizers()
+        rules = [n for n, rule in enumerate(optimizers) if rule.id in kept]
+        found.append([number, spec.name, list(spec.shape), spec.dtype, rules])
+    return found
+
+
+def _is_own(variable: Variable) -> bool:
+    """Whether its value is one that other processes have no part in."""
+    return variable.synchronization is VariableSynchronization.ON_READ and (
+        variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
+    )
+
+
+def _reduced(collective: Collective, number: int) -> Any:
+    return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
+
+
+def _told(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
+    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    size = np.array([len(text) if collective.rank == root else 0])
+    length = int(np.asarray(collective.broadcast([size], root)[0])[0])
+    if collective.rank != root:
+        text = np.zeros(length, np.uint8)
+    heard = np.asarray(collective.broadcast([text], root)[0])
+    found: list[Any] = json.loads(heard.tobytes())
+    return found
+
+
+def _arrays(
+    told: Sequence[Any],
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+) -> list[Any]:
+    """The values and leaves of slots of the list; made here, where they are not yet."""
+    arrays: list[Any] = []
+    for each in told:
+        home = _home(each, variables)
+        arrays.append(np.asarray(home.value()))
+        for rule in _rules(each, optimizers):
+            arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(home.slots(rule))]
+    return arrays
+
+
+def _put(
+    told: Sequence[Any],
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+    arrays: Sequence[np.ndarray],
+) -> None:
+    left = iter(arrays)
+    for each in told:
+        home = _home(each, variables)
+        place = home.residence.place
+        home.take_over(place(next(left)))
+        for rule in _rules(each, optimizers):
+            treedef: Any = jax.tree.structure(home.slots(rule))
+            leaves = [place(next(left)) for _ in range(treedef.num_leaves)]
+            home.take_over_slots(rule, treedef.unflatten(leaves))
+
+
+def _home(each: Sequence[Any], variables: Mapping[int, Variable]) -> DeviceHome:
+    number, name, shape, dtype, _ = each
+    variable = variables.get(number)
+    words = f"variable {name!r} ({dtype}{shape})"
+    if variable is None:
+        raise InvalidArgumentError(
+            f"this process takes over what the others have, and has not created their "
+            f"{words}, number {number} in the order of creation: create all variables "
+            "before the first step"
+        )
+    home = variable.home
+    fits = list(variable.shape) == shape and variable.spec.dtype == dtype
+    if not fits or not isinstance(home, DeviceHome):
+        raise InvalidArgumentError(
+            f"this process takes over what the others have: number {number} in the "
+            f"order of creation is {variable.spec} here and their {words}. All "
+            "processes run the same program"
+        )
+    return home
+
+
+def _rules(each: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    missing = [number for number in each[4] if number >= len(optimizers)]
+    if missing:
+        raise InvalidArgumentError(
+            f"this process takes over what the others have, and has created "
+            f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
+            "create them in the strategy's scope, before the first step"
+        )
+    return [optimizers[number] for number in each[4]]
