@@ -1,0 +1,73 @@
+"""Programs that train together, run as people run them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ran(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("TF_CONFIG", "ZSTRAT_KEYS")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_script_of_the_readme_learns_the_same_in_every_process(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    (block,) = re.findall(
+        r"^```python\n# train.py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL
+    )
+    (tmp_path / "train.py").write_text(block)
+
+    done = ran("-m", "zstrat.cli", "run", "-n", "2", "train.py", cwd=tmp_path)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [
+        " ".join(re.findall(rf"^worker:{n} \| (.*)$", done.stdout, re.MULTILINE))
+        for n in (0, 1)
+    ]
+    assert told[0] == told[1]
+    loss, *weights = [float(x) for x in re.findall(r"[-+\d.]+(?:e[-+]?\d+)?", told[0])]
+    # y = x @ (0..7) without noise, and the loss is quadratic.
+    np.testing.assert_allclose(weights, np.arange(8), atol=1e-3)
+    assert 0 <= loss < 1e-6
+
+
+def test_digits_together_are_what_one_process_computes(tmp_path):
+    few = ["--workers", "2", "--steps", "12", "--batch", "32"]
+    done = ran(str(ROOT / "examples/digits_allreduce.py"), *few, cwd=tmp_path)
+
+    # Its goal for the accuracy is out of reach in so few steps, and it says so.
+    assert done.returncode == 1, done.stdout + done.stderr
+    (apart,) = re.findall(r"largest difference of the losses: (\S+)", done.stdout)
+    assert float(apart) <= 1e-5
+    assert re.search(r"test accuracy \S+% \(goal 97%\)", done.stdout)
+
+
+def test_the_transformer_trains_and_says_how_well(tmp_path):
+    few = ["--workers", "2", "--steps", "4", "--every", "2", "--batch", "2"]
+    done = ran(str(ROOT / "examples/char_transformer.py"), *few, cwd=tmp_path)
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    steps = re.findall(r"step (\d)/4 +(\S+) bits per character", done.stdout)
+    assert [number for number, _ in steps] == ["2", "4"]
+    # 96 characters, untrained: close to the logarithm of their number.
+    assert all(5 < float(bits) < 8 for _, bits in steps)
+    assert re.search(r"1,004,928 parameters", done.stdout)
