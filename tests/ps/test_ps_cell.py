@@ -10,7 +10,7 @@ import pytest
 
 from zstrat.errors import UnavailableError
 from zstrat.ps._cell import PATIENCE, Cell
-from zstrat.rows import aligned
+from zstrat.rows import HUGE_PAGE, aligned, lasting
 
 DTYPES = [np.float32, np.float64, np.int64, np.bool_, np.complex64, ml_dtypes.bfloat16]
 
@@ -42,6 +42,23 @@ def test_a_cell_copies_aligns_and_leases_any_array(dtype, shape):
         with pytest.raises(ValueError, match="WRITEABLE"):
             lease.flags.writeable = True
         assert address(aligned(shape, np.dtype(dtype))) % 64 == 0
+
+
+@pytest.mark.parametrize("rows", [0, 3, 2**20, 2**20 + 1, 3 * 2**20 - 1])
+def test_what_lasts_has_huge_pages_of_its_own(rows):
+    made = lasting((rows, 2), np.dtype(np.float16))
+    assert made.shape == (rows, 2)
+    assert made.dtype == np.float16
+    made[...] = 1
+    assert made.flags.c_contiguous
+    if rows:
+        assert address(made) % 64 == 0
+    if made.nbytes >= 2 * HUGE_PAGE:
+        assert address(made) % HUGE_PAGE == 0
+        # The last page, too, lies in what was asked for.
+        whole, place = made.base, address(made)
+        pages = -(-made.nbytes // HUGE_PAGE) * HUGE_PAGE
+        assert place + pages <= address(whole) + whole.nbytes
 
 
 def test_an_array_of_any_layout_becomes_c_order():

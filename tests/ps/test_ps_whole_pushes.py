@@ -189,7 +189,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
     whole = push(*[(1, *update) for update in updates])
     with monkeypatch.context() as patch:
         for module in ("_cell", "_xla_rows"):
-            patch.setattr(f"zstrat.ps.{module}.aligned", no_memory)
+            patch.setattr(f"zstrat.ps.{module}.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
             store.push(whole)
     np.testing.assert_array_equal(value_of(store, 1), np.zeros((8, 2)))
@@ -198,7 +198,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
     held = store.find([1])[0].cell
     with monkeypatch.context() as patch:
         # What the value needs is set aside; slots may still need some.
-        make = cell_module.aligned
+        make = cell_module.lasting
         patch.setattr(
             "zstrat.ps._cell.Cell._beside",
             lambda cell: no_memory() if cell is held else _beside(cell, make),
@@ -254,7 +254,7 @@ def test_a_lost_value_heals_with_an_assignment_before_its_gradient():
 
 def test_a_new_variable_without_memory_is_named(monkeypatch):
     store = store_with("adam")
-    monkeypatch.setattr("zstrat.ps._cell.aligned", no_memory)
+    monkeypatch.setattr("zstrat.ps._cell.lasting", no_memory)
     entries = [VariableEntry(9, "table", True, False)]
     with pytest.raises(
         ResourceExhaustedError, match=f"{TASK}: variable 'table'.*64 bytes"

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
-from zstrat.rows import aligned
+from zstrat.rows import lasting
 
 from ._pins import Pin
 from ._rows import as_rows
@@ -121,7 +121,7 @@ class Cell:
 
     def __init__(self, initial: np.ndarray) -> None:
         """Copies ``initial``, an array of any layout."""
-        array = aligned(initial.shape, initial.dtype)
+        array = lasting(initial.shape, initial.dtype)
         np.copyto(array, initial)
         self._start(array.shape, array.dtype, _Buffer(array), None)
 
@@ -351,7 +351,7 @@ class Cell:
 
     def _beside(self) -> _Buffer:
         try:
-            return _Buffer(aligned(self.shape, self.dtype))
+            return _Buffer(lasting(self.shape, self.dtype))
         except MemoryError:
             raise ResourceExhaustedError(
                 f"{self.who}: there is no memory for {self.nbytes} bytes beside what "

@@ -19,8 +19,9 @@ from ._cell import Cell
 if TYPE_CHECKING:
     from zstrat.wire import InitialEntry
 
-SMALL: Final = 2**20
-"""Values up to this size are copied, so that they are aligned."""
+SMALL: Final = 2**26
+"""Values up to this size are copied, so that they are aligned, and lie in huge pages;
+of larger ones nearly all pages are huge anyway."""
 
 
 def made(initialize: object, entry: InitialEntry) -> Cell:

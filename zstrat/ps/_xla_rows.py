@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
-from zstrat.rows import aligned
+from zstrat.rows import lasting
 
 from ._cell import Cell, Write
 from ._layouts import precision, shape
@@ -177,7 +177,7 @@ class RowPrograms:
         layouts = self._kinds.layouts
         leaves = layouts[number].leaves
         try:
-            return [aligned(tuple(s.shape), np.dtype(s.dtype)) for s in leaves]
+            return [lasting(tuple(s.shape), np.dtype(s.dtype)) for s in leaves]
         except MemoryError:
             raise ResourceExhaustedError(
                 f"{cell.who}: there is no memory for what optimizer {layouts.name!r} "
@@ -272,7 +272,7 @@ class RowPrograms:
 
 def _converted(cell: Cell, dtype: np.dtype) -> Cell:
     try:
-        new = aligned(cell.shape, dtype)
+        new = lasting(cell.shape, dtype)
     except MemoryError:
         raise ResourceExhaustedError(
             f"{cell.who}: there is no memory to make them {dtype.name}"
