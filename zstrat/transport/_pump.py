@@ -37,9 +37,7 @@ _QUESTIONS: Final = 3
 price of the exception that says so, which a long drain pays only once."""
 
 _UNIT: Final = 14  # 2**14 bytes
-_COPIED: Final = 512 * 1024
-"""A smaller buffer costs less to copy than to track: pyzmq frees what it tracks on a
-thread of its own, which has to be woken, and takes the GIL from the loop."""
+_COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
 
 Receive = Callable[[list[zmq.Frame]], None]
 
