@@ -65,7 +65,7 @@ def everything(group):
     global digest
     size, rank = group.size, group.rank
     for dtype in ["float32", "float64", "float16", "bfloat16", *INTEGERS]:
-        for shape in [(), (0,), (3, 5), (50_001,)]:
+        for shape in [(), (0,), (50_001,)]:
             reductions(group, dtype, shape)
             moves(group, dtype, shape)
     flags = [np.array([r == 0, True, False]) for r in range(size)]
@@ -89,7 +89,7 @@ def everything(group):
     assert isinstance(got["a"], type(jnp.zeros(1)))
     same(got["a"], np.full(3, 6, "f4"))
     same(got["b"][1], np.full(2, 3, "i4"))
-    noise = [np.random.default_rng(r).normal(size=3_000_001) for r in range(size)]
+    noise = [np.random.default_rng(r).normal(size=1_000_001) for r in range(size)]
     got = group.all_reduce(noise[rank].astype("f4"))
     np.testing.assert_allclose(got, np.sum(noise, 0), rtol=1e-5, atol=1e-5)
     digest = zlib.crc32(got.tobytes(), digest)
@@ -136,7 +136,7 @@ say("over", [t.name for t in threading.enumerate() if "zstrat" in t.name])
 """
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", ["shm", "tcp"])
 def test_groups_that_overlap(lane):
     with Ranks(4, OVERLAPPING, lane) as ranks:
         assert ranks.lines() == ["over []", *["3 12 21"] * 3]
@@ -194,7 +194,7 @@ calls = {
     "max": lambda: group.all_reduce(np.ones(10), "max"),
     "root": lambda: group.broadcast(np.ones(10), root=1),
 }
-group = Group(timeout=10)
+group = Group(timeout=3)
 for usual, other in (
     ("small", "large"), ("large", "small"), ("small", "dtype"), ("small", "barrier"),
     ("large", "barrier"), ("small", "max"), ("small", "root"), ("barrier", "large"),

@@ -42,7 +42,6 @@ say(group.generation, *group.all_gather(np.array([task])))
     [
         ("shm", signal.SIGKILL, 0),
         ("shm", signal.SIGSTOP, 1),
-        ("tcp", signal.SIGKILL, 1),
         ("tcp", signal.SIGSTOP, 2),
         ("hosts", signal.SIGKILL, 2),
     ],
