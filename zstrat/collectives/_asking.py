@@ -33,13 +33,20 @@ async def inquire(
 
     def go_on(more: Iterable[int]) -> None:
         for rank in more:
-            asking[ask(rank, deadline=deadline)] = rank
+            try:
+                asking[ask(rank, deadline=deadline)] = rank
+            except ZstratError as error:  # the link is closed, or full of questions
+                inquiry.silent(rank, f"cannot be asked: {error}")
 
-    go_on(inquiry.ask(ranks))
-    while asking:
-        done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        for future in done:
-            go_on(_heard(inquiry, asking.pop(future), future))
+    try:
+        go_on(inquiry.ask(ranks))
+        while asking:
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                go_on(_heard(inquiry, asking.pop(future), future))
+    finally:
+        for future in asking:
+            future.cancel()  # or asyncio complains of errors that nobody looked at
 
 
 def _heard(inquiry: Inquiry, rank: int, future: asyncio.Future[Message]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from zstrat.errors import ClosedError
+from zstrat.errors import ClosedError, ZstratError
 from zstrat.transport import ThreadBell
 
 from ._engine import Differs, Overdue, margin_of
@@ -162,6 +162,10 @@ class Journey:
             self._station.call_soon(self._generation.overdue, call, late.ranks)
         except Differs as other:
             self._station.call_soon(self._generation.differs, call, other.rank)
+        except ZstratError:
+            if self._generation.broken is None:
+                raise
+            # The reason why the engine was aborted: now it is known here.
         else:
             return
         raise self._generation.wait_broken(2 * margin_of(call.timeout) + 1.0)

@@ -18,7 +18,7 @@ from ._engine import Call, Kind, margin_of
 from ._flight import begin
 from ._keys import FORMING, about, key_between
 from ._lanes import host_memory
-from ._membership import Seat
+from ._membership import Seat, listed
 from ._station import only_daemon
 
 if TYPE_CHECKING:
@@ -60,18 +60,24 @@ def seats_of(
         tasks: Names such as "worker:0" or "/job:worker/task:0"; None: all of `JOBS`.
 
     Raises:
-        ValueError: There is no such task, or one is named twice.
+        ValueError: There is no such task, one is named twice, or nobody is a member.
     """
     spec = resolver.cluster_spec()
     if not spec:
         return (ALONE,)
     if tasks is None:
-        return tuple(
+        found = tuple(
             Seat(job, index, spec.task_address(job, index))
             for job in JOBS
             if job in spec.jobs
             for index in spec.task_indices(job)
         )
+        if not found:
+            raise ValueError(
+                f"the cluster has no {' or '.join(JOBS)}, but {', '.join(spec.jobs)}: "
+                "correct its job names (TF_CONFIG?), or name the members with tasks="
+            )
+        return found
     seats = tuple(_seat_named(spec, task) for task in tasks)
     if len(set(seats)) != len(seats) or not seats:
         raise ValueError(f"tasks={list(tasks)}: expected some, each of them once")
@@ -100,7 +106,8 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[Seat]) -> Seat:
             return seat
     raise ValueError(
         f"this process is /job:{job}/task:{index}, which is none of the group's "
-        f"{[seat.task for seat in seats]}"
+        f"{listed([seat.task for seat in seats])}: correct the task (TF_CONFIG?) or "
+        "the members"
     )
 
 

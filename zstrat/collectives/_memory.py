@@ -12,6 +12,7 @@ from ._segment import CAPACITY, Segment, arena, segment_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zstrat.transport import Arena
     from zstrat.wire import MemberEntry
 
     from ._engine import Between, Engine
@@ -22,12 +23,13 @@ class SharedMemory:
 
     def __init__(self) -> None:
         """Raises: OSError: the kernel gives no anonymous memory."""
-        self._arena = arena()
-        self._is_closed = False
+        made = arena()
+        self._arena: Arena | None = made
+        self._descriptor, self._word = made.descriptor, made.word
 
     @property
     def descriptor(self) -> int:
-        return self._arena.descriptor
+        return self._descriptor
 
     @property
     def capacity(self) -> int:
@@ -35,18 +37,20 @@ class SharedMemory:
 
     @property
     def word(self) -> bytes:
-        return self._arena.word
+        return self._word
 
     def attach(
         self, rank: int, members: Sequence[MemberEntry], between: Between
     ) -> Engine:
+        assert self._arena is not None, "it is closed"
+        mine = self._arena.memory
         # Without memory to share a rank is a host of its own.
         places, leaders = places_of(
             [each.host if each.capacity else i for i, each in enumerate(members)]
         )
         me = places[rank]
         segments = [
-            Segment(i, self._arena.memory) if i == rank else segment_of(i, members[i])
+            Segment(i, mine) if i == rank else segment_of(i, members[i])
             for i, place in enumerate(places)
             if place.host == me.host
         ]
@@ -57,6 +61,6 @@ class SharedMemory:
 
     def close(self) -> None:
         """Done by the engine's as well; the second time nothing happens."""
-        if not self._is_closed:
-            self._is_closed = True
+        if self._arena is not None:
             self._arena.close()
+            self._arena = None  # whoever keeps a closed group keeps no memory

@@ -19,6 +19,7 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError
 from zstrat.variables import (
     DeviceHome,
+    LocalHome,
     VariableAggregation,
     VariableSynchronization,
 )
@@ -71,10 +72,10 @@ def _list(
     found = []
     for number, variable in variables.items():
         home = variable.home
-        if not isinstance(home, DeviceHome) or _is_own(variable):
+        if not isinstance(home, DeviceHome | LocalHome) or _is_own(variable):
             continue
         spec = variable.spec
-        kept = home.optimizers()
+        kept = home.optimizers() if isinstance(home, DeviceHome) else frozenset()
         rules = [n for n, rule in enumerate(optimizers) if rule.id in kept]
         found.append([number, spec.name, list(spec.shape), spec.dtype, rules])
     return found
@@ -111,6 +112,9 @@ def _arrays(
     arrays: list[Any] = []
     for each in told:
         home = _home(each, variables)
+        if isinstance(home, LocalHome):
+            arrays.append(home.taken()[0])
+            continue
         arrays.append(np.asarray(home.value()))
         for rule in _rules(each, optimizers):
             arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(home.slots(rule))]
@@ -126,6 +130,9 @@ def _put(
     left = iter(arrays)
     for each in told:
         home = _home(each, variables)
+        if isinstance(home, LocalHome):
+            home.put(next(left), {})
+            continue
         place = home.residence.place
         home.take_over(place(next(left)))
         for rule in _rules(each, optimizers):
@@ -134,7 +141,9 @@ def _put(
             home.take_over_slots(rule, treedef.unflatten(leaves))
 
 
-def _home(each: Sequence[Any], variables: Mapping[int, Variable]) -> DeviceHome:
+def _home(
+    each: Sequence[Any], variables: Mapping[int, Variable]
+) -> DeviceHome | LocalHome:
     number, name, shape, dtype, _ = each
     variable = variables.get(number)
     words = f"variable {name!r} ({dtype}{shape})"
@@ -146,7 +155,7 @@ def _home(each: Sequence[Any], variables: Mapping[int, Variable]) -> DeviceHome:
         )
     home = variable.home
     fits = list(variable.shape) == shape and variable.spec.dtype == dtype
-    if not fits or not isinstance(home, DeviceHome):
+    if not fits or not isinstance(home, DeviceHome | LocalHome):
         raise InvalidArgumentError(
             f"this process takes over what the others have: number {number} in the "
             f"order of creation is {variable.spec} here and their {words}. All "

@@ -8,6 +8,8 @@ import ipaddress
 import os
 import socket
 import stat
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -108,6 +110,30 @@ def check_unused(address: Address) -> None:
                 errno.EADDRINUSE,
                 f"cannot bind ipc://{address.host}: another process listens there",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFile:
+    """What a bound ipc address is in the file system. libzmq leaves it there."""
+
+    path: Path
+    number: int
+
+    def remove(self) -> None:
+        """Removes it, unless another socket has taken the path meanwhile."""
+        with suppress(OSError):
+            if self.path.stat().st_ino == self.number:
+                self.path.unlink()
+
+
+def socket_file(address: Address) -> SocketFile | None:
+    """The file of a socket that was just bound, None if it has none."""
+    if address.scheme != "ipc":
+        return None
+    try:
+        return SocketFile(Path(address.host), Path(address.host).stat().st_ino)
+    except OSError:  # somebody cleans up behind us
+        return None
 
 
 def _parse_ipc(text: str, path: str) -> Address:

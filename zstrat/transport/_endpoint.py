@@ -30,7 +30,15 @@ from zstrat.wire._greeting import described, mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer, failure
 
-from ._address import Address, check_directory, check_unused, is_local, parse
+from ._address import (
+    Address,
+    SocketFile,
+    check_directory,
+    check_unused,
+    is_local,
+    parse,
+    socket_file,
+)
 from ._monitor import Event, Happening, Monitor
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
@@ -97,6 +105,7 @@ class Endpoint:
         self._counts: Counter[str] = Counter()
         self._complained_at = -_COMPLAINTS
         self._pump: Pump | None = None
+        self._file: SocketFile | None = None
         self._authenticator: Authenticator | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -139,6 +148,7 @@ class Endpoint:
                 "another process has this address, or it is not this machine's",
             ) from error
         self._monitor = Monitor(socket, _WATCHED, self._happened)
+        self._file = socket_file(where)
         self._pump = Pump(socket, self._received)
         self._timer = self._loop.call_later(self._interval, self._tick)
         return bound_to(socket).removeprefix("tcp://")
@@ -164,6 +174,8 @@ class Endpoint:
             await self._part(reason)
         finally:
             self._monitor.close()
+            if self._file is not None:
+                self._file.remove()  # while it is bound nobody else takes the path
             pump.close(LINGER)
             if self._authenticator is not None:
                 self._authenticator.close()

@@ -122,8 +122,9 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         with self.residence.lock:
+            before = self.read(variable)  # first: slots may come with the value
             slots = None if optimizer is None else self.slots(optimizer)
-            value, slots = moved(self.read(variable), slots, op, operands, optimizer)
+            value, slots = moved(before, slots, op, operands, optimizer)
             made = np.asarray(value, variable.spec.numpy_dtype)
             self._value = self.residence.place(made)
             if optimizer is not None:
@@ -170,6 +171,8 @@ class DeviceHome:
             ValueError: The slots are not those of the optimizer.
         """
         with self.residence.lock:
+            # Values of other processes that are still to come would replace these.
+            self.residence.settle()
             made = {
                 each.id: None
                 if named is None

@@ -1,0 +1,157 @@
+"""Programs that are ranks of one cluster, each a process, as `zstrat run` starts them.
+
+A rank says things, line by line, and goes on when it is told to; nothing else is
+waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+HEAD = """
+import json, logging, os, socket, sys, threading
+logging.getLogger("zstrat").setLevel("ERROR")  # of what it refuses it warns
+task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+hosts = os.environ.get("HOSTS")
+if hosts:  # what tells hosts apart is their name
+    socket.gethostname = lambda: hosts[task]
+
+import numpy as np
+import zstrat as zs
+from zstrat.collectives import Group
+
+def say(*words):
+    print(*words, flush=True)
+
+def told(function, *args, **options):
+    try:
+        found = function(*args, **options)
+    except zs.ZstratError as error:
+        say(type(error).__name__, error)
+    else:
+        say("no error", found)
+
+"""
+QUICK = {"ZSTRAT_PATIENCE": "2", "JAX_PLATFORMS": "cpu"}
+
+
+class Ranks:
+    """``size`` processes that run one program.
+
+    Args:
+        lane: "shm", "tcp", or "hosts": of which the last rank is alone on its own.
+        addresses: Where they listen; default: ipc, or loopback ports for "tcp".
+        before: What a rank's command begins with.
+    """
+
+    def __init__(
+        self, size, program, lane="shm", addresses=None, before=None, **environment
+    ):
+        self.size, self._before = size, before or [[]] * 8
+        self.folder = Path(tempfile.mkdtemp(prefix="zs-"))
+        self.program = self.folder / "program.py"
+        self.program.write_text(HEAD + textwrap.dedent(program))
+        if addresses is None and lane == "tcp":
+            addresses = free_ports(size)
+        self.addresses = addresses or [f"ipc://{self.folder}/{n}" for n in range(size)]
+        if lane == "hosts":
+            environment["HOSTS"] = "a" * (size - 1) + "b"
+        lanes = {"shm": "shm", "tcp": "tcp", "hosts": "auto"}
+        self._environment = {**os.environ, **QUICK, "ZSTRAT_LANE": lanes[lane]}
+        self._environment.update(environment)
+        self.all, self._ended = {}, []
+
+    def __enter__(self):
+        try:
+            for rank in range(self.size):
+                self.start(rank)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc):
+        for process in [*self.all.values(), *self._ended]:
+            process.kill()
+            process.communicate()
+        shutil.rmtree(self.folder)
+
+    def start(self, rank, **environment):
+        """Starts a rank; anew, if it was there."""
+        if rank in self.all:
+            self._ended.append(self.all[rank])
+        task = {"type": "worker", "index": rank}
+        config = {"cluster": {"worker": self.addresses}, "task": task}
+        given = {"TF_CONFIG": json.dumps(config), **environment}
+        self.all[rank] = subprocess.Popen(
+            [*self._before[rank], sys.executable, str(self.program)],
+            env={**self._environment, **given},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def line(self, rank):
+        """What a rank says next."""
+        return self.all[rank].stdout.readline().strip()
+
+    def lines(self, ranks=None):
+        """What each rank says next."""
+        return [self.line(rank) for rank in (self.all if ranks is None else ranks)]
+
+    def go_on(self, *ranks):
+        """Lets ranks continue that read a line."""
+        for rank in ranks:
+            self.all[rank].stdin.write("\n")
+            self.all[rank].stdin.flush()
+
+    def signal(self, rank, number):
+        self.all[rank].send_signal(number)
+        if number == signal.SIGKILL:
+            self.all[rank].wait()
+
+    def ends(self):
+        """Exit codes of all."""
+        return [process.wait() for process in self.all.values()]
+
+
+def free_ports(size, host="127.0.0.1"):
+    with contextlib.ExitStack() as held:
+        bound = [
+            held.enter_context(socket.create_server((host, 0))) for _ in range(size)
+        ]
+        return [f"{host}:{each.getsockname()[1]}" for each in bound]
+
+
+def zstrat_run(count, program, *options, **environment):
+    """What ``zstrat run`` exits with, and the lines of each copy and its own."""
+    with tempfile.TemporaryDirectory(prefix="zs-") as folder:
+        script = Path(folder) / "program.py"
+        script.write_text(HEAD + textwrap.dedent(program))
+        command = [sys.executable, "-m", "zstrat.cli", "run", "-n", str(count)]
+        done = subprocess.run(
+            [*command, *options, str(script)],
+            env={**os.environ, **QUICK, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    said = {}
+    for line in done.stdout.splitlines():
+        match = re.match(r"worker:(\d+) \| (.*)", line)
+        rank, text = (int(match[1]), match[2]) if match else (None, line)
+        said.setdefault(rank, []).append(text)
+    return done.returncode, said

@@ -1,0 +1,180 @@
+"""Ranks that die, hang, are cut off or come back; and what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from system_ranks import Ranks, zstrat_run
+
+pytestmark = pytest.mark.processes
+
+LANES = ("shm", "tcp", "hosts")
+
+REDUCING = """
+group = Group(timeout=20, rendezvous_timeout=60)
+if not os.environ["LOST"]:  # it is started anew
+    say(group.generation, *group.all_gather(np.array([task])))
+    sys.exit()
+data = np.ones(16_000_000, np.float32)
+said = 0
+try:
+    while True:
+        group.all_reduce(data)
+        said += 1
+        if said == 2:
+            say("reduces")
+except zs.ZstratError as error:
+    say(type(error).__name__, error)
+told(group.barrier)
+sys.stdin.readline()
+lost = int(os.environ["LOST"])
+group.reform(ranks=[rank for rank in range(group.size) if rank != lost])
+say(group.generation, *group.all_gather(np.array([task])))
+group.reform(timeout=60)
+say(group.generation, *group.all_gather(np.array([task])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("lane", "number", "lost"),
+    [
+        ("shm", signal.SIGKILL, 0),
+        ("shm", signal.SIGSTOP, 1),
+        ("tcp", signal.SIGSTOP, 2),
+        ("hosts", signal.SIGKILL, 2),
+    ],
+)
+def test_who_dies_or_hangs_in_a_large_reduce_is_named(lane, number, lost):
+    left = [rank for rank in range(3) if rank != lost]
+    with Ranks(3, REDUCING, lane, LOST=str(lost)) as ranks:
+        assert ranks.lines() == ["reduces"] * 3
+        ranks.signal(lost, number)
+        for rank in left:
+            said = ranks.line(rank)
+            assert said.startswith(f"PeerLostError lost rank {lost} (/job:worker/"), (
+                said
+            )
+            said = ranks.line(rank)
+            assert said.startswith("UnavailableError"), said
+            assert "reform()" in said
+        ranks.go_on(*left)
+        survivors = " ".join(map(str, left))
+        assert ranks.lines(left) == [f"1 {survivors}"] * 2
+        ranks.signal(lost, signal.SIGKILL)
+        ranks.start(lost, LOST="")
+        assert ranks.lines() == ["2 0 1 2"] * 3
+        for rank in range(3):
+            assert ranks.all[rank].wait() == 0, ranks.all[rank].stdout.read()
+
+
+LATE = """
+with Group(timeout=20) as group:
+    group.barrier()
+    if task == 1:
+        sys.stdin.readline()
+    told(group.all_reduce, np.ones(1_000_000), timeout=1.0)
+"""
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_who_does_not_call_is_named_to_all(lane):
+    with Ranks(3, LATE, lane) as ranks:
+        words = "CollectiveTimeoutError all_reduce(float64[1000000], SUM), call 2 of"
+        for rank in (0, 2):
+            said = ranks.line(rank)
+            assert said.startswith(words), said
+            assert "rank 1 (/job:worker/task:1 at " in said.split("; ")[0]
+            assert "has not called it; rank " in said
+        ranks.go_on(1)
+        assert "has not called it" in ranks.line(1)  # the same: it hears of it here
+
+
+RESTARTED = """
+group = Group(timeout=30, rendezvous_timeout=60)
+say("in", group.generation)
+while group.generation == 0:
+    try:
+        total = group.all_reduce(np.full(1_000_000, task + 1.0))
+        assert total[-1] == 6
+        if task == 1:
+            os.kill(os.getpid(), 9)
+    except zs.PeerLostError as error:
+        say(error.peer)
+        group.reform()
+total = group.all_reduce(np.full(1_000_000, task + 1.0))
+say("sum", total[0], group.generation)
+"""
+
+
+def test_zstrat_run_starts_a_dead_copy_anew_and_the_others_take_it_in():
+    code, said = zstrat_run(3, RESTARTED, "--restarts", "1")
+    assert code == 0, said
+    assert said[None] == ["worker:1 ended with exit code 137: starting it anew"]
+    assert said[1] == ["in 0", "in 1", "sum 6.0 1"]
+    for rank in (0, 2):
+        assert said[rank][0] == "in 0"
+        assert said[rank][1].startswith("rank 1 (/job:worker/task:1 at ipc://")
+        assert said[rank][2] == "sum 6.0 1"
+
+
+# ---- what is left
+
+USED = """
+import gc
+
+def used():
+    gc.collect()
+    maps = open("/proc/self/maps").read().count("memfd:")
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
+
+with Group(timeout=20):
+    pass
+nothing = used()  # ZeroMQ keeps two descriptors of a process
+group = Group(timeout=20)
+small, large = np.ones(100), np.ones(300_000, np.float32)
+def work(times):
+    for step in range(times):
+        group.all_reduce(small)
+        group.all_gather_async(small).result()
+        group.barrier(tag="mine")
+        group.broadcast(large, step % group.size)
+work(10)
+before = used()
+def more(than):
+    return [max(now - then, 0) for now, then in zip(used(), than)]
+work(250)
+say("more after 1,000 operations:", more(before))
+for _ in range(5):
+    group.reform()
+work(2)
+say("more after 5 generations:", more(before))
+if task == 2:
+    sys.stdin.readline()
+told(group.barrier)
+group.reform(ranks=[0, 1])
+work(2)
+say("more with one less:", more(before))
+group.close()
+names = [thread.name for thread in threading.enumerate()]
+say("left:", more(nothing), [name for name in names if "zstrat" in name])
+"""
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_nothing_is_left_after_1000_operations_and_a_kill(lane):
+    shm = set(os.listdir("/dev/shm"))
+    with Ranks(3, USED, lane) as ranks:
+        assert ranks.lines() == ["more after 1,000 operations: [0, 0, 0]"] * 3
+        assert ranks.lines() == ["more after 5 generations: [0, 0, 0]"] * 3
+        ranks.signal(2, signal.SIGKILL)
+        for rank in (0, 1):
+            assert ranks.line(rank).startswith("PeerLostError lost rank 2 ")
+        assert ranks.lines([0, 1]) == ["more with one less: [0, 0, 0]"] * 2
+        assert ranks.lines([0, 1]) == ["left: [0, 0, 0] []"] * 2
+        assert [ranks.all[rank].wait() for rank in (0, 1)] == [0, 0]
+        # The socket of one that was killed stays; whoever is started there takes it.
+        sockets = {path.name for path in ranks.folder.iterdir()} - {"program.py"}
+        assert sockets <= {"2"}
+    assert set(os.listdir("/dev/shm")) <= shm

@@ -1,0 +1,170 @@
+"""Strangers on the port of a rank, and a network that is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from system_ranks import Ranks, free_ports
+
+pytestmark = pytest.mark.processes
+
+# ---- strangers
+
+
+def keygen(folder):
+    command = [sys.executable, "-m", "zstrat.cli", "keygen", str(folder)]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(folder)
+
+
+ADDING = """
+at_end = threading.Event()
+def listen():
+    sys.stdin.readline()
+    at_end.set()
+with Group(timeout=30, rendezvous_timeout=float(os.environ.get("HURRY", 60))) as group:
+    total = group.all_reduce(np.full(300_000, task + 1.0))
+    say("sum", total[-1])
+    threading.Thread(target=listen, daemon=True).start()
+    while not group.all_reduce(np.array([at_end.is_set()]), "max")[0]:
+        assert (group.all_reduce(np.full(300_000, task + 1.0)) == 3).all()
+    counts = group._station._endpoint.statistics()["counts"]
+    say("at its end", counts.get("refused", 0) > 0, group.generation)
+"""
+STRANGER = """
+told(lambda: Group(bind=os.environ["AT"], rendezvous_timeout=2))
+"""
+
+
+def test_a_stranger_with_other_keys_is_refused_and_disturbs_nobody(tmp_path):
+    ours, theirs = keygen(tmp_path / "ours"), keygen(tmp_path / "theirs")
+    with (
+        Ranks(2, ADDING, "tcp", ZSTRAT_KEYS=ours) as ranks,
+        Ranks(0, STRANGER, "tcp", addresses=ranks.addresses) as strangers,
+    ):
+        assert ranks.lines() == ["sum 3.0"] * 2
+        for keys in ({"ZSTRAT_KEYS": theirs}, {}):
+            strangers.start(1, AT=free_ports(1)[0], **keys)
+            said = strangers.line(1)
+            assert said.startswith("CollectiveTimeoutError group 'group'"), said
+            assert f"rank 0 (/job:worker/task:0 at {ranks.addresses[0]})" in said
+            assert "they have keys of different clusters" in said
+        ranks.go_on(0, 1)
+        assert ranks.line(0) == "at its end True 0"
+        assert ranks.line(1) == "at its end False 0"
+        assert ranks.ends() == [0, 0]
+
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+GARBAGE = (
+    b"GET / HTTP/1.1\r\nHost: here\r\n\r\n",
+    bytes(range(256)) * 100,
+    _GREETING + b"\x04\x03\x09abc",
+)
+
+
+def shout(address, data):
+    """Sends the bytes, and returns when the other side has hung up."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with contextlib.suppress(OSError):  # it may hang up in the middle
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):
+                pass
+
+
+def test_garbage_on_the_port_of_a_rank_disturbs_nobody():
+    with Ranks(2, ADDING, "tcp") as ranks:
+        assert ranks.lines() == ["sum 3.0"] * 2
+        for address in ranks.addresses:
+            for data in GARBAGE:
+                shout(address, data)
+        ranks.go_on(0, 1)
+        for rank in (0, 1):
+            assert ranks.line(rank) == "at its end True 0"
+        assert ranks.ends() == [0, 0]
+
+
+# ---- a network of namespaces
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def machines():
+    """Three network namespaces on one switch; gives their names and that of the switch,
+    and skips the test where we may not make them."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and the program ip")
+    names = [f"zs{os.getpid()}-{n}" for n in (0, 1, 2, "hub")]
+    hub = names[-1]
+    with contextlib.ExitStack() as made:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                made.callback(ip, "netns", "del", name)
+            ip("-n", hub, "link", "add", "switch", "type", "bridge")
+            ip("-n", hub, "link", "set", "switch", "up")
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces: {error.stderr}")
+        for n, name in enumerate(names[:-1]):
+            wire = f"port{n}"
+            peer = ("type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("-n", hub, "link", "add", wire, *peer)
+            ip("-n", hub, "link", "set", wire, "master", "switch", "up")
+            ip("-n", name, "addr", "add", f"10.99.0.{n + 1}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+
+
+CUT = """
+group = Group(timeout=30, rendezvous_timeout=60)
+data, steps = np.ones(16_000_000, np.float32), 0
+try:
+    while True:
+        group.all_reduce(data)
+        steps += 1
+        if steps == 1:
+            say("reduces")
+except zs.ZstratError as error:
+    say(type(error).__name__, error)
+sys.stdin.readline()
+group.reform(timeout=60)
+say("sum", *group.all_reduce(np.array([task])))
+"""
+
+
+def test_a_rank_that_is_cut_off_is_named_and_comes_back(machines, tmp_path):
+    *names, hub = machines
+    with Ranks(
+        3,
+        CUT,
+        "hosts",
+        addresses=[f"10.99.0.{n + 1}:7070" for n in range(3)],
+        before=[["ip", "netns", "exec", name] for name in names],
+        ZSTRAT_KEYS=keygen(tmp_path / "keys"),
+        HOSTS="abc",
+    ) as ranks:
+        assert ranks.lines() == ["reduces"] * 3
+        ip("-n", hub, "link", "set", "port1", "down")
+        for rank in (0, 2):
+            said = ranks.line(rank)
+            assert said.startswith("PeerLostError lost rank 1 (/job:worker/task:1"), (
+                said
+            )
+            assert "silent" in said
+        assert ranks.line(1).startswith("PeerLostError lost rank ")
+        ip("-n", hub, "link", "set", "port1", "up")
+        ranks.go_on(0, 1, 2)
+        assert ranks.lines() == ["sum 3"] * 3
+        assert ranks.ends() == [0] * 3
