@@ -56,13 +56,18 @@ class Group:
         rendezvous_timeout: Seconds to wait for all ranks; ``timeouts.connect``.
         lane: "auto" (memory of one host is shared), "shm", "ipc" or "tcp" (it is not);
             default: ``ZSTRAT_LANE``.
+        bytes_per_pack: Small arrays that are reduced together travel in packs, from the
+            last to the first; a pack that is larger than this takes no more. 0: packs
+            of some MiB. Arrays of 128 KiB and more travel by themselves, without a
+            copy. The same on all ranks.
         bind: Where this process listens, if not at the address of its task.
         settings: Default: from ``ZSTRAT_*``.
 
     Raises:
         CollectiveTimeoutError: Not all ranks came in time; names those that did not.
         InvalidArgumentError: The ranks do not agree on who they are.
-        ValueError: It is not clear which task this process is, or it is no member.
+        ValueError: It is not clear which task this process is, or it is no member;
+            ``bytes_per_pack`` is negative.
         OSError, PermissionDeniedError: The address of this task cannot be bound.
     """
 
@@ -75,11 +80,20 @@ class Group:
         timeout: float | None = None,
         rendezvous_timeout: float | None = None,
         lane: str | None = None,
+        bytes_per_pack: int = 0,
         bind: str | None = None,
         settings: Settings | None = None,
     ) -> None:
         self._prepare(
-            resolver, name, tasks, timeout, rendezvous_timeout, lane, bind, settings
+            resolver,
+            name,
+            tasks,
+            timeout,
+            rendezvous_timeout,
+            lane,
+            bytes_per_pack,
+            bind,
+            settings,
         )
         self._station = station_for(self._seat, self._bind, self._settings)
         try:
@@ -98,6 +112,7 @@ class Group:
         timeout: float | None = None,
         rendezvous_timeout: float | None = None,
         lane: str | None = None,
+        bytes_per_pack: int = 0,
         bind: str | None = None,
         settings: Settings | None = None,
     ) -> Group:
@@ -107,7 +122,15 @@ class Group:
         """
         group = cls.__new__(cls)
         group._prepare(
-            resolver, name, tasks, timeout, rendezvous_timeout, lane, bind, settings
+            resolver,
+            name,
+            tasks,
+            timeout,
+            rendezvous_timeout,
+            lane,
+            bytes_per_pack,
+            bind,
+            settings,
         )
         group._station = await asyncio.to_thread(
             station_for, group._seat, group._bind, group._settings
@@ -128,6 +151,7 @@ class Group:
         timeout: float | None,
         rendezvous_timeout: float | None,
         lane: str | None,
+        bytes_per_pack: int,
         bind: str | None,
         settings: Settings | None,
     ) -> None:
@@ -140,6 +164,9 @@ class Group:
             "rendezvous_timeout", rendezvous_timeout, times.connect
         )
         self.lane = lane_named(lane or self._settings.lane)
+        if bytes_per_pack < 0:
+            raise ValueError(f"bytes_per_pack={bytes_per_pack}: expected 0 or more")
+        self._bytes_per_pack = bytes_per_pack
         self._seats = seats_of(self._resolver, tasks)
         self._seat = own_seat(self._resolver, self._seats)
         self._bind = self._seat.address if bind is None else bind
@@ -523,7 +550,7 @@ class Group:
         algorithm: str | None = None,
     ) -> Options:
         seconds = _positive("timeout", timeout, self._timeout)
-        return Options(seconds, tag, compression, algorithm)
+        return Options(seconds, tag, compression, algorithm, self._bytes_per_pack)
 
     def _start(
         self, words: str, make: Callable[[Draft], Steps], options: Options
@@ -679,6 +706,7 @@ def _full(words: str, options: Options) -> str:
         for name, value in (
             ("compression", options.compression),
             ("algorithm", options.algorithm),
+            ("bytes_per_pack", options.bytes_per_pack or None),
         )
         if value is not None
     ]

@@ -38,6 +38,7 @@ class Options:
     tag: str | None = None
     compression: str | None = None
     algorithm: str | None = None
+    bytes_per_pack: int = 0
 
 
 class Work:
@@ -145,6 +146,7 @@ class Work:
             tag,
             options.compression,
             options.algorithm,
+            options.bytes_per_pack,
         )
         return draft, turn
 
