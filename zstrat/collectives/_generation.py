@@ -34,6 +34,7 @@ from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._asking import inquire
 from ._blame import Inquiry, verdict
+from ._choice import Choices, choices_from
 from ._compression import Compression, Compressor
 from ._engine import margin_of
 from ._keys import FORMING, number_of
@@ -118,6 +119,7 @@ class Generation:
         self.engine_waits: Callable[[], Sequence[int]] = tuple
         """Ranks that the engine waits for just now."""
         self._counts = counts
+        self._choices = _choices_of(formed)
         self._one_host = len({member.host for member in self.members}) == 1
         self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
         self._loop = asyncio.get_running_loop()
@@ -179,6 +181,7 @@ class Generation:
                 len(who),
                 one_host=self._one_host,
                 compressor=self._compressor_of(call),
+                choices=self._choices,
             )
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)
@@ -485,6 +488,13 @@ class Generation:
 def again(error: ZstratError) -> ZstratError:
     """Another one like it: an exception that is raised twice collects tracebacks."""
     return type(error)(*error.args)
+
+
+def _choices_of(formed: GroupFormed) -> Choices:
+    try:
+        return choices_from(formed.choices)
+    except ValueError as error:
+        raise ProtocolError(f"rank 0's table of algorithms: {error}") from error
 
 
 def _plain(error: ZstratError) -> PlainTree:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Remote, Security
     from zstrat.wire import CallState, Hello, Message
 
+    from ._choice import Choices
     from ._membership import Seat
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
@@ -225,7 +226,7 @@ class Node:
     # ---- joining ---------------------------------------------------------------------
 
     async def join(
-        self, request: JoinGroup, seats: Sequence[Seat], lane: str
+        self, request: JoinGroup, seats: Sequence[Seat], lane: str, choices: Choices
     ) -> Generation:
         """Forms a generation with all ranks, and opens the ways to them.
 
@@ -233,6 +234,7 @@ class Node:
             request: What this rank asks of rank 0; its patience counts for all.
             seats: Where the ranks are.
             lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
+            choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
             CollectiveTimeoutError: Not all came in time, or cannot be reached.
@@ -247,7 +249,7 @@ class Node:
         self._forming += 1
         try:
             if request.rank == 0:
-                formed = await self._join_here(request, seats)
+                formed = await self._join_here(request, seats, choices)
             else:
                 formed = await self._join_there(request, seats[0], make, deadline)
             generation = Generation(
@@ -280,9 +282,10 @@ class Node:
             self._timer.cancel()
 
     async def _join_here(
-        self, request: JoinGroup, seats: Sequence[Seat]
+        self, request: JoinGroup, seats: Sequence[Seat], choices: Choices
     ) -> GroupFormed:
-        self._obey(self._rendezvous_of(request.group).open(seats))
+        rendezvous = self._rendezvous_of(request.group)
+        self._obey(rendezvous.open(seats, choices.to_plain()))
         future: asyncio.Future[Message] = self.loop.create_future()
         self._ask(request, future)
         return _formed(await future)

@@ -16,6 +16,7 @@ import numpy as np
 
 from zstrat.config import MiB
 
+from ._algorithms import ALGORITHMS
 from ._buckets import Bucket, buckets
 from ._engine import Call, Kind
 from ._keys import about, key_of
@@ -80,9 +81,14 @@ class Draft:
             self.tag,
             self.compression,
             f"{self.tag}/{self.words}/{part}",
-            self.algorithm,
+            self.algorithm if _knows(kind, self.algorithm) else None,
             is_frozen,
         )
+
+
+def _knows(kind: Kind, algorithm: str | None) -> bool:
+    """An operation may take calls of other kinds, whose algorithms are others."""
+    return algorithm in ALGORITHMS[kind.value] or algorithm == "auto"
 
 
 def all_reduce(
