@@ -17,7 +17,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.errors import (
-    BusyError,
     CancelledError,
     ClosedError,
     PeerLostError,
@@ -169,9 +168,8 @@ class Generation:
         question = AskCall(self.ticket, call.key)
         # Loop time and the monotonic clock are the same clock.
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
-        await inquire(
-            inquiry, ranks, partial(self._mesh.ask, message=question), deadline
-        )
+        ask = partial(self._mesh.ask, message=question)
+        await inquire(inquiry, ranks, ask, deadline)
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), call.key)
 
     def said(self, call: Call) -> str:
@@ -207,13 +205,8 @@ class Generation:
         self._broken_flag.set()
         self.lost.update(lost)
         if tell:
-            message = AbortCall(
-                self.ticket, key, cast("PlainTree", to_wire(error)), list(lost)
-            )
-            for rank in range(self.size):
-                if rank != self.rank and rank not in lost:
-                    with suppress(BusyError):  # it hears of it from its own deadline
-                        self._mesh.send(rank, message)
+            plain = cast("PlainTree", to_wire(error))
+            self._mesh.tell_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
         if self._traffic.running:
             self._is_known = True
         self._traffic.fail(partial(again, error))
@@ -294,11 +287,7 @@ class Generation:
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await self._drained
-            farewell = LeaveGroup(self.ticket, self.calls, reason)
-            for rank in range(self.size):
-                if rank != self.rank:
-                    with suppress(BusyError):
-                        self._mesh.send(rank, farewell)
+            self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason))
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
         if self._inquest is not None:
             self._inquest.cancel()
