@@ -78,6 +78,9 @@ class Settings:
     keys: Path | None = None
     insecure: bool = False
     log_json: bool = False
+    choices: Path | None = None
+    """A table of algorithms for collectives, as ``zstrat bench collectives`` writes
+    it. None: what experience says."""
 
 
 LANES: Final = ("auto", "tcp", "ipc", "shm")
@@ -97,7 +100,8 @@ def settings_from(env: Mapping[str, str]) -> Settings:
     lane = env.get("ZSTRAT_LANE", "auto")
     if lane not in LANES:
         raise ValueError(f"ZSTRAT_LANE={lane!r}: expected one of {', '.join(LANES)}")
-    keys, default = env.get("ZSTRAT_KEYS"), Timeouts()
+    keys, choices = env.get("ZSTRAT_KEYS"), env.get("ZSTRAT_CHOICES")
+    default = Timeouts()
     return Settings(
         timeouts=Timeouts(
             patience=_seconds(env, "ZSTRAT_PATIENCE", default.patience),
@@ -109,6 +113,7 @@ def settings_from(env: Mapping[str, str]) -> Settings:
         keys=Path(keys) if keys else None,
         insecure=env.get("ZSTRAT_INSECURE", "") not in ("", "0"),
         log_json=env.get("ZSTRAT_LOG", "") == "json",
+        choices=Path(choices) if choices else None,
     )
 
 

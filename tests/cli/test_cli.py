@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from zstrat import cli
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
+from zstrat.collectives import read_choices
 from zstrat.launch import LocalCluster, Sight
 
 
@@ -214,3 +215,23 @@ def test_spans(seconds, words):
 )
 def test_sizes(number, words):
     assert cli.size(number) == words
+
+
+def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):
+    file = tmp_path / "choices.toml"
+    options = ("--sizes", "400,40", "-n", "2", "--lane", "ipc")
+    ran = zstrat("bench", "collectives", *options, "--calibrate", str(file))
+    assert ran.exit_code == 0, ran.output
+    rows = [line for line in ran.stdout.splitlines() if " ranks " in line]
+    pattern = r"(\w+) +2 ranks +(40|400) B  ms: \w+ [\d.]+(, \w+ [\d.]+)+"
+    named = [re.fullmatch(pattern, row).group(1, 2) for row in rows]
+    calls = {"all_reduce", "all_gather", "reduce_scatter", "broadcast"}
+    assert sorted(named) == sorted((c, n) for c in calls for n in ("40", "400"))
+    assert {rule.call for rule in read_choices(file).rules} == calls
+    assert f"ZSTRAT_CHOICES={file}" in ran.output
+
+
+def test_bench_collectives_of_nonsense():
+    ran = zstrat("bench", "collectives", "--sizes", "much")
+    assert ran.exit_code == 2
+    assert "--sizes much: expected bytes" in ran.output

@@ -64,6 +64,7 @@ def test_a_rank_that_does_not_call_is_named_to_all_others(trio):
         assert "all_reduce(float64[1000], SUM), call 1 of group 'group'" in str(error)
         assert "rank 2 (/job:worker/task:2 at ipc" in str(error)
         assert "has not called it" in str(error)
+    assert groups[2]._work.generation._broken_flag.wait(10)
     assert groups[2].is_broken
     with pytest.raises(CollectiveTimeoutError, match="has not called it"):
         groups[2].all_reduce(np.ones(1000))

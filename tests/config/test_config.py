@@ -29,6 +29,7 @@ def test_everything_said() -> None:
             "ZSTRAT_CONNECT_TIMEOUT": "9",
             "ZSTRAT_DRAIN": "1e1",
             "ZSTRAT_PREFETCH": "1",
+            "ZSTRAT_CHOICES": "/etc/zstrat/choices.toml",
             "UNRELATED": "x",
         }
     )
@@ -39,6 +40,7 @@ def test_everything_said() -> None:
         keys=Path("/etc/zstrat/keys"),
         insecure=True,
         log_json=True,
+        choices=Path("/etc/zstrat/choices.toml"),
     )
 
 

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING
 from zstrat.rows import aligned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy as np
+
+
+def _aligned(count: int, dtype: np.dtype) -> np.ndarray:
+    return aligned((count,), dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +37,26 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(self.counts) * self.dtype.itemsize
 
-    def flat(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    @property
+    def is_packed(self) -> bool:
+        """Several members share it, and have to be copied."""
+        return len(self.members) > 1
+
+    def flat(
+        self,
+        arrays: Sequence[np.ndarray],
+        allocate: Callable[[int, np.dtype], np.ndarray] = _aligned,
+    ) -> np.ndarray:
         """The elements of the members one after the other, ``[sum(counts)]`` in C
         order; ``arrays`` are all that were packed.
 
-        A single member in C order is not copied: the result is a view of it.
+        A single member in C order is not copied: the result is a view of it. Else
+        ``allocate(elements, dtype)`` gives the memory.
         """
         mine = [arrays[member] for member in self.members]
-        if len(mine) == 1:
+        if not self.is_packed:
             return mine[0].reshape(-1)
-        whole = aligned((sum(self.counts),), self.dtype)
+        whole = allocate(sum(self.counts), self.dtype)
         for array, part in zip(mine, self.split(whole), strict=True):
             part.reshape(array.shape)[...] = array
         return whole

@@ -6,6 +6,7 @@ with different tables would wait for hops that nobody sends.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ._algorithms import algorithm_named
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Iterator, Sequence
+
+    from zstrat.wire import PlainTree
 
 _WORTH: Final = 1.05
 """Another algorithm has to be so many times as fast to take over at the next size:
@@ -65,6 +68,10 @@ class Choices:
                 return rule.algorithm
         calls = ", ".join(dict.fromkeys(rule.call for rule in DEFAULT_RULES))
         raise ValueError(f"call {call!r}: expected one of {calls}")
+
+    def to_plain(self) -> dict[str, PlainTree]:
+        """What `choices_from` takes."""
+        return {"rule": [_plain(rule) for rule in self.rules]} if self.rules else {}
 
     def to_toml(self) -> str:
         """The text of a file that `read_choices` reads."""
@@ -210,12 +217,12 @@ def _rule(at: int, entry: object) -> Rule:
     )
 
 
+def _plain(rule: Rule) -> dict[str, PlainTree]:
+    named = zip(_FIELDS, rule, strict=True)
+    return {name: value for name, value in named if value is not None}
+
+
 def _paragraph(rule: Rule) -> str:
-    lines = ["[[rule]]", f'call = "{rule.call}"', f'algorithm = "{rule.algorithm}"']
-    if rule.ranks is not None:
-        lines.append(f"ranks = {rule.ranks}")
-    if rule.nbytes is not None:
-        lines.append(f"bytes = {rule.nbytes}")
-    if rule.one_host is not None:
-        lines.append(f"one_host = {str(rule.one_host).lower()}")
-    return "\n".join((*lines, ""))
+    # JSON writes names, whole numbers, true and false as TOML does.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in _plain(rule).items()]
+    return "\n".join(("[[rule]]", *lines, ""))

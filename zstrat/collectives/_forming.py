@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.config import LANES
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._engine import Call, Kind, margin_of
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
 
+    from ._choice import Choices
     from ._engine import Engine, HostMemory, Started
     from ._generation import Generation
     from ._station import Station
@@ -49,6 +49,13 @@ class Wish:
     rank: int
     lane: str
     patience: float
+    choices: Choices
+    """Of algorithms; that of rank 0 is everybody's."""
+
+    @property
+    def words(self) -> str:
+        """What is under way, for people."""
+        return f"forming group {self.group!r}"
 
 
 def seats_of(
@@ -111,17 +118,6 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[Seat]) -> Seat:
     )
 
 
-def lane_named(lane: str) -> str:
-    """The lane, if there is one of that name.
-
-    Raises:
-        ValueError: There is none; says which there are.
-    """
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    return lane
-
-
 async def form(station: Station, wish: Wish) -> tuple[Generation, Engine | None]:
     """Forms a generation, and agrees on its engine. Runs on the station's loop.
 
@@ -142,7 +138,7 @@ async def form(station: Station, wish: Wish) -> tuple[Generation, Engine | None]
             _entry(station, wish, memory),
             wish.patience,
         )
-        generation = await node.join(request, wish.seats, wish.lane)
+        generation = await node.join(request, wish.seats, wish.lane, wish.choices)
         try:
             engine = await _agree(station, generation, memory, wish.patience)
         except BaseException:

@@ -26,6 +26,8 @@ from zstrat.wire import GroupFormed, JoinGroup, MemberEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zstrat.wire import PlainTree
+
 Token = TypeVar("Token")
 
 WAITING: Final = 4096
@@ -97,6 +99,7 @@ class Rendezvous(Generic[Token]):
     def __init__(self, group: str, draw: Callable[[], int]) -> None:
         self._group, self._draw = group, draw
         self._seats: tuple[Seat, ...] | None = None
+        self._choices: dict[str, PlainTree] = {}
         self._guests: list[_Guest[Token]] = []
 
     @property
@@ -109,9 +112,12 @@ class Rendezvous(Generic[Token]):
         """When `tick` has to be called."""
         return min((guest.due for guest in self._guests), default=float("inf"))
 
-    def open(self, seats: Sequence[Seat]) -> list[Refused[Token]]:
-        """Rank 0 knows now who is to come; it asks itself afterwards."""
-        self._seats = tuple(seats)
+    def open(
+        self, seats: Sequence[Seat], choices: dict[str, PlainTree] | None = None
+    ) -> list[Refused[Token]]:
+        """Rank 0 knows now who is to come; it asks itself afterwards. ``choices``: what
+        it has for all of them; see `GroupFormed`."""
+        self._seats, self._choices = tuple(seats), choices or {}
         refused = []
         for guest in self._guests:
             error = self._objection(guest.request)
@@ -168,7 +174,7 @@ class Rendezvous(Generic[Token]):
             return []
         generation = max(guest.request.generation for guest in self._guests)
         members = [guests[rank].request.member for rank in range(len(seats))]
-        answer = GroupFormed(self._draw(), generation, members)
+        answer = GroupFormed(self._draw(), generation, members, self._choices)
         self._seats, self._guests = None, []
         return [Formed(answer, tuple(guests[r].token for r in range(len(seats))))]
 

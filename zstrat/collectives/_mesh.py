@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from zstrat.errors import (
+    BusyError,
     ClosedError,
     CollectiveTimeoutError,
     DeadlineExceededError,
@@ -122,6 +123,14 @@ class Mesh:
     ) -> asyncio.Future[Message]:
         """Sends a request; see `Link.submit`."""
         return self.links[rank].submit(message, deadline=deadline)
+
+    def tell_all(self, message: Message, besides: Sequence[int] = ()) -> None:
+        """To every other rank; one whose line is full hears of it later, from its own
+        deadline or from the end of the link."""
+        for rank in range(len(self._members)):
+            if rank != self._rank and rank not in besides:
+                with suppress(BusyError):
+                    self.send(rank, message)
 
     def backlog(self, rank: int) -> int:
         """Messages that wait to leave for a rank."""

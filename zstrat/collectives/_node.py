@@ -12,14 +12,12 @@ whatever has another one is refused and counted.
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter, deque
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import (
-    BusyError,
     CollectiveTimeoutError,
     DeadlineExceededError,
     PeerLostError,
@@ -27,7 +25,6 @@ from zstrat.errors import (
     ProtocolError,
     StaleSessionError,
 )
-from zstrat.transport import Link
 from zstrat.wire import (
     AbortCall,
     AskCall,
@@ -38,23 +35,23 @@ from zstrat.wire import (
     LeaveGroup,
 )
 
+from ._desk import Desk
 from ._generation import Generation
-from ._membership import Formed, Refused, Rendezvous, rank_at
+from ._links import LinkMaker
+from ._membership import rank_at
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Sequence
 
     from zstrat.config import Settings
     from zstrat.transport import Remote, Security
     from zstrat.wire import CallState, Hello, Message
 
+    from ._choice import Choices
     from ._membership import Seat
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
 """What the owner of the endpoint hands to the node."""
-
-GROUPS: Final = 1024
-"""Names of groups for which somebody may wait at rank 0."""
 
 _STRAYS: Final = 4096
 """Hops of generations of which the last word has not come yet: the first call of each
@@ -80,9 +77,7 @@ class Node:
         self.me, self.loop = me, asyncio.get_running_loop()
         self.settings, self._security = settings, security
         self._generations: dict[int, Generation] = {}
-        self._rendezvous: dict[str, Rendezvous[asyncio.Future[Message]]] = {}
-        self._asked: dict[asyncio.Future[Message], Remote] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._desk = Desk(self.loop)
         self._strays: deque[tuple[int, Hop]] = deque()
         self._forming = 0
         self._counts: Counter[str] = Counter()
@@ -117,7 +112,7 @@ class Node:
             )
         match message:
             case JoinGroup():
-                return self._asks(remote, message)
+                return self._desk.asks(remote, message)
             case AskCall():
                 return self._question(remote, message)
             case AbortCall() | LeaveGroup():
@@ -128,8 +123,7 @@ class Node:
 
     def lost(self, remote: Remote) -> None:
         """A task that was connected is not any more."""
-        for future in [f for f, who in self._asked.items() if who is remote]:
-            future.cancel()
+        self._desk.lost(remote)
 
     def _question(self, remote: Remote, message: AskCall) -> CallState:
         generation = self._generations.get(message.ticket)
@@ -160,72 +154,10 @@ class Node:
         """Counts since the start; from any thread."""
         return {"generations": len(self._generations), **self._counts}
 
-    # ---- forming, at rank 0 ----------------------------------------------------------
-
-    def _asks(self, remote: Remote, request: JoinGroup) -> asyncio.Future[Message]:
-        if request.member.incarnation != remote.hello.incarnation:
-            raise ProtocolError(f"{remote.name} wants to join as somebody else")
-        future: asyncio.Future[Message] = self.loop.create_future()
-        self._asked[future] = remote
-        self._ask(request, future)
-        return future
-
-    def _ask(self, request: JoinGroup, future: asyncio.Future[Message]) -> None:
-        rendezvous = self._rendezvous_of(request.group)
-        future.add_done_callback(lambda done: self._answered(request.group, done))
-        self._obey(rendezvous.ask(request, future, self.loop.time()))
-        self._arm()
-
-    def _rendezvous_of(self, group: str) -> Rendezvous[asyncio.Future[Message]]:
-        found = self._rendezvous.get(group)
-        if found is None:
-            if len(self._rendezvous) >= GROUPS:
-                raise BusyError(f"{GROUPS} groups wait to be formed at this task")
-            found = Rendezvous(group, new_ticket)
-            self._rendezvous[group] = found
-        return found
-
-    def _answered(self, group: str, future: asyncio.Future[Message]) -> None:
-        self._asked.pop(future, None)
-        rendezvous = self._rendezvous.get(group)
-        if rendezvous is not None:
-            rendezvous.leave(future)
-            if rendezvous.is_idle:
-                del self._rendezvous[group]
-
-    def _obey(
-        self,
-        orders: Sequence[
-            Formed[asyncio.Future[Message]] | Refused[asyncio.Future[Message]]
-        ],
-    ) -> None:
-        for order in orders:
-            if isinstance(order, Formed):
-                for future in order.to:
-                    if not future.done():
-                        future.set_result(order.answer)
-            elif not order.token.done():
-                order.token.set_exception(order.error)
-
-    def _arm(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due = min((each.due for each in self._rendezvous.values()), default=None)
-        if due is not None and due != float("inf"):
-            self._timer = self.loop.call_at(due, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        now = self.loop.time()
-        for rendezvous in list(self._rendezvous.values()):
-            self._obey(rendezvous.tick(now))
-        self._arm()
-
     # ---- joining ---------------------------------------------------------------------
 
     async def join(
-        self, request: JoinGroup, seats: Sequence[Seat], lane: str
+        self, request: JoinGroup, seats: Sequence[Seat], lane: str, choices: Choices
     ) -> Generation:
         """Forms a generation with all ranks, and opens the ways to them.
 
@@ -233,6 +165,7 @@ class Node:
             request: What this rank asks of rank 0; its patience counts for all.
             seats: Where the ranks are.
             lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
+            choices: The table of algorithms for all ranks, if this is rank 0.
 
         Raises:
             CollectiveTimeoutError: Not all came in time, or cannot be reached.
@@ -242,12 +175,12 @@ class Node:
 
         Cancellation: this rank has not joined.
         """
-        make = _MakeLink(self.me, replace(self.settings, lane=lane), self._security)
+        make = LinkMaker(self.me, replace(self.settings, lane=lane), self._security)
         deadline = self.loop.time() + request.patience
         self._forming += 1
         try:
             if request.rank == 0:
-                formed = await self._join_here(request, seats)
+                formed = _formed(await self._desk.open(request, seats, choices))
             else:
                 formed = await self._join_there(request, seats[0], make, deadline)
             generation = Generation(
@@ -276,19 +209,10 @@ class Node:
         """Leaves all generations. Cancellation: as `leave`."""
         everything = list(self._generations.values())
         await asyncio.gather(*(self.leave(each, reason) for each in everything))
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def _join_here(
-        self, request: JoinGroup, seats: Sequence[Seat]
-    ) -> GroupFormed:
-        self._obey(self._rendezvous_of(request.group).open(seats))
-        future: asyncio.Future[Message] = self.loop.create_future()
-        self._ask(request, future)
-        return _formed(await future)
+        self._desk.close()
 
     async def _join_there(
-        self, request: JoinGroup, first: Seat, make: _MakeLink, deadline: float
+        self, request: JoinGroup, first: Seat, make: LinkMaker, deadline: float
     ) -> GroupFormed:
         link = make(first)
         link.start()
@@ -318,40 +242,6 @@ class Node:
         else:
             self._counts["stale hops"] += len(others)
         return claimed
-
-
-class _MakeLink:
-    """Makes links of this task; see `MakeLink`."""
-
-    def __init__(
-        self, me: Hello, settings: Settings, security: Security | None
-    ) -> None:
-        self._me, self._settings, self._security = me, settings, security
-
-    def __call__(
-        self,
-        seat: Seat,
-        *,
-        on_open: Callable[[Hello], None] = lambda hello: None,
-        on_lost: Callable[[PeerLostError], None] = lambda error: None,
-        on_flushed: Callable[[], None] | None = None,
-    ) -> Link:
-        return Link(
-            seat.address,
-            self._me,
-            name=seat.task,
-            settings=self._settings,
-            on_open=on_open,
-            on_lost=on_lost,
-            on_flushed=on_flushed,
-            security=self._security,
-            expect=(seat.job, seat.number),
-        )
-
-
-def new_ticket() -> int:
-    """What no other generation of any group has: 63 random bits."""
-    return secrets.randbits(63)
 
 
 def _formed(answer: Message) -> GroupFormed:

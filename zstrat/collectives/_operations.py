@@ -14,21 +14,25 @@ from typing import Any, Final
 
 import numpy as np
 
+from zstrat.config import MiB
+
+from ._algorithms import ALGORITHMS
+from ._buckets import Bucket, buckets
 from ._engine import Call, Kind
 from ._keys import about, key_of
 from ._leaves import Leaf, memory
-from ._plans import split
 from ._terms import ReduceOp
 
 Finish = Callable[[], Any]
 Steps = Generator[list[Call], None, Finish]
 
-PACKED: Final = 128 * 1024
-"""Arrays below this many bytes share a call with others: it costs more than to copy
-them twice."""
+ALONE: Final = 128 * 1024
+"""Arrays of so many bytes travel by themselves: to copy them twice costs more than a
+call."""
 
-PACK: Final = 4 * 2**20
-"""Bytes of one such call: small enough that the next one is packed meanwhile."""
+PACK: Final = 4 * MiB
+"""Bytes per pack where nobody says: a call costs nothing beside so many, and what is
+left of a result keeps no more than this of others in memory."""
 
 _LENGTHS: Final = np.dtype(np.int64)
 
@@ -46,6 +50,7 @@ class Draft:
     tag: str | None = None
     compression: str | None = None
     algorithm: str | None = None
+    bytes_per_pack: int = 0
     parts: int = 0
 
     def call(
@@ -76,32 +81,37 @@ class Draft:
             self.tag,
             self.compression,
             f"{self.tag}/{self.words}/{part}",
-            self.algorithm,
+            self.algorithm if _knows(kind, self.algorithm) else None,
             is_frozen,
         )
+
+
+def _knows(kind: Kind, algorithm: str | None) -> bool:
+    """An operation may take calls of other kinds, whose algorithms are others."""
+    return algorithm in ALGORITHMS[kind.value] or algorithm == "auto"
 
 
 def all_reduce(
     draft: Draft, leaves: Sequence[Leaf], op: ReduceOp, in_place: bool
 ) -> Steps:
     """Every leaf reduced over all ranks; small ones share calls, the last go first."""
-    results: list[np.ndarray | None] = [None] * len(leaves)
+    flats = [leaf.flat for leaf in leaves]
+    sizes = [(flat.dtype, flat.size) for flat in flats]
+    results: dict[int, np.ndarray] = {}
     calls = []
-    for bucket in _buckets(leaves):
-        source, target = _operands(leaves, bucket, in_place)
-        frozen = len(bucket) == 1 and leaves[bucket[0]].is_jax
+    for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
+        source = bucket.flat(flats, memory)
+        target = _target(leaves, bucket, source, in_place)
+        frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
             draft.call(Kind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
         )
-        sizes = [leaves[at].flat.size for at in bucket]
-        for at, result in zip(bucket, split(target, sizes), strict=True):
-            results[at] = result
+        results.update(zip(bucket.members, bucket.split(target), strict=True))
     yield calls
 
     def finish() -> list[Any]:
         return [
-            _delivered(leaf, result, in_place)
-            for leaf, result in zip(leaves, results, strict=True)
+            _delivered(leaf, results[at], in_place) for at, leaf in enumerate(leaves)
         ]
 
     return finish
@@ -245,42 +255,18 @@ def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Step
     return lambda: rebuild([finishes[at]() for at in range(len(many))])
 
 
-def _buckets(leaves: Sequence[Leaf]) -> list[list[int]]:
-    """Leaves that share a call, the last leaves first. Dtypes do not mix."""
-    buckets: list[list[int]] = []
-    open_: dict[np.dtype, tuple[list[int], int]] = {}
-    for at in reversed(range(len(leaves))):
-        flat = leaves[at].flat
-        if flat.nbytes >= PACKED:
-            buckets.append([at])
-            continue
-        bucket, nbytes = open_.get(flat.dtype, ([], 0))
-        if not bucket or nbytes + flat.nbytes > PACK:
-            bucket, nbytes = [], 0
-            buckets.append(bucket)
-        bucket.append(at)
-        open_[flat.dtype] = bucket, nbytes + flat.nbytes
-    return buckets
+def _target(
+    leaves: Sequence[Leaf], bucket: Bucket, source: np.ndarray, in_place: bool
+) -> np.ndarray:
+    """Where the reduced bucket goes: over what was packed for it, or what is ours."""
+    if bucket.is_packed or (in_place and leaves[bucket.members[0]].is_view):
+        return source
+    return memory(source.size, source.dtype)
 
 
-def _operands(
-    leaves: Sequence[Leaf], bucket: Sequence[int], in_place: bool
-) -> tuple[np.ndarray, np.ndarray]:
-    if len(bucket) > 1:
-        flats = [leaves[at].flat for at in bucket]
-        packed = memory(sum(flat.size for flat in flats), flats[0].dtype)
-        np.concatenate(flats, out=packed)
-        return packed, packed
-    leaf = leaves[bucket[0]]
-    if in_place and leaf.is_view:
-        return leaf.flat, leaf.flat
-    return leaf.flat, memory(leaf.flat.size, leaf.flat.dtype)
-
-
-def _delivered(leaf: Leaf, result: np.ndarray | None, in_place: bool) -> Any:
-    assert result is not None
+def _delivered(leaf: Leaf, result: np.ndarray, in_place: bool) -> Any:
     if not in_place:
         return leaf.back(result.reshape(leaf.shape))
-    if result is not leaf.flat:
+    if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:
         leaf.origin[...] = result.reshape(leaf.shape)
     return leaf.origin

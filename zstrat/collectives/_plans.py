@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._progress import Codec
     from ._schedule import Schedule
 
-_CHOICES: Final = Choices()
+_EXPERIENCE: Final = Choices()
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -41,16 +41,19 @@ def progress_of(
     *,
     one_host: bool = False,
     compressor: Compressor | None = None,
+    choices: Choices = _EXPERIENCE,
 ) -> Progress:
     """What rank ``rank`` of ``size`` does in a call.
 
     Args:
         one_host: All ranks are on one machine, and share its cores.
+        choices: The group's table of algorithms.
 
     Raises:
         TypeError, ValueError: The call cannot be made, in words for its caller.
     """
-    schedule = _made(call.kind, _algorithm(call, size, one_host), call.root, rank, size)
+    algorithm = _algorithm(call, choices, size, one_host)
+    schedule = _made(call.kind, algorithm, call.root, rank, size)
     reduction = codec = None
     if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
         reduction = reduction_of(call.op, call.source.dtype, size)
@@ -77,11 +80,11 @@ def checked_algorithm(kind: Kind, name: str | None) -> None:
         algorithm_named(kind.value, name)
 
 
-def _algorithm(call: Call, size: int, one_host: bool) -> str:
+def _algorithm(call: Call, choices: Choices, size: int, one_host: bool) -> str:
     if call.algorithm not in (None, "auto"):
         return call.algorithm
     whole = max(call.source.nbytes, call.target.nbytes)
-    return _CHOICES.choose(call.kind.value, whole, size, one_host)
+    return choices.choose(call.kind.value, whole, size, one_host)
 
 
 def _codec(

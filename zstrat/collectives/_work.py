@@ -38,6 +38,7 @@ class Options:
     tag: str | None = None
     compression: str | None = None
     algorithm: str | None = None
+    bytes_per_pack: int = 0
 
 
 class Work:
@@ -100,9 +101,28 @@ class Work:
             self._runner.put(journey)
         return pending
 
+    def carry_out(
+        self, words: str, make: Callable[[Draft], Steps], options: Options
+    ) -> Any:
+        """Begins an operation and waits for its result.
+
+        If it is interrupted nobody knows what becomes of its arrays: the generation
+        ends, and the others hear of it.
+
+        Raises:
+            What went wrong; as `launch`.
+        """
+        try:
+            return self.launch(words, make, options, blocking=True).result()
+        except Exception:
+            raise
+        except BaseException:
+            self.interrupt(words)
+            raise
+
     def interrupt(self, words: str) -> None:
-        """Whoever waited for an operation was interrupted, and nobody knows what
-        becomes of its arrays: the generation ends, and the others hear of it."""
+        """Ends the generation for all: the operation that ``words`` describes is cut
+        off here."""
         error = ClosedError(f"{words} was interrupted")
         self._station.call_soon(self.generation.abort_by, error)
 
@@ -145,6 +165,7 @@ class Work:
             tag,
             options.compression,
             options.algorithm,
+            options.bytes_per_pack,
         )
         return draft, turn
 

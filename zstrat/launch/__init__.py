@@ -1,5 +1,8 @@
 """Starting tasks: in this process, as daemons on this machine, and looking at them."""
 
+from ._calibrate import SIZES as SIZES
+from ._calibrate import Calibration as Calibration
+from ._calibrate import calibrate as calibrate
 from ._child import Child as Child
 from ._copies import Copies as Copies
 from ._copies import run_copies as run_copies

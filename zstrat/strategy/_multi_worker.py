@@ -96,7 +96,12 @@ class MultiWorkerMirroredExtended(Extended):
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
-    group = Group(resolver, name=_NAME, timeout=options.timeout_seconds)
+    group = Group(
+        resolver,
+        name=_NAME,
+        timeout=options.timeout_seconds,
+        bytes_per_pack=options.bytes_per_pack,
+    )
     return ChosenGroup(group, options)
 
 

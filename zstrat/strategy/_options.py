@@ -24,8 +24,8 @@ class CommunicationOptions:
     """Options of collectives between processes.
 
     Args:
-        bytes_per_pack: Arrays are sent in packs of more than so many bytes; 0 is one
-            pack for all of them.
+        bytes_per_pack: Small arrays are sent in packs; one that is larger than this
+            takes no more. 0: the group decides.
         timeout_seconds: How long one collective may wait for the other processes; None
             for the default of the group.
         implementation: A `CommunicationImplementation`, or its name in any case.

@@ -742,12 +742,14 @@ class JoinGroup:
 @dataclass(frozen=True, slots=True)
 class GroupFormed:
     """``ticket`` is drawn at random: what carries another one is of another generation
-    and is refused. ``members`` in the order of ranks."""
+    and is refused. ``members`` in the order of ranks. ``choices`` is rank 0's table of
+    algorithms as plain data: ranks with different ones would wait for each other."""
 
     kind: ClassVar = 73
     ticket: int
     generation: int
     members: list[MemberEntry]
+    choices: dict[str, PlainTree]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,222 @@
+"""What a method of a group asks for: checked, in words, and as steps.
+
+Nothing has a number yet, and nothing is sent: what is refused here, no other rank ever
+hears of. The words are what ranks compare, so they hold all that has to be alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from . import _operations as operations
+from ._compression import Compression, Compressor
+from ._engine import Kind
+from ._leaves import Slices, described, flatten, leaf_of
+from ._plans import checked_algorithm
+from ._reduction import reduction_of
+from ._terms import ReduceOp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from ._leaves import Leaf
+    from ._operations import Draft, Steps
+    from ._work import Options
+
+
+class Request(NamedTuple):
+    """An operation in words, and what makes its steps."""
+
+    words: str
+    make: Callable[[Draft], Steps]
+
+
+BARRIER: Final = Request("barrier()", operations.barrier)
+
+
+def all_reduce(
+    size: int,
+    tree: Any,
+    op: ReduceOp | str,
+    in_place: bool,
+    densify: bool,
+    options: Options,
+) -> Request:
+    """See `Calls.all_reduce`."""
+    op = ReduceOp.of(op)
+    checked_algorithm(Kind.ALL_REDUCE, options.algorithm)
+    found, rebuild = flatten(tree)
+    if densify:
+        found = [x.to_dense() if isinstance(x, Slices) else x for x in found]
+    dense = {at: leaf_of(x) for at, x in enumerate(found) if not isinstance(x, Slices)}
+    sparse = {at: x for at, x in enumerate(found) if isinstance(x, Slices)}
+    leaves = list(dense.values())
+    _check_reducible(size, op, leaves, options.compression)
+    if in_place:
+        _check_writable(leaves, sparse)
+    rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
+    _check_reducible(size, op, rows[::2])
+    _check_sparse(op, rows)
+    packs = options.bytes_per_pack
+    packed = [f"bytes_per_pack={packs}"] if packs and len(leaves) > 1 else []
+    words = _named("all_reduce", [*leaves, *rows], op.value, *packed, free=rows)
+
+    def make(draft: Draft) -> Steps:
+        many = [operations.all_reduce(draft, leaves, op, in_place)]
+        if rows:
+            many.append(operations.all_gather(draft, rows, [0] * len(rows)))
+        return operations.together(many, finish)
+
+    def finish(parts: list[list[Any]]) -> Any:
+        out = dict(zip(dense, parts[0], strict=True))
+        gathered = iter(parts[1] if rows else ())
+        for at, slices in sparse.items():
+            values, indices = next(gathered), next(gathered)
+            if op is ReduceOp.MEAN:
+                values = values / size
+            out[at] = dataclasses.replace(  # type: ignore[type-var]
+                slices, values=values, indices=indices
+            )
+        return rebuild([out[at] for at in range(len(found))])
+
+    return Request(words, make)
+
+
+def all_gather(tree: Any, axis: int, options: Options) -> Request:
+    """See `Calls.all_gather`."""
+    checked_algorithm(Kind.ALL_GATHER, options.algorithm)
+    found, rebuild = flatten(tree)
+    leaves, axes = [], []
+    for each in map(leaf_of, found):
+        ndim = len(each.shape)
+        if not -ndim <= axis < ndim:
+            raise ValueError(
+                f"all_gather along axis {axis}: an array of shape {each.shape} has "
+                "no such axis"
+            )
+        axes.append(axis % ndim)
+        leaves.append(each if not axis % ndim else each.moved(axis))
+    words = _named("all_gather", leaves, f"axis={axis}", free=leaves)
+    steps = operations.all_gather
+    return Request(
+        words, lambda draft: operations.rebuilt(steps(draft, leaves, axes), rebuild)
+    )
+
+
+def reduce_scatter(
+    size: int, tree: Any, op: ReduceOp | str, options: Options
+) -> Request:
+    """See `Calls.reduce_scatter`."""
+    checked_algorithm(Kind.REDUCE_SCATTER, options.algorithm)
+    op = ReduceOp.of(op)
+    found, rebuild = flatten(tree)
+    leaves = [leaf_of(each) for each in found]
+    _check_reducible(size, op, leaves)
+    _check_axis("reduce_scatter", leaves)
+    words = _named("reduce_scatter", leaves, op.value)
+    return Request(
+        words,
+        lambda draft: operations.rebuilt(
+            operations.reduce_scatter(draft, leaves, op), rebuild
+        ),
+    )
+
+
+def broadcast(size: int, tree: Any, root: int, options: Options) -> Request:
+    """See `Calls.broadcast`."""
+    checked_algorithm(Kind.BROADCAST, options.algorithm)
+    if not 0 <= root < size:
+        raise ValueError(f"root={root}: expected a rank below {size}")
+    found, rebuild = flatten(tree)
+    leaves = [leaf_of(each) for each in found]
+    words = _named("broadcast", leaves, f"root={root}")
+    return Request(
+        words,
+        lambda draft: operations.rebuilt(
+            operations.broadcast(draft, leaves, root), rebuild
+        ),
+    )
+
+
+def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> Request:
+    leaf = leaf_of(array)
+    _check_axis("all_to_all", [leaf])
+    rows = leaf.shape[0]
+    if splits is None and rows % size:
+        raise ValueError(
+            f"all_to_all of {rows} rows among {size} ranks: they do not divide; "
+            "say with splits= how many each rank gets"
+        )
+    if splits is not None and (
+        len(splits) != size or sum(splits) != rows or min(splits) < 0
+    ):
+        raise ValueError(
+            f"splits={list(splits)}: expected {size} counts that add up to {rows}"
+        )
+    free = [] if splits is None else [leaf]
+    words = _named("all_to_all", [leaf], free=free)
+    return Request(
+        words,
+        lambda draft: operations.rebuilt(
+            operations.all_to_all(draft, leaf, splits), lambda leaves: leaves[0]
+        ),
+    )
+
+
+def _check_reducible(
+    size: int, op: ReduceOp, leaves: Iterable[Leaf], compression: str | None = None
+) -> None:
+    for dtype in {leaf.flat.dtype for leaf in leaves}:
+        reduction = reduction_of(op, dtype, size)
+        if compression is not None:
+            Compressor(Compression.of(compression)).codec("", reduction)
+
+
+def _named(
+    name: str, leaves: Sequence[Leaf], *more: str, free: Sequence[Leaf] = ()
+) -> str:
+    """An operation in words; ``free`` are leaves whose first axis may differ."""
+    words = ", ".join([described(leaves, free), *more])
+    return f"{name}({words})"
+
+
+def described_with(words: str, options: Options) -> str:
+    """The words of an operation with what its caller wants of the way it goes."""
+    extra = [
+        f"{name}={value!r}"
+        for name, value in (
+            ("compression", options.compression),
+            ("algorithm", options.algorithm),
+        )
+        if value is not None
+    ]
+    return ", ".join([words[:-1], *extra]) + ")" if extra else words
+
+
+def _check_axis(name: str, leaves: Sequence[Leaf]) -> None:
+    for leaf in leaves:
+        if not leaf.shape:
+            raise ValueError(f"{name}: expected arrays with an axis, got a number")
+
+
+def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
+    if sparse:
+        raise TypeError("in_place: IndexedSlices change their length")
+    for leaf in leaves:
+        if leaf.is_jax or not isinstance(leaf.origin, np.ndarray):
+            raise TypeError(
+                f"in_place: {type(leaf.origin).__name__} cannot be written to: give "
+                "numpy arrays, or take what is returned"
+            )
+        if not leaf.origin.flags.writeable:
+            raise ValueError("in_place: an array is read-only")
+
+
+def _check_sparse(op: ReduceOp, rows: Sequence[Leaf]) -> None:
+    if rows and op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise TypeError(
+            f"{op.value} of IndexedSlices: expected SUM or MEAN; use densify=True"
+        )
