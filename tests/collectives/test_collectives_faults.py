@@ -121,6 +121,19 @@ def test_every_difference_is_found(trio, others):
     assert isinstance(found[0], InvalidArgumentError | UnavailableError), found
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_leaves_of_other_names_are_not_summed(trio, count):
+    def tree(rank):
+        names = "abcde" if rank == 0 else "vwxyz"
+        return {name: np.ones(3) for name in names[:count]}
+
+    groups = trio.groups()
+    found = trio.outcomes(lambda group: group.all_reduce(tree(group.rank)), groups)
+    for error in found:
+        assert isinstance(error, InvalidArgumentError | UnavailableError), found
+    assert any("['a']" in str(error) and "['v']" in str(error) for error in found)
+
+
 def test_other_order_of_calls_is_an_error_and_no_hang(trio):
     groups = trio.groups()
     small, large = np.ones(10), np.ones(500_000, np.float32)

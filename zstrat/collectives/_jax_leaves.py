@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import zlib
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
@@ -12,13 +13,32 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+_SPELT: Final = 3
+"""Leaves whose places are spelt out; of more there is a digest."""
+
 
 def flatten(
     tree: Any, is_leaf: Callable[[Any], bool]
-) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Leaves of a pytree, and what makes the same pytree of others."""
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
+    """Leaves of a pytree, what makes the same pytree of others, and where the leaves
+    are, in words that are alike in every process."""
     leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf=is_leaf)
-    return leaves, partial(jax.tree_util.tree_unflatten, structure)
+    rebuild = partial(jax.tree_util.tree_unflatten, structure)
+    try:
+        where = _paths(structure)
+    except TypeError:  # it holds what has no hash
+        where = _paths.__wrapped__(structure)
+    return leaves, rebuild, where
+
+
+@lru_cache(maxsize=64)
+def _paths(structure: Any) -> str:
+    numbered = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
+    pairs, _ = jax.tree_util.tree_flatten_with_path(numbered)
+    paths = [jax.tree_util.keystr(path) for path, _ in pairs]
+    if len(paths) <= _SPELT:
+        return " ".join(paths)
+    return f"{paths[0]} and others, digest {zlib.crc32(' '.join(paths).encode()):08x}"
 
 
 def is_array(leaf: object) -> bool:

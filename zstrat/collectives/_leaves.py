@@ -103,10 +103,11 @@ def leaf_of(origin: Any) -> Leaf:
     return Leaf(flat, array.shape, origin, is_jax)
 
 
-def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Leaves of a pytree, IndexedSlices among them whole, and the way back."""
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
+    """Leaves of a pytree, IndexedSlices among them whole; the way back; and where they
+    are in it, which ranks must have alike."""
     if isinstance(tree, _NUMPY):
-        return [tree], lambda leaves: leaves[0]
+        return [tree], lambda leaves: leaves[0], ""
     from ._jax_leaves import flatten as flatten_by_jax
 
     return flatten_by_jax(tree, lambda node: isinstance(node, Slices))

@@ -48,7 +48,7 @@ def all_reduce(
     """See `Calls.all_reduce`."""
     op = ReduceOp.of(op)
     checked_algorithm(Kind.ALL_REDUCE, options.algorithm)
-    found, rebuild = flatten(tree)
+    found, rebuild, where = flatten(tree)
     if densify:
         found = [x.to_dense() if isinstance(x, Slices) else x for x in found]
     dense = {at: leaf_of(x) for at, x in enumerate(found) if not isinstance(x, Slices)}
@@ -62,7 +62,7 @@ def all_reduce(
     _check_sparse(op, rows)
     packs = options.bytes_per_pack
     packed = [f"bytes_per_pack={packs}"] if packs and len(leaves) > 1 else []
-    words = _named("all_reduce", [*leaves, *rows], op.value, *packed, free=rows)
+    words = _named("all_reduce", [*leaves, *rows], op.value, *packed, where, free=rows)
 
     def make(draft: Draft) -> Steps:
         many = [operations.all_reduce(draft, leaves, op, in_place)]
@@ -88,7 +88,7 @@ def all_reduce(
 def all_gather(tree: Any, axis: int, options: Options) -> Request:
     """See `Calls.all_gather`."""
     checked_algorithm(Kind.ALL_GATHER, options.algorithm)
-    found, rebuild = flatten(tree)
+    found, rebuild, where = flatten(tree)
     leaves, axes = [], []
     for each in map(leaf_of, found):
         ndim = len(each.shape)
@@ -99,7 +99,7 @@ def all_gather(tree: Any, axis: int, options: Options) -> Request:
             )
         axes.append(axis % ndim)
         leaves.append(each if not axis % ndim else each.moved(axis))
-    words = _named("all_gather", leaves, f"axis={axis}", free=leaves)
+    words = _named("all_gather", leaves, f"axis={axis}", where, free=leaves)
     steps = operations.all_gather
     return Request(
         words, lambda draft: operations.rebuilt(steps(draft, leaves, axes), rebuild)
@@ -112,11 +112,11 @@ def reduce_scatter(
     """See `Calls.reduce_scatter`."""
     checked_algorithm(Kind.REDUCE_SCATTER, options.algorithm)
     op = ReduceOp.of(op)
-    found, rebuild = flatten(tree)
+    found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
     _check_reducible(size, op, leaves)
     _check_axis("reduce_scatter", leaves)
-    words = _named("reduce_scatter", leaves, op.value)
+    words = _named("reduce_scatter", leaves, op.value, where)
     return Request(
         words,
         lambda draft: operations.rebuilt(
@@ -130,9 +130,9 @@ def broadcast(size: int, tree: Any, root: int, options: Options) -> Request:
     checked_algorithm(Kind.BROADCAST, options.algorithm)
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
-    found, rebuild = flatten(tree)
+    found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
-    words = _named("broadcast", leaves, f"root={root}")
+    words = _named("broadcast", leaves, f"root={root}", where)
     return Request(
         words,
         lambda draft: operations.rebuilt(
@@ -179,7 +179,7 @@ def _named(
     name: str, leaves: Sequence[Leaf], *more: str, free: Sequence[Leaf] = ()
 ) -> str:
     """An operation in words; ``free`` are leaves whose first axis may differ."""
-    words = ", ".join([described(leaves, free), *more])
+    words = ", ".join([described(leaves, free), *filter(None, more)])
     return f"{name}({words})"
 
 
