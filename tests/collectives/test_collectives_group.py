@@ -50,11 +50,16 @@ def test_ranks_know_who_they_are(on_all):
     assert on_all(lambda group: group.members) == [names] * 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["sum", "min", "max"])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        (dtype, op)
+        for dtype in DTYPES
+        for op in ("sum", "min", "max")
+        if dtype != "complex64" or op == "sum"  # complex numbers have no order
+    ],
+)
 def test_all_reduce_of_every_dtype(on_all, dtype, op):
-    if dtype == "complex64" and op != "sum":
-        pytest.skip("complex numbers have no order")
     data = [numbers(rank, dtype, (7, 1000)) for rank in range(3)]
     for result in on_all(lambda group: group.all_reduce(data[group.rank], op)):
         equal(result, reduce(UFUNCS[op], data))
