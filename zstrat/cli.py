@@ -200,13 +200,16 @@ def _compared(found: Sequence[Measurement]) -> Iterator[str]:
 
 async def _interruptible(work: Coroutine[Any, Any, int]) -> int:
     """The exit code of the work; 130, as shells say, if a signal cancels it."""
-    task = asyncio.ensure_future(work)
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     for number in ENDING:
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        loop.add_signal_handler(number, task.cancel)
     try:
         return await task
     except asyncio.CancelledError:
         return 128 + signal.SIGINT
+    finally:
+        for number in ENDING:  # uvloop leaves its own behind when it is closed
+            loop.remove_signal_handler(number)
 
 
 def how_to_connect(spec: ClusterSpec, file: Path) -> str:
