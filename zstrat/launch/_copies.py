@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -32,8 +31,15 @@ if TYPE_CHECKING:
     Write = Callable[[str], None]
     """Takes one line of output, without its end."""
 
-_SET_DEATH_SIGNAL: Final = 1
-"""``PR_SET_PDEATHSIG`` of Linux."""
+_LEASH: Final = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+_LEASHED: Final = (sys.executable, "-I", "-S", "-c", _LEASH)
+"""Asks the kernel to end this process when we are gone, then becomes the command: a
+program that has threads must run nothing between fork and exec."""
 
 _LONGEST_LINE: Final = 2**20
 """Bytes of output without a line end that are kept back for it."""
@@ -117,6 +123,7 @@ class _Run:
 
     async def _process(self, index: int) -> int:
         process = await asyncio.create_subprocess_exec(
+            *_LEASHED,
             *self._copies.command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
@@ -124,7 +131,6 @@ class _Run:
             env=self._environment(index),
             limit=_LONGEST_LINE,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
         self._groups.add(process.pid)
         try:
@@ -201,9 +207,3 @@ def _free_ports(count: int) -> list[str]:
         for each in bound:
             each.bind(("127.0.0.1", 0))
         return [f"127.0.0.1:{each.getsockname()[1]}" for each in bound]
-
-
-def _die_with_parent() -> None:
-    """In the new process: the kernel ends it when we are gone, however we ended."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
