@@ -129,11 +129,11 @@ def used():
     maps = open("/proc/self/maps").read().count("memfd:")
     return len(os.listdir("/proc/self/fd")), threading.active_count(), maps
 
-with Group(timeout=20):
-    pass
-nothing = used()  # ZeroMQ keeps two descriptors of a process
-group = Group(timeout=20)
 small, large = np.ones(100), np.ones(300_000, np.float32)
+with Group(timeout=20) as group:
+    group.all_reduce(large)
+nothing = used()  # ZeroMQ keeps some descriptors of a process, pyzmq a thread
+group = Group(timeout=20)
 def work(times):
     for step in range(times):
         group.all_reduce(small)
