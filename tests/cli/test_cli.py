@@ -217,7 +217,6 @@ def test_sizes(number, words):
     assert cli.size(number) == words
 
 
-@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):
     file = tmp_path / "choices.toml"
     options = ("--sizes", "400,40", "-n", "2", "--lane", "ipc")

@@ -8,12 +8,6 @@ from zstrat.collectives import ALGORITHMS, fitted
 from zstrat.launch import Calibration, calibrate
 from zstrat.transport import run
 
-# uvloop forks with the hooks of all that other tests have loaded, and jax's warns; what
-# runs between fork and exec is uvloop's alone.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:os\.fork\(\) was called:RuntimeWarning"
-)
-
 CHOICES = {call for call, algorithms in ALGORITHMS.items() if len(algorithms) > 1}
 
 

@@ -15,12 +15,6 @@ import pytest
 from zstrat.launch import Copies, run_copies
 from zstrat.transport import run
 
-# uvloop forks with the hooks of all that other tests have loaded, and jax's warns; what
-# runs between fork and exec is uvloop's alone.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:os\.fork\(\) was called:RuntimeWarning"
-)
-
 TOLD = "import json, os; me = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
 FOREVER = "import threading; threading.Event().wait()\n"
 

@@ -17,11 +17,13 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.config import environment
 
@@ -38,8 +40,9 @@ if sys.platform == "linux":
 os.execvp(sys.argv[1], sys.argv[1:])
 """
 _LEASHED: Final = (sys.executable, "-I", "-S", "-c", _LEASH)
-"""Asks the kernel to end this process when we are gone, then becomes the command: a
-program that has threads must run nothing between fork and exec."""
+"""Asks the kernel to end the process when we are gone, then becomes the command: a
+program that has threads must run nothing between fork and exec. The kernel means our
+*thread*, so the loop's has to live as long as the copies do."""
 
 _LONGEST_LINE: Final = 2**20
 """Bytes of output without a line end that are kept back for it."""
@@ -76,10 +79,9 @@ async def run_copies(copies: Copies, write: Write) -> int:
     A copy that a signal ended has 128 + its number, as in a shell. ``write`` gets every
     line of their output, behind the name of the task.
 
-    Cancellation: ends all copies, then is raised.
+    A command that is not there is a failure of its copy, whose output says so.
 
-    Raises:
-        OSError: The command cannot be started.
+    Cancellation: ends all copies, then is raised.
     """
     with _addresses(copies) as addresses:
         return await _Run(copies, addresses, write).whole()
@@ -122,42 +124,26 @@ class _Run:
             self._write(f"{ended}: starting it anew")
 
     async def _process(self, index: int) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *_LEASHED,
-            *self._copies.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self._environment(index),
-            limit=_LONGEST_LINE,
-            start_new_session=True,
-        )
+        process = _started(self._copies.command, self._environment(index))
         self._groups.add(process.pid)
-        try:
-            assert process.stdout is not None
-            async with asyncio.TaskGroup() as group:
-                relay = self._relay(index, process.stdout)
-                group.create_task(relay, name=f"output of worker:{index}")
-                code = await process.wait()
-                # What it started ends with it, and lets go of its output.
-                _signal(process.pid, signal.SIGKILL)
-        finally:
-            if process.returncode is not None:
-                self._groups.discard(process.pid)
+        async with asyncio.TaskGroup() as group:
+            relay = self._relay(index, process.stdout)
+            group.create_task(relay, name=f"output of worker:{index}")
+            code = await _exit_of(process)
+            # What it started ends with it, and lets go of its output.
+            _signal(process.pid, signal.SIGKILL)
+            self._groups.discard(process.pid)
         return code if code >= 0 else 128 - code
 
-    async def _relay(self, index: int, output: asyncio.StreamReader) -> None:
-        while True:
-            try:
-                line = await output.readuntil(b"\n")
-            except asyncio.IncompleteReadError as end:
-                line = end.partial
-                if not line:
-                    return
-            except asyncio.LimitOverrunError:
-                line = await output.read(_LONGEST_LINE)
-            text = line.decode("utf-8", "replace").rstrip("\r\n")
-            self._write(f"worker:{index} | {text}")
+    async def _relay(self, index: int, output: IO[bytes] | None) -> None:
+        reader = asyncio.StreamReader(_LONGEST_LINE)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), output
+        )
+        with contextlib.closing(transport):
+            while line := await _line_of(reader):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                self._write(f"worker:{index} | {text}")
 
     async def _end(self, tasks: Sequence[asyncio.Task[int]]) -> None:
         """Ends what still runs: asked first, then killed."""
@@ -182,6 +168,51 @@ class _Run:
             inherited.pop(name, None)  # they speak of this process
         # Whoever watches wants lines when they are printed.
         return {"PYTHONUNBUFFERED": "1", **inherited, "TF_CONFIG": config}
+
+
+def _started(
+    command: tuple[str, ...], env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Not by the loop: uvloop forks, with the hooks of all that is loaded here."""
+    return subprocess.Popen(
+        [*_LEASHED, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+    )
+
+
+async def _line_of(reader: asyncio.StreamReader) -> bytes:
+    """The next line, or a piece of one that is too long; empty at the end."""
+    try:
+        return await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError:
+        return await reader.read(_LONGEST_LINE)
+
+
+async def _exit_of(process: subprocess.Popen[bytes]) -> int:
+    """The exit code, once it has ended. On a thread of its own: copies are few, and
+    their end is what is waited for."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[int] = loop.create_future()
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop did not wait for it
+            loop.call_soon_threadsafe(_settle, ended, code)
+
+    name = f"zstrat waits for {process.pid}"
+    threading.Thread(target=wait, name=name, daemon=True).start()
+    return await ended
+
+
+def _settle(ended: asyncio.Future[int], code: int) -> None:
+    if not ended.done():
+        ended.set_result(code)
 
 
 def _signal(group: int, number: int) -> None:
