@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
 from ._context import worker_context
-from ._discover import Staged, Traced, discover
+from ._discover import discover
 from ._held import Held
 from ._iterator import Element
+from ._retrace import Staged, Traced
 from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
 from ._staged import StagedProgram
