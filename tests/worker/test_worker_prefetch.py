@@ -8,7 +8,7 @@ from pipeline_drive import Drive, optimizer_steps, pulled
 from zstrat.worker._closure import Costs, Do
 from zstrat.worker._pipeline import Pipeline
 
-W, B = "weights", "bias"
+W = "weights"
 
 
 def test_with_prefetch_the_values_of_the_next_optimizer_step_travel_meanwhile():
