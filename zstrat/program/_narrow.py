@@ -32,7 +32,7 @@ _MARK: Final = "zstrat rows"
 
 def marked(indices: jax.Array) -> jax.Array:
     """Indices of rows that the program uses itself: it does not hand them out."""
-    named: jax.Array = checkpoint_name(indices, _MARK)
+    named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
     return named
 
 
