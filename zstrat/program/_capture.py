@@ -147,6 +147,8 @@ class Capture:
             RuntimeError: Under a transformation of jax.
         """
         if len(operands) > 1:
+            # Of rows, as if it were in parts: what is not there is named, with the line
+            # that meant it, before anything is sent.
             index, rows = operands
             self.update_rows(variable.table, op, (index, rows), optimizer)
             return
