@@ -409,6 +409,21 @@ class World:
 
         self.session.portal.run(wait(), 20.0, "waiting for the fakes")
 
+    def hold(self):
+        """On the loop: closures that come to a worker wait there."""
+        for worker in self.workers:
+            worker.held = True
+
+    def release(self):
+        """On the loop: they run."""
+        for worker in self.workers:
+            worker.held = False
+            worker.work()
+
+    @property
+    def running(self):
+        return sum(len(worker.queue) for worker in self.workers)
+
     def changed(self):
         for predicate, future in self._waiting:
             if not future.done() and predicate():

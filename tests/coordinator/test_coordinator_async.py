@@ -27,17 +27,6 @@ def bad():
     raise ValueError("boom")
 
 
-def hold(world):
-    for worker in world.workers:
-        worker.held = True
-
-
-def release(world):
-    for worker in world.workers:
-        worker.held = False
-        worker.work()
-
-
 @pytest.fixture
 def strategy(world):
     world.coordinator().shutdown()
@@ -78,7 +67,7 @@ async def test_an_error_is_raised_once(strategy):
 
 async def test_the_loop_is_free_while_it_waits(world, strategy):
     async with AsyncClusterCoordinator(strategy, max_queued=2) as coordinator:
-        await asyncio.to_thread(world.on_loop, hold, world)
+        await asyncio.to_thread(world.on_loop, world.hold)
 
         async def many():
             return [await coordinator.schedule(double, args=(1,)) for _ in range(20)]
@@ -89,7 +78,7 @@ async def test_the_loop_is_free_while_it_waits(world, strategy):
             world.until, lambda: sum(len(w.queue) for w in world.workers) >= 2
         )
         assert not scheduling.done()
-        await asyncio.to_thread(world.on_loop, release, world)
+        await asyncio.to_thread(world.on_loop, world.release)
         values = await scheduling
         await joining
         assert {int(await value) for value in values} == {2}
@@ -97,21 +86,21 @@ async def test_the_loop_is_free_while_it_waits(world, strategy):
 
 async def test_a_wait_that_is_cancelled_loses_nothing(world, strategy):
     async with AsyncClusterCoordinator(strategy) as coordinator:
-        await asyncio.to_thread(world.on_loop, hold, world)
+        await asyncio.to_thread(world.on_loop, world.hold)
         value = await coordinator.schedule(double, args=(4,))
         for wait in (coordinator.join(), coordinator.fetch(value)):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(wait, 0.01)
         assert not coordinator._control.engine._watchers
         assert not value._bells
-        await asyncio.to_thread(world.on_loop, release, world)
+        await asyncio.to_thread(world.on_loop, world.release)
         assert await value == 8
 
 
 async def test_leaving_with_an_error_cancels(world, strategy):
     with contextlib.suppress(KeyError):
         async with AsyncClusterCoordinator(strategy) as coordinator:
-            await asyncio.to_thread(world.on_loop, hold, world)
+            await asyncio.to_thread(world.on_loop, world.hold)
             value = await coordinator.schedule(double, args=(4,))
             raise KeyError
     with pytest.raises(CancelledError):

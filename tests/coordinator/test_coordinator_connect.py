@@ -9,7 +9,7 @@ import pytest
 import zstrat.program as zs
 from zstrat.coordinator import _arrival
 from zstrat.coordinator._arrival import Arrival
-from zstrat.errors import DeadlineExceededError
+from zstrat.errors import BusyError, DeadlineExceededError
 
 
 class Clock:
@@ -99,3 +99,73 @@ def test_metrics_count_the_traces_of_scheduled_functions(world):
         coordinator.schedule(step, args=(np.zeros(shape, np.float32),))
     coordinator.join()
     assert coordinator.metrics()["traces"] == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "workers", "expected"),
+    [(None, 1, 0), (None, 2, 1), (None, 5, 1), (0, 5, 0), (1, 1, 1)],
+)
+def test_workers_are_told_whether_to_prefetch(make_world, said, workers, expected):
+    world = make_world(workers=workers)
+    world.connect(prefetch=said)
+    world.until(lambda: all(worker.sessions for worker in world.workers))
+    openings = [opening for worker in world.workers for opening in worker.sessions]
+    assert [opening.prefetch for opening in openings] == [expected] * workers
+    # Told again to one that comes back.
+    (first, *_) = world.workers
+    world.on_loop(first.kill)
+    world.on_loop(first.come_back)
+    world.until(lambda: len(first.sessions) == 2)
+    assert first.sessions[1].prefetch == expected
+
+
+def test_whoever_does_not_answer_is_named(make_world):
+    world = make_world(ps=3)
+    world.ps[0].alive = world.ps[2].alive = False
+    with pytest.raises(DeadlineExceededError, match=r"task:0.*ps0:1.*task:2") as raised:
+        world.connect(connect=1.0)  # in which task 1 answers, however busy we are
+    assert "task:1" not in str(raised.value)
+
+
+def test_without_any_worker_there_is_no_session(make_world):
+    world = make_world(workers=2)
+    for worker in world.workers:
+        worker.alive = False
+    with pytest.raises(DeadlineExceededError, match=r"task:0.*task:1"):
+        world.connect(connect=0.05)
+
+
+def test_a_cluster_of_another_coordinator_is_busy(make_world):
+    world = make_world()
+    world.ps[0].busy = True
+    with pytest.raises(BusyError, match="taken"):
+        world.connect(connect=0.05)
+
+
+def test_a_cluster_that_becomes_free_is_taken(make_world):
+    world = make_world()
+    (ps,) = world.ps
+    ps.busy = True
+    handle = ps.handle
+
+    def once(message):
+        try:
+            return handle(message)
+        finally:
+            ps.busy = False
+
+    ps.handle = once
+    world.connect()
+    assert ps.sessions
+
+
+def test_the_session_tells_tasks_who_they_are(make_world):
+    world = make_world(ps=2, workers=3)
+    world.connect()
+    world.until(lambda: all(task.sessions for task in world.tasks.values()))
+    assert [w.sessions[0].index for w in world.workers] == [0, 1, 2]
+    assert {w.sessions[0].worker_count for w in world.workers} == {3}
+    assert world.workers[0].sessions[0].ps == ["ps0:1", "ps1:1"]
+    session = world.session
+    assert (session.ps_count, session.worker_count) == (2, 3)
+    assert (session.platform, session.devices) == ("cpu", 2)

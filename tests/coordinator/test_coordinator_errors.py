@@ -28,21 +28,6 @@ def exhausted():
     raise OutOfRangeError("End of sequence")
 
 
-def hold(world):
-    for worker in world.workers:
-        worker.held = True
-
-
-def release(world):
-    for worker in world.workers:
-        worker.held = False
-        worker.work()
-
-
-def running(world):
-    return sum(len(worker.queue) for worker in world.workers)
-
-
 @pytest.mark.parametrize("call", ["join", "done", "schedule"])
 def test_the_error_is_raised_once_by_the_next_call(world, call):
     coordinator = world.coordinator()
@@ -67,14 +52,14 @@ def test_the_error_is_raised_once_by_the_next_call(world, call):
 
 def test_everything_else_is_cancelled_and_nothing_runs(world):
     coordinator = world.coordinator(closures_in_flight=3)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     failing = coordinator.schedule(bad, args=("boom",))
     others = [coordinator.schedule(good) for _ in range(20)]
-    world.until(lambda: running(world) == 6)
+    world.until(lambda: world.running == 6)
     world.on_loop(next(w for w in world.workers if w.queue[0][3] == 1).work, 1)
     with pytest.raises(ValueError, match="boom"):
         coordinator.join()
-    assert running(world) == 0
+    assert world.running == 0
     assert failing.error is not None
     for value in others:
         assert value.is_ready
@@ -87,10 +72,10 @@ def test_everything_else_is_cancelled_and_nothing_runs(world):
 
 def test_what_cannot_be_cancelled_is_waited_for(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
     slow = coordinator.schedule(good)
-    world.until(lambda: running(world) == 2)
+    world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
     # The busy one has begun: a cancellation finds nothing in its queue.
     begun = world.on_loop(busy.queue.pop)
@@ -138,7 +123,7 @@ def test_the_end_of_data_surfaces_at_join(world):
 
 def test_of_two_threads_that_join_one_gets_the_error(world):
     coordinator = world.coordinator()
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
     outcomes = []
 
@@ -154,7 +139,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     for thread in threads:
         thread.start()
     world.until(lambda: len(coordinator._control.engine._watchers) == 4)
-    world.on_loop(release, world)
+    world.on_loop(world.release)
     for thread in threads:
         thread.join(20)
     assert sorted(outcomes) == ["error", "joined", "joined", "joined"]
@@ -162,7 +147,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
 
 def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
     coordinator = world.coordinator()
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     value = coordinator.schedule(good)
     main = threading.main_thread().ident
 
@@ -176,7 +161,7 @@ def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
         coordinator.join()
     thread.join()
     assert not coordinator._control.engine._watchers
-    world.on_loop(release, world)
+    world.on_loop(world.release)
     assert value.fetch() == 1
     coordinator.shutdown()
     assert ClusterCoordinator(world.strategy) is not coordinator
@@ -184,10 +169,10 @@ def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
 
 def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
     coordinator = world.coordinator(closures_in_flight=1)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     coordinator.schedule(bad, args=("boom",))
     coordinator.schedule(good)
-    world.until(lambda: running(world) == 2)
+    world.until(lambda: world.running == 2)
     failing, busy = sorted(world.workers, key=lambda w: w.queue[0][3])
     begun = world.on_loop(busy.queue.pop)
     world.on_loop(failing.work)
@@ -267,7 +252,7 @@ def test_the_end_does_not_need_a_worker_that_reads(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator()
     (worker,) = world.workers
-    hold(world)
+    world.hold()
     value = coordinator.schedule(good)
     world.until(lambda: worker.queue)
 

@@ -1,20 +1,13 @@
-"""Workers and parameter servers that go, come back, hang on, and change hands."""
+"""Workers that go, come back, hang on, and change hands."""
 
 import logging
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _dispatch, _trouble
-from zstrat.errors import (
-    BusyError,
-    DeadlineExceededError,
-    PSUnavailableError,
-    UnavailableError,
-    WorkerLostError,
-)
+from zstrat.coordinator import _dispatch
+from zstrat.errors import BusyError, UnavailableError, WorkerLostError
 from zstrat.wire import Dispatch, Outcome
 
 
@@ -28,29 +21,11 @@ def poison():
     return jnp.float32(2)
 
 
-def hold(world):
-    for worker in world.workers:
-        worker.held = True
-
-
-def release(world):
-    for worker in world.workers:
-        worker.held = False
-        worker.work()
-
-
-def running(world):
-    return sum(len(worker.queue) for worker in world.workers)
-
-
-# ---- workers
-
-
 def test_the_closures_of_a_lost_worker_go_to_the_others(world):
     coordinator = world.coordinator(closures_in_flight=4)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     values = [coordinator.schedule(good) for _ in range(20)]
-    world.until(lambda: running(world) == 8)
+    world.until(lambda: world.running == 8)
     first, second = world.workers
     lost = [step for *_, step in first.queue]
 
@@ -82,29 +57,11 @@ def test_a_worker_that_returns_works_again(make_world, same):
     assert worker.sessions[0].session == worker.sessions[1].session
 
 
-@pytest.mark.parametrize(
-    ("said", "workers", "expected"),
-    [(None, 1, 0), (None, 2, 1), (None, 5, 1), (0, 5, 0), (1, 1, 1)],
-)
-def test_workers_are_told_whether_to_prefetch(make_world, said, workers, expected):
-    world = make_world(workers=workers)
-    world.connect(prefetch=said)
-    world.until(lambda: all(worker.sessions for worker in world.workers))
-    openings = [opening for worker in world.workers for opening in worker.sessions]
-    assert [opening.prefetch for opening in openings] == [expected] * workers
-    # Told again to one that comes back.
-    (first, *_) = world.workers
-    world.on_loop(first.kill)
-    world.on_loop(first.come_back)
-    world.until(lambda: len(first.sessions) == 2)
-    assert first.sessions[1].prefetch == expected
-
-
 def test_what_a_lost_worker_reports_late_changes_nothing(world):
     coordinator = world.coordinator()
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     value = coordinator.schedule(good)
-    world.until(lambda: running(world) == 1)
+    world.until(lambda: world.running == 1)
     owner = next(w for w in world.workers if w.queue)
     other = next(w for w in world.workers if w is not owner)
     ((*_, step),) = owner.queue
@@ -126,7 +83,7 @@ def test_what_a_lost_worker_reports_late_changes_nothing(world):
 
     world.on_loop(zombie)
     coordinator.schedule(good)
-    world.on_loop(release, world)
+    world.on_loop(world.release)
     coordinator.join()
     assert value.fetch() == 1
     # The two, and the cancellation of what the worker still held when it returned.
@@ -148,17 +105,17 @@ def test_a_closure_that_kills_workers_is_reported_and_bystanders_are_spared(worl
     coordinator = world.coordinator(closures_in_flight=4, max_attempts=3)
     for worker in world.workers:
         worker.dies_of = ("poison",)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     deadly = coordinator.schedule(poison)
     bystanders = [coordinator.schedule(good) for _ in range(6)]
-    world.until(lambda: running(world) == 7)
+    world.until(lambda: world.running == 7)
 
     def back():
         for worker in world.workers:
             if not worker.alive:
                 worker.come_back()
 
-    world.on_loop(release, world)
+    world.on_loop(world.release)
     # Every crash is followed by a return; in the end the poison is found.
     for _ in range(3):
         world.until(lambda: deadly.is_ready or not all(w.alive for w in world.workers))
@@ -174,9 +131,9 @@ def test_a_closure_that_kills_workers_is_reported_and_bystanders_are_spared(worl
 
 def test_a_worker_that_shuts_down_gets_nothing_more(world):
     coordinator = world.coordinator(closures_in_flight=2)
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     values = [coordinator.schedule(good) for _ in range(4)]
-    world.until(lambda: running(world) == 4)
+    world.until(lambda: world.running == 4)
     leaving, staying = world.workers
 
     def drain():
@@ -247,11 +204,11 @@ def test_a_late_worker_joins(make_world):
     world.workers[0].held = True
     first = coordinator.schedule(good)
     second = coordinator.schedule(good)
-    world.until(lambda: running(world) == 1)
+    world.until(lambda: world.running == 1)
     world.on_loop(world.workers[1].come_back)
     assert second.fetch() == 1
     assert not first.is_ready
-    world.on_loop(release, world)
+    world.on_loop(world.release)
     coordinator.join()
 
 
@@ -336,232 +293,6 @@ def test_closures_that_cannot_be_sent_fail_and_nobody_waits(make_world, monkeypa
     assert coordinator.schedule(good).fetch() == 1
 
 
-# ---- parameter servers
-
-
-def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
-    coordinator = world.coordinator()
-    world.on_loop(hold, world)
-    value = coordinator.schedule(good)
-    world.until(lambda: running(world) == 1)
-    (ps,) = world.ps
-    world.on_loop(ps.kill, "killed")
-    world.until(lambda: world.session.cluster.broken)
-    calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
-    for call in calls * 2:
-        with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
-            call()
-    with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
-        world.session.read([])
-    assert value.error is not None
-    world.on_loop(ps.come_back, same=True)
-    world.on_loop(release, world)
-    assert coordinator.schedule(good).fetch() == 1, "a cut line is mended"
-
-
-def test_a_ps_that_was_started_again_has_lost_the_variables(world):
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    world.on_loop(ps.kill)
-    world.until(lambda: world.session.cluster.broken)
-    world.on_loop(ps.come_back)
-    with pytest.raises(PSUnavailableError, match="killed"):
-        coordinator.join()
-    for _ in range(2):
-        with pytest.raises(PSUnavailableError, match="was started again"):
-            coordinator.join()
-    assert len(ps.sessions) == 1, "it is not taken as if nothing had happened"
-
-
-def test_a_coordinator_made_after_the_loss_knows_it(world):
-    world.connect()
-    world.on_loop(world.ps[0].kill)
-    world.until(lambda: world.session.cluster.broken)
-    coordinator = world.coordinator()
-    with pytest.raises(PSUnavailableError):
-        coordinator.schedule(good)
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
-    world = make_world()
-    world.reconnect = 3600.0
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    (lane,) = world.session.cluster.ps
-    lost = []
-
-    def blip():
-        lane._events = SimpleNamespace(lost=lambda *a: lost.append(a))
-        if told:  # the link gave it up: the program was stopped, say
-            ps.kill()
-        ps.come_back(same=True)
-
-    world.on_loop(blip)
-    world.until(lambda: len(ps.sessions) == 2)
-    assert world.on_loop(lambda: lane.is_ready)
-    assert coordinator.schedule(good).fetch() == 1
-    coordinator.join()
-    assert lost == []
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
-    world = make_world()
-    world.reconnect = 3600.0
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    first = ps.session
-
-    def usurp():
-        if told:
-            ps.kill()
-        ps.session = first + 1
-        ps.come_back(same=True)
-
-    world.on_loop(usurp)
-    world.until(lambda: world.session.cluster.broken)
-    for _ in range(2):
-        with pytest.raises(PSUnavailableError, match="served another coordinator"):
-            coordinator.join()
-    world.on_loop(ps.come_back, same=True)
-    with pytest.raises(PSUnavailableError, match="served another coordinator"):
-        coordinator.join()
-
-
-def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
-    world = make_world()
-    world.reconnect = 3600.0
-    coordinator = world.coordinator()
-    (ps,) = world.ps
-    ps.busy = True
-    world.on_loop(ps.come_back, same=True)
-    world.until(lambda: world.session.cluster.broken)
-    with pytest.raises(PSUnavailableError, match="is taken"):
-        coordinator.join()
-
-
-def failing_ps(world, times, error=None):
-    """Workers report, so often, that they do not reach the parameter server."""
-    left = [times]
-    for worker in world.workers:
-        run = worker._run
-
-        def flaky(function, arguments, run=run):
-            if left[0]:
-                left[0] -= 1
-                unreachable = PSUnavailableError("/job:ps/task:0", "second-hand")
-                return Outcome.FAILED, error or unreachable
-            return run(function, arguments)
-
-        worker._run = flaky
-
-
-def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    coordinator = world.coordinator()
-    failing_ps(world, 3)
-    values = [coordinator.schedule(good) for _ in range(10)]
-    coordinator.join()
-    assert [value.fetch() for value in values] == [1] * 10
-
-
-def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
-    coordinator = world.coordinator(closures_in_flight=1)
-    cut_off, good_one = world.workers
-    failures = []
-
-    def fail(function, arguments):
-        failures.append(function)
-        return Outcome.FAILED, PSUnavailableError("/job:ps/task:0", "second-hand")
-
-    cut_off._run = fail
-    good_one.held = True
-    values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: len(failures) >= _trouble.STRIKES)
-    world.on_loop(release, world)
-    coordinator.join()
-    assert [value.fetch() for value in values] == [1, 1]
-
-
-def test_a_busy_ps_is_given_time(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
-    coordinator = world.coordinator()
-    failing_ps(world, 5 * _trouble.STRIKES, BusyError("too many requests are open"))
-    assert coordinator.schedule(good).fetch() == 1
-    coordinator.join()
-
-
-def test_trouble_that_lasts_is_raised(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    coordinator = world.coordinator()
-    failing_ps(world, -1)
-    coordinator.schedule(good)
-    with pytest.raises(PSUnavailableError, match="second-hand"):
-        coordinator.join()
-
-
-# ---- connecting
-
-
-def test_whoever_does_not_answer_is_named(make_world):
-    world = make_world(ps=3)
-    world.ps[0].alive = world.ps[2].alive = False
-    with pytest.raises(DeadlineExceededError, match=r"task:0.*ps0:1.*task:2") as raised:
-        world.connect(connect=1.0)  # in which task 1 answers, however busy we are
-    assert "task:1" not in str(raised.value)
-
-
-def test_without_any_worker_there_is_no_session(make_world):
-    world = make_world(workers=2)
-    for worker in world.workers:
-        worker.alive = False
-    with pytest.raises(DeadlineExceededError, match=r"task:0.*task:1"):
-        world.connect(connect=0.05)
-
-
-def test_a_cluster_of_another_coordinator_is_busy(make_world):
-    world = make_world()
-    world.ps[0].busy = True
-    with pytest.raises(BusyError, match="taken"):
-        world.connect(connect=0.05)
-
-
-def test_a_cluster_that_becomes_free_is_taken(make_world):
-    world = make_world()
-    (ps,) = world.ps
-    ps.busy = True
-    handle = ps.handle
-
-    def once(message):
-        try:
-            return handle(message)
-        finally:
-            ps.busy = False
-
-    ps.handle = once
-    world.connect()
-    assert ps.sessions
-
-
-def test_the_session_tells_tasks_who_they_are(make_world):
-    world = make_world(ps=2, workers=3)
-    world.connect()
-    world.until(lambda: all(task.sessions for task in world.tasks.values()))
-    assert [w.sessions[0].index for w in world.workers] == [0, 1, 2]
-    assert {w.sessions[0].worker_count for w in world.workers} == {3}
-    assert world.workers[0].sessions[0].ps == ["ps0:1", "ps1:1"]
-    session = world.session
-    assert (session.ps_count, session.worker_count) == (2, 3)
-    assert (session.platform, session.devices) == ("cpu", 2)
-
-
-# ---- what is said about it
-
-
 def test_tasks_that_are_shut_down_on_purpose_are_no_warning(world, caplog):
     caplog.set_level(logging.INFO, "zstrat.coordinator")
     coordinator = world.coordinator()
@@ -587,15 +318,15 @@ def test_a_task_that_is_cut_off_is_a_warning(world, caplog):
 
 def test_work_without_workers_is_a_warning(world, caplog):
     coordinator = world.coordinator()
-    world.on_loop(hold, world)
+    world.on_loop(world.hold)
     value = coordinator.schedule(good)
-    world.until(lambda: running(world) == 1)
+    world.until(lambda: world.running == 1)
     world.on_loop(lambda: [worker.leave() for worker in world.workers])
     world.on_loop(lambda: None)
     assert "no worker is left; waiting for one: /job:worker/task:0" in caplog.text
 
     def come_back():
-        release(world)
+        world.release()
         world.workers[0].come_back()
 
     world.on_loop(come_back)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zstrat.program as zs
 from zstrat.program._cross import Channel, gather_from, sum_over
 from zstrat.program._stages import stages
 
@@ -211,6 +212,20 @@ def test_collectives_in_loops_and_branches_are_refused(kind):
     closed = jax.make_jaxpr(step)(jnp.ones(3))
     with pytest.raises(RuntimeError, match=r"test_program_stages.py.*loop or a branch"):
         stages(closed)
+
+
+def test_a_step_that_cannot_be_cut_gives_back_what_it_drew():
+    iterator = zs.StepIterator([np.ones(3, np.float32), np.zeros(3, np.float32)])
+
+    @zs.function
+    def step(iterator):
+        first = next(iterator)
+        return jax.lax.scan(lambda c, _: (crossed(c), None), first, length=3)[0]
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="loop or a branch"):
+            step(iterator)
+    np.testing.assert_array_equal(iterator.draw(), np.ones(3))
 
 
 def test_checkpointed_functions_may_have_collectives():

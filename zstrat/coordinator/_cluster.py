@@ -190,23 +190,24 @@ class Cluster:
     # ---- private ---------------------------------------------------------------------
 
     async def _any_worker(self, deadline: float) -> None:
-        tasks = [
-            asyncio.ensure_future(lane.wait_ready(deadline)) for lane in self.workers
-        ]
-        waiting = set(tasks)
-        try:
-            while waiting:
-                ended, waiting = await asyncio.wait(
-                    waiting, return_when=asyncio.FIRST_COMPLETED
-                )
-                if any(task.exception() is None for task in ended):
+        async def outcome(lane: Lane) -> Exception | None:
+            try:
+                await lane.wait_ready(deadline)
+            except Exception as error:  # goes to the caller, if no worker comes
+                return error
+            return None
+
+        async with asyncio.TaskGroup() as tasks:
+            coming = [
+                tasks.create_task(outcome(lane), name=f"wait for {lane.name}")
+                for lane in self.workers
+            ]
+            for one in asyncio.as_completed(coming):
+                if await one is None:
+                    for task in coming:
+                        task.cancel()
                     return
-        finally:
-            for task in waiting:
-                task.cancel()
-            if waiting:
-                await asyncio.wait(waiting)
-        _raise_all([error for task in tasks if (error := task.exception())])
+        _raise_all([error for task in coming if (error := task.result())])
 
     async def _joining_workers(self, deadline: float) -> None:
         """Waits for those that are connected already; others are not waited for."""

@@ -36,6 +36,7 @@ from . import _refusals
 from ._context import asked
 from ._fresh import current_trace, fresh
 from ._moves import Moves, is_here, rows_of
+from ._narrow import marked
 from ._where import here
 from ._writes import Recorded as Recorded
 from ._writes import Write, written
@@ -145,7 +146,9 @@ class Capture:
         Raises:
             RuntimeError: Under a transformation of jax.
         """
-        if op is UpdateOp.OPTIMIZE_ROWS:
+        if len(operands) > 1:
+            # Of rows, as if it were in parts: what is not there is named, with the line
+            # that meant it, before anything is sent.
             index, rows = operands
             self.update_rows(variable.table, op, (index, rows), optimizer)
             return
@@ -163,7 +166,7 @@ class Capture:
         if not self._is_home():
             raise _refusals.lookup_inside(table)
         if all(is_here(component) for component in table.components):
-            return rows_of(table, ids, self.read)
+            return rows_of(table, marked(ids), self.read)
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])

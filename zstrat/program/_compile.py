@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from . import _refusals
 from ._capture import Capture
 from ._context import worker_context
-from ._discover import require_same
 from ._feeds import Replay
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> 
             structure, arrays = template.run(capture, inputs)
         finally:
             worker_context.reset(context_before)
-        require_same(plan, capture, structure)
+        plan.require_same(capture, structure)
         given = {id(value) for value in (*inputs, *elements, *values)}
         return (
             [own(array, given) for array in arrays],

@@ -28,6 +28,7 @@ from zstrat.variables._convert import require_traceable, traced_ids
 from . import _refusals
 from ._eager import Immediate
 from ._substitution import Substitution
+from ._writes import reaching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -144,7 +145,10 @@ def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
         if outside.any():
             wrong = known[outside].flat[0]
             raise IndexError(f"{what} has no row {wrong}: ids are in [0, {rows})")
-    return jnp.take(whole, jnp.asarray(ids), axis=0)
+        return jnp.take(whole, jnp.asarray(ids), axis=0)
+    # Behind the last row: jax would count negative ones from the end.
+    index = reaching(ids)
+    return jnp.take(whole, jnp.where(index < 0, whole.shape[0], index), axis=0)
 
 
 def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | None]]:

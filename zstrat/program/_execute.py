@@ -18,6 +18,7 @@ from zstrat.variables import read_all, read_parts, update_all
 
 from ._compile import Program
 from ._eager import Immediate
+from ._narrow import require_fitting
 from ._programs import HereProgram
 from ._refusals import not_shared, variables_in_our_words
 from ._results import Computed, StepResult, StepUpdate
@@ -59,8 +60,8 @@ def prepare(
         ValueError: The function is eager (see `run_eager`).
         IndexError: It looks up a row that is not there. What it drew is used up, as by
             every step that fails.
-        ValueError: Or it computes ids of integers that do not fit 32 bits, with which
-            jax computes.
+        ValueError: Or ids or indices of rows come from integers that do not fit 32
+            bits, with which jax computes.
         Exception: Whatever the body raises while it is traced.
     """
     if function.eager:
@@ -92,9 +93,11 @@ class Prepared:
         self.wanted = Wanted(self.plan.reads)
         """What the step asks for now; at first, what it can know without an answer."""
         self._lookups: Lookups | None = None
+        if self.plan.narrowed:
+            given = [*inputs, *_leaves(draws)]
+            require_fitting(self.plan.function, given, self.plan.narrowed)
         if isinstance(program, RowsProgram):
-            elements = [leaf for element in draws.elements for leaf in element.leaves]
-            self._lookups = Lookups(program, [*inputs, *elements])
+            self._lookups = Lookups(program, [*inputs, *_leaves(draws)])
             self.wanted = self._lookups.first()
 
     @property
@@ -126,8 +129,8 @@ class Prepared:
         if self._lookups is not None:
             return self._lookups.compute(values)
         assert isinstance(self._program, Program)
-        elements = [leaf for element in self._draws.elements for leaf in element.leaves]
-        results, operands = self._program(self._given, elements, list(values))
+        elements, given = _leaves(self._draws), list(values)
+        results, operands = self._program(self._given, elements, given)
         return Computed(results, operands, lambda: self._updates(operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
@@ -228,14 +231,16 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
-    elements = [leaf for element in draws.elements for leaf in element.leaves]
+    elements, plan = _leaves(draws), program.plan
+    if plan.narrowed:
+        require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
     try:
         results, updates = program.run(inputs, elements)
     except BaseException:
         draws.unread()  # nothing has changed: the step may be run again
         raise
-    _apply(program.plan, updates)
-    return program.plan.out_structure.unflatten(results)
+    _apply(plan, updates)
+    return plan.out_structure.unflatten(results)
 
 
 def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
@@ -263,6 +268,10 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
         rule = rules.get(update.optimizer)
         waiting[key] = (handles[key], update.op, update.arrays, rule)
     update_all(list(waiting.values()))
+
+
+def _leaves(draws: Draws) -> list[Any]:
+    return [leaf for element in draws.elements for leaf in element.leaves]
 
 
 def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

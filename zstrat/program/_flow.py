@@ -69,6 +69,11 @@ class Flow:
         numbers = [n for n, var in enumerate(self._jaxpr.invars) if var is origin[0]]
         return numbers[0] if numbers else None
 
+    def inputs_of_marked(self, name: str) -> int:
+        """The inputs that anything depends on to which jax's ``checkpoint_name`` gave
+        this name, as bits."""
+        return _marked(self._jaxpr, name)
+
     def kind_of(self, output: int) -> Any:
         """Shape and dtype of an output."""
         return self._jaxpr.outvars[output].aval
@@ -171,6 +176,18 @@ def _masks(jaxpr: Any, known: dict[int, list[int]]) -> dict[Any, int]:
         for var, mask in zip(eqn.outvars, known[id(inner)], strict=True):
             masks[var] = _through(mask, given)
     return masks
+
+
+def _marked(jaxpr: Any, name: str) -> int:
+    masks, found = _masks(jaxpr, {}), 0
+    for eqn in jaxpr.eqns:
+        given = [_mask(masks, var) for var in eqn.invars]
+        inner = inside(eqn)
+        if inner is not None:
+            found |= _through(_marked(inner, name), given)
+        elif eqn.primitive.name == "name" and eqn.params["name"] == name:
+            found |= given[0]
+    return found
 
 
 def _through(mask: int, given: Sequence[int]) -> int:

@@ -16,9 +16,9 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._discover import Traced
     from ._flow import Flow
     from ._lookups import Level
+    from ._retrace import Traced
 
 
 class Place(NamedTuple):

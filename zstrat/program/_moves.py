@@ -27,7 +27,8 @@ from zstrat.variables import (
 )
 from zstrat.wire._messages import UpdateOp
 
-from ._writes import rows_of_component, written
+from ._narrow import marked
+from ._writes import reaching, rows_of_component, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,6 +66,9 @@ class Moves:
 
     def note(self, update: Recorded, current: Callable[[Variable], jax.Array]) -> None:
         """Makes the next values. ``current`` tells those of now."""
+        if len(update.operands) > 1:
+            index, rows = update.operands
+            update = replace(update, operands=(marked(reaching(index)), rows))
         for number, variable in enumerate(update.variables):
             if update.optimizer is None:
                 value = _plain(update, number, variable, current)

@@ -1,26 +1,89 @@
 """Integers of 64 bits in a program of 32: what ids are computed of must fit.
 
 jax without ``jax_enable_x64`` takes the lower half of such an integer, and a row of
-that number may be there. Law of the file: leaves are looked at only where ids are
-computed of them; ids that are taken as they are keep their 64 bits.
+that number may be there. So whatever ids of lookups and indices of updates depend on is
+looked at before a step runs. Ids that are taken as they are (`_ids`) keep their 64 bits
+and are compared with the table.
+
+Law of the file: no other leaf is looked at; a batch may have hashes of 64 bits that no
+row is found by.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from ._flow import Flow
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from ._iterator import Element
+    from ._plan import Plan
+    from ._signature import Call
 
-def is_narrowed(leaf: Any) -> bool:
-    """Whether jax would take a leaf of integers for one of fewer bits."""
-    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
-        return False
-    return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
+_MARK: Final = "zstrat rows"
+
+
+def marked(indices: jax.Array) -> jax.Array:
+    """Indices of rows that the program uses itself: it does not hand them out."""
+    named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
+    return named
+
+
+def wide_leaves(
+    call: Call, gaps: Sequence[int], elements: Sequence[Element]
+) -> dict[int, str]:
+    """The leaves of inputs and elements, by number, that jax would take for integers of
+    fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""
+    leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
+    found = [number for number, leaf in enumerate(leaves) if _is_narrowed(leaf)]
+    if not found:
+        return {}
+    args, kwargs = call.treedef.unflatten(call.leaves)
+    paths = [
+        f"{root}{keystr(path)}"
+        for root, tree in (("args", args), ("kwargs", kwargs))
+        for path, _ in tree_flatten_with_path(tree)[0]
+    ]
+    places = [paths[gap] for gap in gaps]
+    for number, element in enumerate(elements):
+        whole = element.treedef.unflatten(element.leaves)
+        places += [
+            f"element {number}{keystr(path)} of the step"
+            for path, _ in tree_flatten_with_path(whole)[0]
+        ]
+    return {number: places[number] for number in found}
+
+
+def narrowed(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
+    """Those of these leaves of which ids or indices of rows are computed in a program,
+    whose last outputs are operands of the plan's updates and ids of its lookups."""
+    if not wide:
+        return {}
+    flow = Flow(closed)
+    ids = list(range(flow.outputs - len(plan.lookups), flow.outputs))
+    at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
+    indices = []
+    for update in plan.updates:
+        indices += [at] if update.table is not None else []
+        at += len(update.operands)
+    # These keep their 64 bits on the host, and are looked at there.
+    taken = {flow.input_at_origin(n) for n in ids} - {None}
+    computed = flow.inputs_of(
+        [
+            n
+            for n in (*ids, *indices)
+            if (source := flow.input_at_origin(n)) is None or source not in taken
+        ]
+    )
+    computed |= flow.inputs_of_marked(_MARK)
+    return {number: place for number, place in wide.items() if computed >> number & 1}
 
 
 def require_fitting(
@@ -40,7 +103,13 @@ def require_fitting(
         raise ValueError(
             f"{place} of the step function {step!r} contains {wrong}, and ids of rows "
             f"are computed from it, where jax would take {leaf.dtype} for 32 bits and "
-            "look up another row: make it fit before (hash it in the dataset), give "
-            "ids as they are, or switch on jax_enable_x64 in this program and on the "
-            "workers (JAX_ENABLE_X64=1)"
+            "use another row: make it fit before (hash it in the dataset), give ids of "
+            "lookups on parameter servers as they are, or switch on jax_enable_x64 in "
+            "this program and on the workers (JAX_ENABLE_X64=1)"
         )
+
+
+def _is_narrowed(leaf: Any) -> bool:
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
+        return False
+    return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize

@@ -8,7 +8,7 @@ a worker compiles it into a `Program`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from zstrat.variables import LOCAL
 
 from . import _refusals
+from ._iterator import StepIterator
 from ._structure import ResultLayout, Structure, split
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import UpdateOp
 
     from ._capture import Capture
-    from ._iterator import StepIterator
     from ._lookups import PlannedLookup
     from ._structure import TreeDef
 
@@ -63,6 +63,20 @@ class Template:
     iterators: tuple[StepIterator, ...]
     elements: tuple[TreeDef, ...]
 
+    def empty(self, elements: Sequence[TreeDef]) -> Template:
+        """This template without values: no argument and no dataset is kept alive by
+        it."""
+        stand_ins = {id(it): StepIterator(None, name=it.name) for it in self.iterators}
+        leaves = [stand_ins.get(id(leaf), leaf) for leaf in self.leaves]
+        for gap in self.gaps:
+            leaves[gap] = None
+        return replace(
+            self,
+            leaves=tuple(leaves),
+            iterators=tuple([stand_ins[id(iterator)] for iterator in self.iterators]),
+            elements=tuple(elements),
+        )
+
     def drawn(self, leaves: Sequence[Any]) -> list[Any]:
         """The elements that have these leaves."""
         found, start = [], 0
@@ -92,7 +106,9 @@ class Plan:
 
     ``variables`` are the handles behind ``reads``; ``targets`` the variables and
     optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
-    are updates that are part of the program: what is updated, and how.
+    are updates that are part of the program: what is updated, and how. ``narrowed`` are
+    leaves of arguments and elements that have to fit 32 bits: by number, with their
+    place in words.
     """
 
     function: str
@@ -108,6 +124,7 @@ class Plan:
     targets: tuple[tuple[tuple[Variable, ...], Optimizer | None], ...]
     lookups: tuple[PlannedLookup, ...] = ()
     moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
+    narrowed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def has_lookups(self) -> bool:
@@ -152,6 +169,27 @@ class Plan:
             tuple(spec.shape for spec in self.out_specs),
             self.out_structure.plain,
         )
+
+    def require_same(self, capture: Capture, structure: Structure) -> None:
+        """Refuses a trace that is not the one that made the plan.
+
+        Raises:
+            RuntimeError: The body depends on more than its arguments.
+        """
+        made = [
+            (tuple([v.spec for v in update.variables]), update.op)
+            for update in capture.updates
+        ]
+        planned = [(update.specs, update.op) for update in self.updates]
+        if made != planned or capture.moves.notes != list(self.moves):
+            raise _refusals.changed(self.function, "its updates are others")
+        looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
+        if looked != [(lookup.table, lookup.shape) for lookup in self.lookups]:
+            raise _refusals.changed(self.function, "its lookups are others")
+        if tuple(capture.draws) != self.draws:
+            raise _refusals.changed(self.function, "it draws other elements")
+        if structure != self.out_structure:
+            raise _refusals.changed(self.function, "its result has another structure")
 
     def require_shared(self) -> None:
         """Refuses a plan that other tasks cannot run, because it uses variables of this

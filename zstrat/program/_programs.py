@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
 from ._context import worker_context
-from ._discover import Staged, Traced, discover
+from ._discover import discover
 from ._held import Held
 from ._iterator import Element
+from ._retrace import Staged, Traced
 from ._rows_program import RowsProgram
 from ._signature import describe, require_traceable
 from ._staged import StagedProgram
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from ._iterator import StepIterator
-    from ._plan import Plan
+    from ._plan import Plan, Template
     from ._signature import Call
 
 MAX_PROGRAMS: Final = 128
@@ -203,28 +204,26 @@ class Programs:
         try:
             require_traceable(args, kwargs)
             plan, body = discover(self._step, self._fn, call, draws.supply)
+            draws.keep_used()
+            program = self._made(plan, body)
         except BaseException:
             draws.unread()
             raise
-        draws.keep_used()
-        program: AnyProgram
-        if isinstance(body, Traced):
-            program = RowsProgram(plan, body)
-        elif isinstance(body, Staged):
-            program = self._of_stages(plan, body)
-        else:
-            program = Program(plan, body)
         signature = self._signatures.setdefault(call.key, Signature())
         signature.add(draws.elements, program)
         self._forget_oldest()
         self._count(describe(args, kwargs, draws.elements))
         return program
 
-    def _of_stages(self, plan: Plan, staged: Staged) -> AnyProgram:
-        mesh = staged.mesh or Held(plan, staged.moved, staged.slots).mesh
+    def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
+        if isinstance(body, Traced):
+            return RowsProgram(plan, body)
+        if not isinstance(body, Staged):
+            return Program(plan, body)
+        mesh = body.mesh or Held(plan, body.moved, body.slots).mesh
         if mesh is not None:
-            return WholeProgram(plan, staged, mesh)
-        return StagedProgram(plan, staged)
+            return WholeProgram(plan, body, mesh)
+        return StagedProgram(plan, body)
 
     def _forget_oldest(self) -> None:
         while sum(len(s.programs) for s in self._signatures.values()) > MAX_PROGRAMS:

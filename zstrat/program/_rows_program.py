@@ -30,10 +30,10 @@ from ._row_updates import SUMMED, parted, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ._discover import Traced
     from ._lookups import Asked, Block
     from ._plan import Plan
     from ._results import StepResult
+    from ._retrace import Traced
 
 
 class Shared(NamedTuple):
@@ -58,8 +58,6 @@ class RowsProgram:
     def __init__(self, plan: Plan, traced: Traced) -> None:
         self.plan = plan
         self.constant: StepResult | None = None
-        self.narrowed = traced.narrowed
-        """Leaves that have to fit 32 bits; see `require_fitting`."""
         self._name = plan.function.rpartition(".")[2]
         self.levels = [_level(plan, number) for number in range(plan.levels)]
         flow = Flow(traced.closed)

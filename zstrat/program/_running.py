@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ._narrow import require_fitting
 from ._results import Computed
 from ._wanted import Wanted
 
@@ -40,10 +39,7 @@ class Lookups:
 
         Raises:
             IndexError: A table has no such row.
-            ValueError: Ids are computed from integers that do not fit.
         """
-        program = self._program
-        require_fitting(program.plan.function, self._given, program.narrowed)
         return Wanted(self._program.plan.reads, self._ask())
 
     def advance(self, answer: Sequence[np.ndarray]) -> Wanted | None:

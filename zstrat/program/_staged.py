@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._cross import Channel
-    from ._discover import Staged
     from ._plan import Plan
     from ._results import StepUpdate
+    from ._retrace import Staged
     from ._stages import Crossing, Stage
 
 

@@ -21,16 +21,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
-from . import _refusals
-from ._cross import Channel, Kind, crossing
-from ._flow import inside
+from ._opened import crosses, opened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+    from ._cross import Channel, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +63,8 @@ def stages(closed: ClosedJaxpr) -> tuple[list[Stage], dict[int, Any]]:
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
     """
-    cut = _Cut(_opened(closed))
+    cut = _Cut(opened(closed))
     return cut.stages(), cut.constants
-
-
-def channels_of(closed: Any) -> list[Channel]:
-    """The processes that the program has collectives with, anywhere in it."""
-    return list(dict.fromkeys(_channels(closed.jaxpr)))
 
 
 class _Cut:
@@ -81,7 +75,7 @@ class _Cut:
         self._fixed = {*self._jaxpr.invars, *self._jaxpr.constvars}
         self._levels = self._ready()
         crossing_levels = [
-            self._levels[n] for n, eqn in enumerate(self._eqns) if _crosses(eqn)
+            self._levels[n] for n, eqn in enumerate(self._eqns) if crosses(eqn)
         ]
         self._last = 1 + max(crossing_levels, default=-1)
         self._places = self._placed()
@@ -99,7 +93,7 @@ class _Cut:
         crossings: list[Any] = []
         for eqn, place in zip(self._eqns, self._places, strict=True):
             if place == number:
-                (crossings if _crosses(eqn) else mine).append(eqn)
+                (crossings if crosses(eqn) else mine).append(eqn)
             elif place is not None and place > number:
                 later.append(eqn)
         own = {var for eqn in mine for var in eqn.outvars}
@@ -159,7 +153,7 @@ class _Cut:
         for eqn in self._eqns:
             level = max([known[var] for var in _read(eqn)], default=0)
             levels.append(level)
-            known.update(dict.fromkeys(eqn.outvars, level + _crosses(eqn)))
+            known.update(dict.fromkeys(eqn.outvars, level + crosses(eqn)))
         return levels
 
     def _due(self) -> list[int | None]:
@@ -172,10 +166,10 @@ class _Cut:
             eqn = self._eqns[n]
             wanted = [due[var] for var in eqn.outvars if var in due]
             acts = bool(eqn.effects)
-            if not wanted and not acts and not _crosses(eqn):
+            if not wanted and not acts and not crosses(eqn):
                 continue
             stage = min(wanted, default=self._last)
-            if _crosses(eqn) or acts:
+            if crosses(eqn) or acts:
                 # A collective that nobody waits for happens all the same: the other
                 # processes may not know that nobody does.
                 stage = self._levels[n]
@@ -213,108 +207,6 @@ class _Cut:
             for var in _read(eqn):
                 needed[var] = min(needed.get(var, place), place)
         return places
-
-
-# ---- collectives inside of calls ---------------------------------------------------
-
-
-def _opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program with every call that contains a collective replaced by its body."""
-    if not any(_has_crossing_inside(eqn) for eqn in closed.jaxpr.eqns):
-        return closed
-
-    def program(*given: Any) -> list[Any]:
-        return _evaluated(closed.jaxpr, closed.consts, given)
-
-    made: Any = jax.ShapeDtypeStruct  # untyped
-    kinds = [
-        made(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        for aval in closed.in_avals
-    ]
-    return jax.make_jaxpr(program)(*kinds)
-
-
-def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    known.update(zip(jaxpr.invars, given, strict=True))
-
-    def value(var: Any) -> Any:
-        return var.val if isinstance(var, Literal) else known[var]
-
-    for eqn in jaxpr.eqns:
-        operands = [value(var) for var in eqn.invars]
-        if _has_crossing_inside(eqn):
-            inner = inside(eqn)
-            if inner is None or eqn.primitive.name == "shard_map":
-                raise _refusals.collective_inside(_where(eqn))
-            results = _evaluated(inner, _consts_of(eqn), operands)
-        else:
-            results = _one(jaxpr, eqn, operands)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [value(var) for var in jaxpr.outvars]
-
-
-def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation."""
-    if _crosses(eqn):
-        found: list[Any] = crossing.bind(*operands, **eqn.params)
-        return found
-    read = {var: x for var, x in zip(eqn.invars, operands, strict=True) if _is_var(var)}
-    part = jaxpr.replace(
-        constvars=[],
-        invars=list(read),
-        outvars=list(eqn.outvars),
-        eqns=[eqn],
-        effects=eqn.effects,
-    )
-    return list(jaxpr_as_fun(ClosedJaxpr(part, []))(*read.values()))
-
-
-def _consts_of(eqn: Any) -> Sequence[Any]:
-    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return found.consts if isinstance(found, ClosedJaxpr) else ()
-
-
-def _where(eqn: Any) -> str:
-    for inner in _jaxprs(eqn):
-        for other in inner.eqns:
-            if _crosses(other):
-                return str(other.params["where"])
-            if _has_crossing_inside(other):
-                return _where(other)
-    raise AssertionError("there is no collective inside")
-
-
-def _channels(jaxpr: Any) -> Iterator[Channel]:
-    for eqn in jaxpr.eqns:
-        if _crosses(eqn):
-            yield eqn.params["channel"]
-        for inner in _jaxprs(eqn):
-            yield from _channels(inner)
-
-
-def _has_crossing(jaxpr: Any) -> bool:
-    return any(_crosses(eqn) or _has_crossing_inside(eqn) for eqn in jaxpr.eqns)
-
-
-def _has_crossing_inside(eqn: Any) -> bool:
-    return any(_has_crossing(inner) for inner in _jaxprs(eqn))
-
-
-def _jaxprs(eqn: Any) -> list[Any]:
-    """The programs among the parameters of an equation, as a branch has several."""
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                found.append(item.jaxpr)
-            elif isinstance(item, Jaxpr):
-                found.append(item)
-    return found
-
-
-def _crosses(eqn: Any) -> bool:
-    return eqn.primitive is crossing
 
 
 def _is_var(var: Any) -> bool:

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from ._discover import Staged
     from ._plan import Plan
     from ._results import StepUpdate
+    from ._retrace import Staged
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
@@ -114,7 +114,8 @@ class WholeProgram:
         return _of_processes(self._apart, part)
 
     def _compiled(self, staged: Staged, mesh: Mesh) -> Any:
-        inputs, leaves = len(staged.inputs), len(staged.leaves)
+        # Not `staged` itself: no argument of the first call is kept alive.
+        body, inputs, leaves = staged.body, len(staged.inputs), len(staged.leaves)
         away = len(self._away)
         numbers = [isinstance(x, _NUMBERS) for x in staged.inputs]
         numbers += [False] * (leaves + away)
@@ -124,7 +125,7 @@ class WholeProgram:
                 x if plain else x[0] for x, plain in zip(given, numbers, strict=True)
             ]
             values = self._joined(moved, read, mine[inputs + leaves :])
-            results, *made = staged.body(
+            results, *made = body(
                 mine[:inputs], mine[inputs : inputs + leaves], values, slots
             )
             values, slots, operands = made

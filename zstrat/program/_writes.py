@@ -67,8 +67,7 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
     """Indices of the table as rows of one component; those of others are behind its
     last row, where jax drops them."""
     height = table.components[component].shape[0]
-    if indices.dtype.itemsize < 4:  # they may not reach beyond the last row
-        indices = indices.astype(jnp.int32)
+    indices = reaching(indices)
     if table.layout is TableLayout.MOD:
         count = len(table.components)
         mine = (indices % count == component) & (indices >= 0)
@@ -76,6 +75,11 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
     first = int(table.offsets[component])
     inside = (indices >= first) & (indices < first + height)
     return jnp.where(inside, indices - first, height)
+
+
+def reaching(indices: jax.Array) -> jax.Array:
+    """Indices of a dtype that reaches beyond the last row."""
+    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 def _after(
@@ -88,7 +92,7 @@ def _after(
             return value + operands[0]
         case UpdateOp.SUB:
             return value - operands[0]
-    indices, rows = operands
+    indices, rows = reaching(operands[0]), operands[1]
     match op:
         case UpdateOp.SCATTER_ADD:
             return value.at[indices].add(rows)

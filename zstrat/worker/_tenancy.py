@@ -9,15 +9,14 @@ message; one that is open is not taken again, and one that is not open is not re
 from __future__ import annotations
 
 import asyncio
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.errors import BusyError, PeerLostError, ZstratError
+from zstrat.errors import BusyError, ZstratError
 from zstrat.ps import PsClient
-from zstrat.wire import Completions, Outcome
 
 from . import _ending
+from ._reports import Reports
 from ._results import Results
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from zstrat.ps import PsUpdate
     from zstrat.transport import Link, Remote
-    from zstrat.wire import Batch, Dispatch, Layout
+    from zstrat.wire import Batch, Dispatch
 
     from ._closure import Post, Pull
     from ._ending import Ending
@@ -38,12 +37,6 @@ if TYPE_CHECKING:
 MAX_OPEN: Final = 16384
 """Closures that may wait here. A coordinator keeps 20 ms of work on a worker, at most
 hundreds of closures; more is a mistake, and they are not begun but sent back."""
-BATCH: Final = 1024
-"""Endings of one message: about 20 bytes each in its header, which is bounded."""
-AGAIN: Final = 0.02
-"""Seconds until completions are offered again to a coordinator that does not read."""
-
-_LOG: Final = logging.getLogger("zstrat.worker")
 
 
 @final
@@ -67,15 +60,8 @@ class Tenancy:
         self.session: Final = session
         self.client: Final = PsClient(links, session)
         self.results: Final = Results()
-        self.remote = remote
+        self._reports: Final = Reports(session, remote, self.results, counts)
         self._links, self._counts = links, counts
-        self._loop: Final = asyncio.get_running_loop()
-        self._open: set[int] = set()
-        self._ended: list[Ending] = []
-        self._known_layouts: set[int] = set()
-        self._flushing: asyncio.Handle | None = None
-        self._idle: asyncio.Event = asyncio.Event()
-        self._idle.set()
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._closed = False
@@ -102,36 +88,21 @@ class Tenancy:
     @property
     def queued(self) -> int:
         """Closures that have not ended."""
-        return len(self._open)
+        return len(self._reports)
 
     # From the coordinator
 
     def dispatch(self, message: Dispatch) -> None:
         """Takes closures; those that are here already are ignored."""
-        batches = [self._take(batch) for batch in message.batches]
+        batches = [self._reports.opened(batch) for batch in message.batches]
         refusal = self._refusal
-        if refusal is None and len(self._open) > MAX_OPEN:
+        if refusal is None and len(self._reports) > MAX_OPEN:
             refusal = BusyError(f"{MAX_OPEN} closures wait on this worker already")
         if refusal is not None:
             self._send_back(batches, refusal)
             return
-        if self._open:
-            self._idle.clear()
         self._low_water = message.low_water
         self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
-
-    def _take(self, batch: Batch) -> Batch:
-        """Opens the closures of a batch; without those that were open."""
-        before, taken = len(self._open), batch
-        if not self._open.isdisjoint(batch.steps):
-            new = [step for step in batch.steps if step not in self._open]
-            taken = batch._replace(steps=new)
-        self._open.update(taken.steps)
-        opened = len(self._open) - before
-        if opened < len(taken.steps):  # a closure twice in one batch
-            taken = taken._replace(steps=list(dict.fromkeys(taken.steps)))
-        self._counts["duplicates"] += len(batch.steps) - opened
-        return taken
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends every closure that has not begun, with the error if one is given."""
@@ -153,10 +124,7 @@ class Tenancy:
                 self._push(push, ending)
             for pull in pulls:
                 self._pull(pull)
-        if post.endings:
-            self._ended += post.endings
-        if self._ended:
-            self._flush()
+        self._reports.now(post.endings)
 
     def _exchange(self, updates: list[PsUpdate], ending: Ending, pull: Pull) -> None:
         step, reads = ending.completion.step, pull.reads
@@ -165,7 +133,7 @@ class Tenancy:
                 step, 0, self._low_water, updates, *reads
             )
         except Exception as error:  # goes to the coordinator as the steps' outcome
-            self._ended.append(_ending.failed(step, error))
+            self._reports.later(_ending.failed(step, error))
             self._arrived(pull, None, error)
         else:
             pushed.add_done_callback(partial(self._pushed, ending))
@@ -176,7 +144,7 @@ class Tenancy:
         try:
             future = self.client.push(step, 0, self._low_water, updates)
         except Exception as error:  # goes to the coordinator as this step's outcome
-            self._ended.append(_ending.failed(step, error))
+            self._reports.later(_ending.failed(step, error))
         else:
             future.add_done_callback(partial(self._pushed, ending))
 
@@ -186,8 +154,7 @@ class Tenancy:
             return
         if error is not None:
             ending = _ending.failed(ending.completion.step, error)
-        self._ended.append(ending)
-        self._flush_soon()
+        self._reports.soon(ending)
 
     def _pull(self, pull: Pull) -> None:
         try:
@@ -209,71 +176,9 @@ class Tenancy:
     ) -> None:
         self._executor.tell(partial(self.shop.pipeline.arrived, pull, values, error))
 
-    # To the coordinator
-
-    def _flush_soon(self) -> None:
-        """Acknowledgements that arrive together are reported together."""
-        if self._flushing is None:
-            self._flushing = self._loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        while self._ended and not self._closed:
-            batch = self._ended[:BATCH]
-            try:
-                self._report(batch)
-            except BusyError:  # it does not read: offer them again, and it slows down
-                self._flushing = self._loop.call_later(AGAIN, self._flush)
-                return
-            except PeerLostError:  # told to us for itself; it ends the tenancy
-                return
-
-    def _report(self, batch: list[Ending]) -> None:
-        """Sends endings, the first of ``_ended``; in halves if they are too large."""
-        message = self._completions(batch)
-        try:
-            self.remote.notify(message)
-        except (TypeError, ValueError) as error:  # it does not fit into a message
-            if len(batch) > 1:
-                self._report(batch[: len(batch) // 2])
-                return
-            broken = _ending.failed(batch[0].completion.step, error)
-            self.remote.notify(self._completions([broken]))
-            batch = [broken]
-        else:
-            self._known_layouts.update([layout.layout for layout in message.layouts])
-        del self._ended[: len(batch)]
-        for ending in batch:
-            self._count(ending)
-        if not self._open:
-            self._idle.set()
-
-    def _completions(self, endings: list[Ending]) -> Completions:
-        layouts: dict[int, Layout] = {}
-        for ending in endings:
-            layout = ending.layout
-            if layout is not None and layout.layout not in self._known_layouts:
-                layouts[layout.layout] = layout
-        return Completions(
-            self.session,
-            [ending.completion for ending in endings],
-            list(layouts.values()),
-            b"".join([ending.data for ending in endings]),
-        )
-
-    def _count(self, ending: Ending) -> None:
-        completion = ending.completion
-        self._open.remove(completion.step)
-        self._counts[_NAMES[completion.outcome]] += 1
-        if ending.kept is not None:
-            self.results.keep(completion.step, ending.kept)
-
     def _send_back(self, batches: Sequence[Batch], error: ZstratError) -> None:
-        for batch in batches:
-            self._ended += [_ending.cancelled(step, error) for step in batch.steps]
-        self._flush()
+        steps = [step for batch in batches for step in batch.steps]
+        self._reports.now([_ending.cancelled(step, error) for step in steps])
 
     # The end
 
@@ -287,7 +192,7 @@ class Tenancy:
         self.cancel(refusal)
         try:
             async with asyncio.timeout_at(deadline):
-                await self._idle.wait()
+                await self._reports.wait_idle()
         except TimeoutError:
             return False
         return True
@@ -297,12 +202,9 @@ class Tenancy:
         if self._closed:
             return
         self._closed = True
-        if self._flushing is not None:
-            self._flushing.cancel()
+        self._reports.close()
         self._executor.tell(partial(self._executor.present, None))
         self._executor.tell(self.shop.close)
-        self._open.clear()
-        self._idle.set()
 
     async def close_links(self, reason: str) -> None:
         """Closes the links to the parameter servers; the last thing.
@@ -310,13 +212,6 @@ class Tenancy:
         Cancellation: links that are not closed yet are left open.
         """
         await asyncio.gather(*[link.close(reason) for link in self._links])
-
-
-_NAMES: Final = {
-    int(Outcome.OK): "done",
-    int(Outcome.FAILED): "failed",
-    int(Outcome.CANCELLED): "cancelled",
-}
 
 
 def _error_of(future: asyncio.Future[Any]) -> BaseException | None:

@@ -1,0 +1,181 @@
+"""Parameter servers that go, come back, and change hands; and hiccups on the way."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+import zstrat.program as zs
+from zstrat.coordinator import _trouble
+from zstrat.errors import BusyError, PSUnavailableError
+from zstrat.wire import Outcome
+
+
+@zs.function
+def good():
+    return jnp.float32(1)
+
+
+def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+    value = coordinator.schedule(good)
+    world.until(lambda: world.running == 1)
+    (ps,) = world.ps
+    world.on_loop(ps.kill, "killed")
+    world.until(lambda: world.session.cluster.broken)
+    calls = (coordinator.join, coordinator.done, lambda: coordinator.schedule(good))
+    for call in calls * 2:
+        with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
+            call()
+    with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
+        world.session.read([])
+    assert value.error is not None
+    world.on_loop(ps.come_back, same=True)
+    world.on_loop(world.release)
+    assert coordinator.schedule(good).fetch() == 1, "a cut line is mended"
+
+
+def test_a_ps_that_was_started_again_has_lost_the_variables(world):
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    world.on_loop(ps.kill)
+    world.until(lambda: world.session.cluster.broken)
+    world.on_loop(ps.come_back)
+    with pytest.raises(PSUnavailableError, match="killed"):
+        coordinator.join()
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="was started again"):
+            coordinator.join()
+    assert len(ps.sessions) == 1, "it is not taken as if nothing had happened"
+
+
+def test_a_coordinator_made_after_the_loss_knows_it(world):
+    world.connect()
+    world.on_loop(world.ps[0].kill)
+    world.until(lambda: world.session.cluster.broken)
+    coordinator = world.coordinator()
+    with pytest.raises(PSUnavailableError):
+        coordinator.schedule(good)
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_returns_in_time_with_all_it_held_was_never_lost(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    (lane,) = world.session.cluster.ps
+    lost = []
+
+    def blip():
+        lane._events = SimpleNamespace(lost=lambda *a: lost.append(a))
+        if told:  # the link gave it up: the program was stopped, say
+            ps.kill()
+        ps.come_back(same=True)
+
+    world.on_loop(blip)
+    world.until(lambda: len(ps.sessions) == 2)
+    assert world.on_loop(lambda: lane.is_ready)
+    assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
+    assert lost == []
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_ps_that_served_another_coordinator_has_lost_the_variables(make_world, told):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    first = ps.session
+
+    def usurp():
+        if told:
+            ps.kill()
+        ps.session = first + 1
+        ps.come_back(same=True)
+
+    world.on_loop(usurp)
+    world.until(lambda: world.session.cluster.broken)
+    for _ in range(2):
+        with pytest.raises(PSUnavailableError, match="served another coordinator"):
+            coordinator.join()
+    world.on_loop(ps.come_back, same=True)
+    with pytest.raises(PSUnavailableError, match="served another coordinator"):
+        coordinator.join()
+
+
+def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
+    world = make_world()
+    world.reconnect = 3600.0
+    coordinator = world.coordinator()
+    (ps,) = world.ps
+    ps.busy = True
+    world.on_loop(ps.come_back, same=True)
+    world.until(lambda: world.session.cluster.broken)
+    with pytest.raises(PSUnavailableError, match="is taken"):
+        coordinator.join()
+
+
+def failing_ps(world, times, error=None):
+    """Workers report, so often, that they do not reach the parameter server."""
+    left = [times]
+    for worker in world.workers:
+        run = worker._run
+
+        def flaky(function, arguments, run=run):
+            if left[0]:
+                left[0] -= 1
+                unreachable = PSUnavailableError("/job:ps/task:0", "second-hand")
+                return Outcome.FAILED, error or unreachable
+            return run(function, arguments)
+
+        worker._run = flaky
+
+
+def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, 3)
+    values = [coordinator.schedule(good) for _ in range(10)]
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1] * 10
+
+
+def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    coordinator = world.coordinator(closures_in_flight=1)
+    cut_off, good_one = world.workers
+    failures = []
+
+    def fail(function, arguments):
+        failures.append(function)
+        return Outcome.FAILED, PSUnavailableError("/job:ps/task:0", "second-hand")
+
+    cut_off._run = fail
+    good_one.held = True
+    values = [coordinator.schedule(good) for _ in range(2)]
+    world.until(lambda: len(failures) >= _trouble.STRIKES)
+    world.on_loop(world.release)
+    coordinator.join()
+    assert [value.fetch() for value in values] == [1, 1]
+
+
+def test_a_busy_ps_is_given_time(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, 5 * _trouble.STRIKES, BusyError("too many requests are open"))
+    assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
+
+
+def test_trouble_that_lasts_is_raised(world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    coordinator = world.coordinator()
+    failing_ps(world, -1)
+    coordinator.schedule(good)
+    with pytest.raises(PSUnavailableError, match="second-hand"):
+        coordinator.join()

@@ -1,0 +1,148 @@
+"""What is shipped once, and results that stay where they are until they are fetched."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.errors import ClosureAbortedError
+
+
+@zs.function
+def add(a, b):
+    return {"sum": a + b, "parts": (a, [b]), "none": None}
+
+
+@zs.function
+def constant():
+    return jnp.float32(7)
+
+
+@zs.function
+def large(n):
+    return jnp.zeros(1000, jnp.float32) + n
+
+
+def test_the_same_call_is_traced_and_shipped_once(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def scale(x, factor, *, flag=False):
+        return x * factor if flag else x
+
+    for _ in range(20):
+        coordinator.schedule(scale, args=(2, (1.5, None)[:1][0]), kwargs={"flag": True})
+    coordinator.join()
+    assert scale.trace_count == 1
+    assert len({n for w in world.workers for n in w.arguments}) == 1
+
+
+class Layer:
+    """Compared by identity, as most objects are."""
+
+    def __init__(self, units):
+        self.units = units
+
+
+def test_objects_with_the_same_bytes_are_the_same_on_a_worker(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def scale(layer, x):
+        return x * layer.units
+
+    layers = Layer(2), Layer(3)
+    values = [coordinator.schedule(scale, args=(layer, 1.5)) for layer in layers * 10]
+    assert [float(v.fetch()) for v in values] == [3.0, 4.5] * 10
+    assert len({n for w in world.workers for n in w.arguments}) == 2
+    layers[0].units = 5
+    coordinator.schedule(scale, args=(layers[0], 1.5)).fetch()
+    assert len({n for w in world.workers for n in w.arguments}) == 3
+
+
+def test_an_eager_step_has_its_arguments_for_itself(world):
+    coordinator = world.coordinator()
+
+    @zs.function(eager=True)
+    def take(layer):
+        layer.units += 1
+        return layer.units
+
+    layer = Layer(2)
+    values = [coordinator.schedule(take, args=(layer,)) for _ in range(4)]
+    assert [int(v.fetch()) for v in values] == [3] * 4
+
+
+def test_equal_numbers_of_other_types_are_other_arguments(world):
+    coordinator = world.coordinator()
+
+    @zs.function
+    def echo(x):
+        return x
+
+    values = [coordinator.schedule(echo, args=(x,)) for x in (1, 1.0, True, 0.0, -0.0)]
+    results = [value.fetch() for value in values]
+    assert [np.asarray(x).dtype.kind for x in results] == list("ifbff")
+    assert np.signbit(results[4])
+    assert not np.signbit(results[3])
+
+
+def test_arguments_are_taken_as_they_are_at_schedule(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.hold)
+
+    @zs.function
+    def total(x):
+        return x.sum()
+
+    small, big, changing = np.ones(4), np.ones(100_000), [1.0]
+    values = []
+    for _ in range(3):
+        arguments = (small, big, np.asarray(changing))
+        values += [coordinator.schedule(total, args=(x,)) for x in arguments]
+        small += 1
+        big += 1
+        changing[0] += 1
+    world.on_loop(world.release)
+    assert [v.fetch() for v in values] == [4, 1e5, 1, 8, 2e5, 2, 12, 3e5, 3]
+
+
+def test_workers_forget_arguments_that_nobody_needs(world):
+    coordinator = world.coordinator()
+    for i in range(20):
+        coordinator.schedule(add, args=(np.float32(i), np.ones(3))).fetch()
+    coordinator.schedule(constant).fetch()
+    coordinator.join()
+    world.until(lambda: sum(len(w.arguments) for w in world.workers) <= 2)
+
+
+# ---- large results
+
+
+def test_large_results_stay_until_they_are_fetched(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    assert sum(len(worker.kept) for worker in world.workers) == 1
+    np.testing.assert_array_equal(value.fetch(), np.full(1000, 3, np.float32))
+    np.testing.assert_array_equal(value.fetch(), np.full(1000, 3, np.float32))
+
+
+def test_a_large_result_that_nobody_holds_is_dropped(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    del value
+    coordinator.schedule(constant).fetch()
+    world.until(lambda: not any(worker.kept for worker in world.workers))
+
+
+def test_a_large_result_goes_with_its_worker(world):
+    coordinator = world.coordinator()
+    value = coordinator.schedule(large, args=(3,))
+    coordinator.join()
+    (owner,) = [worker for worker in world.workers if worker.kept]
+    world.on_loop(owner.kill)
+    for _ in range(2):
+        with pytest.raises(ClosureAbortedError, match=f"task:{owner.index}.*again"):
+            value.fetch()

@@ -1,0 +1,113 @@
+"""Eager steps do what captured ones do, as they come to it."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_eager_and_captured_steps_agree(home):
+    printed = []
+
+    def body(v, it):
+        x = next(it)
+        printed.append(v.value())
+        grads = zs.grad(lambda p: jnp.sum((p - x) ** 2))(v)
+        v.assign_sub(0.5 * grads)
+        return {"after": v.value()}
+
+    results = []
+    for eager in (False, True):
+        v = home.variable(np.array([1.0, 2.0], np.float32))
+        function = zs.function(body, eager=eager)
+        it = zs.StepIterator(iter(np.full((2, 2), 5, np.float32)))
+        results.append([function(v, it), function(v, it), home.values[v.spec.key]])
+    jax.tree.map(np.testing.assert_allclose, results[0], results[1])
+    np.testing.assert_array_equal(printed[-2], [1.0, 2.0])
+
+
+def test_eager_steps_see_current_values_under_transformations(home):
+    v = home.variable(np.float32(1))
+
+    @jax.jit
+    def scaled(x):
+        return x * v.value()
+
+    def body(carry, _):
+        return carry + v.value(), None
+
+    @zs.function(eager=True)
+    def step(x):
+        first = scaled(x)
+        v.assign_add(1.0)
+        total, _ = jax.lax.scan(body, x, None, length=3)
+        return first, scaled(x), total, jax.grad(lambda y: y * v.value())(x)
+
+    for start in (1.0, 2.0):
+        got = [float(x) for x in step(np.float32(10))]
+        assert got == [10 * start, 10 * start + 10, 13 + 3 * start, start + 1]
+
+
+def test_eager_steps_draw_and_update_at_their_top_level_alone(home):
+    v = home.variable(np.float32(1))
+    it = zs.StepIterator(iter(np.arange(3, dtype=np.float32)))
+
+    @zs.function(eager=True)
+    def draws(it):
+        drawing = jax.jit(lambda: next(it))
+        return drawing() + drawing()
+
+    @zs.function(eager=True)
+    def updates():
+        jax.jit(lambda: v.assign(np.float32(2)).value())()
+
+    with pytest.raises(
+        RuntimeError, match=r"next\(iterator\) inside a function that ja"
+    ):
+        draws(it)
+    with pytest.raises(RuntimeError, match=r"ASSIGN of .* inside a function that jax"):
+        updates()
+    assert next(it) == 0.0
+    assert home.values[v.spec.key] == 1.0
+
+
+def test_run_eager_goes_through_the_given_home(home):
+    v = home.variable(np.float32(1))
+    shipped = zs.load(zs.dump_code(zs.function(lambda: v.assign_add(2.0), eager=True)))
+    result = zs.run_eager(shipped, (), {}, home)
+    assert result.leaves[0] == 3.0
+    assert result.updates == []
+    assert home.values[v.spec.key] == 3.0
+
+
+def test_an_eager_step_is_given_what_a_captured_one_is():
+    def body(tree, n, flag, word, *, key):
+        assert (flag, word, list(tree)) == (True, "w", ["x"])
+        tree["own"] = 1  # nobody else sees it
+        return tree["x"].at[0].set(n), key
+
+    tree = {"x": np.arange(2, dtype=np.float64)}
+    args, kwargs = (tree, 1, True, "w"), {"key": np.int16(2)}
+    captured = zs.function(body)(*args, **kwargs)
+    step = zs.function(body, eager=True)
+    for _ in range(2):  # a worker calls with the same arguments again and again
+        leaves = zs.run_eager(step, args, kwargs).leaves
+        for x, y, z in zip(captured, leaves, step(*args, **kwargs), strict=True):
+            assert x.dtype == y.dtype == z.dtype
+            assert x.tolist() == y.tolist() == z.tolist()
+
+
+def test_an_eager_result_that_nobody_could_rebuild(home):
+    v = home.variable(np.float32(1))
+    step = zs.function(lambda: {"pair": Pair(v.value(), 2)}, eager=True)
+    assert step()["pair"] == Pair(1, 2)  # here it need not cross a wire
+    with pytest.raises(TypeError, match=r"'.*' returns PyTreeDef.*Pair.*plain tuples"):
+        zs.run_eager(step, (), {}, home)

@@ -1,0 +1,192 @@
+"""Ids and indices of 64 bits where jax computes with 32: none names another row."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat.program as zs
+from zstrat.variables import (
+    ABSENT,
+    DeviceHome,
+    IndexedSlices,
+    Residence,
+    apply,
+    handle,
+)
+from zstrat.wire._messages import UpdateOp
+
+TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
+    table = home.sharded(TABLE, 2)
+    wide = np.array([2, 2**32 + 1], dtype)
+
+    def step(batch, other):
+        plus = batch["ids"] + (0 if dtype == "int64" else jnp.uint32(0))
+        return zs.embedding_lookup(table, plus), other * 2
+
+    run = zs.function(step)
+    with pytest.raises(ValueError, match=r"args\[0\]\['ids'\].*contains 4294967297"):
+        run({"ids": wide}, np.int32(1))
+    drawn = zs.function(lambda it: step(next(it), np.int32(1)))
+    with pytest.raises(ValueError, match=r"element 0\['ids'\].*contains 4294967297"):
+        drawn(zs.StepIterator([{"ids": wide}]))
+    # What no id depends on may be cut, and what fits is looked up.
+    fits = np.array([2, 9], dtype)
+    rows, _ = run({"ids": fits}, np.int64(2**40))
+    np.testing.assert_array_equal(rows, TABLE[[2, 9]])
+
+    @zs.function
+    def update(ids, index):
+        rows = zs.embedding_lookup(table, ids)
+        table.scatter_add(IndexedSlices(rows, jnp.flip(index)))
+
+    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
+        update(fits, wide)
+
+    @zs.function
+    def other_ids(ids, index):
+        rows = zs.embedding_lookup(table, ids)
+        table.scatter_add(IndexedSlices(rows, index))
+
+    with pytest.raises(ValueError, match=r"args\[1\].*contains"):
+        other_ids(fits, wide)
+    with pytest.raises(IndexError, match="no row 4294967297"):
+        zs.function(lambda ids: zs.embedding_lookup(table, ids))(wide)
+
+
+class Here(Residence):
+    """The devices of this process."""
+
+    def place(self, array):
+        return jnp.array(array)
+
+    def mark(self):
+        return None
+
+    def settle(self):
+        pass
+
+
+def on_devices(home, value, name="v"):
+    """A variable that the step moves itself."""
+    variable = home.variable(value, name)
+    return handle(variable.spec, DeviceHome(np.array(value), Here()))
+
+
+@pytest.fixture(params=["elsewhere", "on devices"])
+def table(home, request):
+    if request.param == "elsewhere":
+        return home.variable(TABLE)
+    return on_devices(home, TABLE)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_indices_of_a_step_that_only_updates_have_to_fit(table, dtype):
+    @zs.function
+    def step(it, index):
+        table.scatter_sub(IndexedSlices(jnp.ones((2, 4)), next(it)))
+        table.scatter_add(IndexedSlices(jnp.ones((2, 4)), index))
+
+    def call(element, index):
+        step(zs.StepIterator([np.array(element, dtype)]), np.array(index, dtype))
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"args\[1\] .*contains 4294967297"):
+            call([2, 3], [2, 2**32 + 1])
+        with pytest.raises(ValueError, match=r"element 0 of .*contains 4294967297"):
+            call([2, 2**32 + 1], [2, 3])
+    np.testing.assert_array_equal(table.numpy(), TABLE)
+    call([2, 3], [2, 4])
+    expected = TABLE.copy()
+    expected[3] -= 1
+    expected[4] += 1
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+
+
+def test_ids_of_rows_on_devices_have_to_fit(home):
+    table = on_devices(home, TABLE)
+
+    @zs.function
+    def step(ids, hashes):
+        table.assign_add(jnp.zeros((10, 4)))
+        grad = zs.grad(lambda t: zs.embedding_lookup(t, ids).sum())(table)
+        return jax.jit(lambda x: x + 1)(grad.values).sum(), hashes % 7
+
+    fits, wide = np.array([1, 2]), np.array([1, 2**32 + 1])
+    step(fits, wide)  # no row is found by these
+    with pytest.raises(ValueError, match=r"args\[0\] .*contains 4294967297"):
+        step(wide, wide)
+    assert step.trace_count == 1
+
+
+def test_no_argument_is_kept_for_its_width(home):
+    variable = home.variable(TABLE)
+    index = np.array([1, 2])
+    kept = weakref.ref(index)
+
+    @zs.function
+    def step(index):
+        variable.scatter_add(IndexedSlices(jnp.ones((2, 4)), index))
+
+    step(index)
+    del index
+    gc.collect()
+    assert kept() is None
+
+
+SCATTERS = [op for op in UpdateOp if op.name.startswith("SCATTER")]
+
+
+@pytest.mark.parametrize("op", SCATTERS, ids=lambda op: op.name.lower())
+def test_small_indices_reach_all_rows_of_a_large_variable(home, op):
+    """Whether it is read in the same step or not: 300 is no number of int8."""
+    whole = np.linspace(1, 2, 300, dtype=np.float32)
+    index, rows = np.array([7, 0, 7, 120], np.int8), np.float32([2, 3, 4, 5])
+    expected = apply(op, whole, (index.astype(int), rows))
+    for variable in (home.variable(whole), on_devices(home, whole)):
+
+        @zs.function
+        def step(index, rows, variable=variable):
+            variable._sparse(op, IndexedSlices(rows, index))
+            return variable.value()
+
+        np.testing.assert_allclose(step(index, rows), expected, rtol=1e-6)
+        np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("op", SCATTERS, ids=lambda op: op.name.lower())
+@pytest.mark.parametrize("bad", [-1, 10])
+def test_an_index_that_is_not_there_is_named_by_every_scatter(home, op, bad):
+    """A negative one does not count from the end, and what does not count is left."""
+    variable = home.variable(TABLE + 1)
+
+    @zs.function
+    def step(index):
+        variable._sparse(op, IndexedSlices(2 * jnp.ones((2, 4)), index))
+
+    with pytest.raises(IndexError, match=rf"{re.escape(__file__)}.*'v'.*no row {bad}"):
+        step(np.array([1, bad], np.int32))
+    np.testing.assert_array_equal(variable.numpy(), TABLE + 1)
+    step(np.array([1, ABSENT], np.int32))
+    rows = np.full((1, 4), 2, np.float32)
+    expected = apply(op, TABLE + 1, (np.array([1]), rows))
+    np.testing.assert_allclose(variable.numpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "uint32"])
+def test_an_array_has_no_rows_before_its_first(dtype):
+    ids = np.array([-1, 2, 11]).astype(dtype)
+    (rows,) = zs.function(lambda ids: (zs.embedding_lookup(jnp.array(TABLE), ids),))(
+        ids
+    )
+    np.testing.assert_array_equal(rows, [[np.nan] * 4, TABLE[2], [np.nan] * 4])
