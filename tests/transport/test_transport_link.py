@@ -20,7 +20,7 @@ from zstrat.errors import (
     ProtocolError,
     VersionMismatchError,
 )
-from zstrat.transport import Endpoint, Link, _link, hello, new_incarnation
+from zstrat.transport import Endpoint, Link, _dial, hello, new_incarnation
 from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._pool import Pool
 from zstrat.transport._socket import new_socket
@@ -360,7 +360,7 @@ async def test_a_link_waits_until_there_are_descriptors_for_it(net, monkeypatch)
             raise zmq.ZMQError(errno.EMFILE)
         return new_socket(*args)
 
-    monkeypatch.setattr(_link, "new_socket", scarce)
+    monkeypatch.setattr(_dial, "new_socket", scarce)
     link, _ = net.link(address)
     with pytest.raises(DeadlineExceededError, match="Too many open files"):
         await link.wait_open(soon(0))
