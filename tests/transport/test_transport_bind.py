@@ -7,12 +7,8 @@ import pytest
 from transport_talk import pull
 
 from zstrat.config import Settings
-from zstrat.errors import (
-    PermissionDeniedError,
-)
-from zstrat.wire import (
-    Inspect,
-)
+from zstrat.errors import PermissionDeniedError
+from zstrat.wire import Inspect
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "*:0", "tcp://[::]:0"])

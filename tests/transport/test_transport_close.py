@@ -7,14 +7,9 @@ import pytest
 from transport_talk import push
 
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import (
-    ClosedError,
-    PeerLostError,
-)
+from zstrat.errors import ClosedError, PeerLostError
 from zstrat.transport import Endpoint, hello, new_incarnation
-from zstrat.wire import (
-    Inspect,
-)
+from zstrat.wire import Inspect
 
 
 @pytest.mark.parametrize("lane", ["tcp", "shm"])

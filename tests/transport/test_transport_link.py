@@ -8,12 +8,7 @@ import pytest
 from transport_talk import pull, push, soon
 
 from zstrat.config import Limits, Settings
-from zstrat.errors import (
-    BusyError,
-    ClosedError,
-    DeadlineExceededError,
-    NotFoundError,
-)
+from zstrat.errors import BusyError, ClosedError, DeadlineExceededError, NotFoundError
 from zstrat.wire import (
     Again,
     CancelSteps,

@@ -7,11 +7,7 @@ import pytest
 import zmq
 from transport_talk import Raw, greeting, pull, soon
 
-from zstrat.errors import (
-    DeadlineExceededError,
-    PeerLostError,
-    ProtocolError,
-)
+from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.transport import _dial, new_incarnation
 from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._socket import new_socket

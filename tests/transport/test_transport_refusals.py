@@ -15,11 +15,7 @@ from zstrat.errors import (
     VersionMismatchError,
 )
 from zstrat.transport import Link, hello
-from zstrat.wire import (
-    CancelSteps,
-    Goodbye,
-    Inspect,
-)
+from zstrat.wire import CancelSteps, Goodbye, Inspect
 
 
 async def test_another_protocol_is_refused_at_once(net):
