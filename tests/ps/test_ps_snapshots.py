@@ -4,13 +4,13 @@ import asyncio
 import inspect
 import os
 import threading
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from ps_callers import SESSION, Peer
 from safetensors.numpy import load_file
 
 from zstrat.config import Settings, Timeouts
@@ -32,7 +32,6 @@ from zstrat.ps import _snapshot as snapshot_module
 from zstrat.ps import _snapshot_service as service_module
 from zstrat.wire import (
     CreateOptimizer,
-    Hello,
     Job,
     LoadEntry,
     OpenSession,
@@ -47,23 +46,11 @@ from zstrat.wire import (
     WriteSnapshot,
 )
 
-SESSION, TASK = 7, "/job:ps/task:0"
+TASK = "/job:ps/task:0"
 OPTIMIZERS = {
     b"adam": lambda: optax.adam(0.1),
     b"momentum": lambda: optax.sgd(0.1, momentum=0.9),
 }
-
-
-@dataclass(eq=False)
-class Peer:
-    role: Job = Job.CHIEF
-    incarnation: int = SESSION
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(2, str(self.role), 0, self.incarnation, "here", 11)
 
 
 class Line:
