@@ -60,3 +60,30 @@ async def test_an_endpoint_is_bound_once(net):
         hello("ps", 0, new_incarnation()), print, settings=Settings(timeouts=Timeouts())
     )
     await unbound.close()
+
+
+async def test_closing_that_is_cancelled_closes_all_the_same(net):
+    """A handler that takes its time to end does not keep the address."""
+    began, clinging, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def stubborn():
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            clinging.set()
+            await ended.wait()
+
+    endpoint, address, _ = await net.serve(handler=lambda remote, message: stubborn())
+    link, _ = await net.open(address)
+    waiting = link.submit(Inspect())
+    await began.wait()
+    closing = asyncio.ensure_future(endpoint.close())
+    await clinging.wait()
+    closing.cancel()
+    ended.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(PeerLostError):
+        await waiting
+    await net.serve(address)

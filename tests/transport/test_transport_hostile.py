@@ -1,10 +1,12 @@
 """What breaks the rules, and a network that does as it likes."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from transport_pair import Pair, big, hello, kinds, new_peer
+from transport_pair import SMALL, Pair, big, hello, kinds, new_peer
 
 from zstrat.errors import BusyError
 from zstrat.wire import (
@@ -13,11 +15,14 @@ from zstrat.wire import (
     Chunk,
     Fetched,
     Goodbye,
+    Inspect,
+    Offer,
     Pulled,
     Push,
     Update,
     encode,
 )
+from zstrat.wire._greeting import mismatch
 from zstrat.wire._orders import (
     Answered,
     Closed,
@@ -147,3 +152,33 @@ TestNetwork = Network.TestCase
 
 
 TestNetwork.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_memory_is_offered_once(pair):
+    offer = encode(Offer(3, 8192, b"x" * 16))[0]
+    assert pair.server.received([offer], 0.0) == ()
+    (closed,) = pair.server.received([offer], 0.0)
+    assert "offered memory twice" in closed.reason
+
+
+def test_who_asks_on_and_reads_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr("zstrat.wire._peer.QUEUE", 5)
+    pair = Pair(dataclasses.replace(SMALL, requests=2))
+    ordered = [encode(Inspect(), 2 * number + 1)[0] for number in range(1, 9)]
+    orders = [order for each in ordered for order in pair.server.received([each], 0.0)]
+    assert [type(order) for order in orders] == [Requested, Requested, Closed]
+    assert "does not read" in orders[-1].reason
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"host": "h" * 100_000, "protocol": 99},
+        {"versions": {"zstrat": "9" * 100_000}, "protocol": 99},
+        {"job": "j" * 100_000},
+        {"versions": {"python": "3." + "1" * 100_000}},
+    ],
+)
+def test_what_a_stranger_calls_itself_is_cut(claim):
+    me, you = hello("chief", 0), hello("worker", 1, **claim)
+    assert len(str(mismatch(me, you))) < 600

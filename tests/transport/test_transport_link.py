@@ -17,6 +17,7 @@ from zstrat.wire import (
     DropResults,
     Inspect,
     Pull,
+    Push,
     Statistics,
 )
 
@@ -152,12 +153,11 @@ async def test_large_and_small_arrive_in_the_order_of_sending(net, lane):
 async def test_replies_do_not_wait_for_a_large_push(net, lane):
     _, address, service = await net.serve(settings=Settings(lane=lane))
     link, _ = await net.open(address, settings=Settings(lane=lane))
-    slow = link.submit(push(np.zeros(64 * 2**20, np.uint8)))
     other, _ = await net.open(address, index=2, settings=Settings(lane=lane))
-    for _ in range(5):
-        await other.request(Inspect())
-    assert not slow.done() or len(service.seen) == 6
-    await slow
+    slow = link.submit(push(np.zeros(64 * 2**20, np.uint8)))
+    await asyncio.gather(slow, *[other.submit(Inspect()) for _ in range(5)])
+    order = [type(message) for _, message in service.seen]
+    assert order == [*[Inspect] * 5, Push]  # each body needs several round trips
 
 
 async def test_pipelined_requests_beyond_the_high_water_mark(net):

@@ -66,3 +66,19 @@ def test_who_does_not_greet_in_time_is_given_up():
     server = new_peer(hello("ps", 0), False)
     (closed,) = tick_until(server, 0.0, 6.0)
     assert "did not greet" in closed.reason
+
+
+def test_what_was_heard_after_a_sleep_is_no_credit_for_later(pair):
+    tick_until(pair.client, 0.0, 3.0)
+    pair.client.received([encode(Beat(False))[0]], 600.0)  # read before the timer rang
+    assert pair.client.tick(600.0) == []
+    (closed,) = tick_until(pair.client, 600.0, 610.0)
+    assert closed.reason == "it was silent for 5.5 s"
+
+
+def test_a_process_that_slept_gives_who_broke_off_time_to_return(pair):
+    tick_until(pair.server, 0.0, 3.0)
+    pair.server.disconnected("", 3.0)
+    assert pair.server.tick(600.0) == []  # the return may be there, and be read next
+    (closed,) = tick_until(pair.server, 600.0, 610.0)
+    assert "did not come back within 2 s" in closed.reason
