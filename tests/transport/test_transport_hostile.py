@@ -180,5 +180,5 @@ def test_who_asks_on_and_reads_nothing_is_cut_off(monkeypatch):
     ],
 )
 def test_what_a_stranger_calls_itself_is_cut(claim):
-    me, you = hello("chief", 0), hello("worker", 1, **claim)
+    me, you = hello("chief", 0), hello(**{"job": "worker", "index": 1, **claim})
     assert len(str(mismatch(me, you))) < 600
