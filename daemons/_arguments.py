@@ -82,7 +82,7 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
         resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
         _check_job(resolver, job, source)
     elif parsed.bind is not None and parsed.index is not None:
-        return Place(job, _index(parsed.index), parsed.bind)
+        return Place(job, index_of(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
         source, resolver = "TF_CONFIG", TFConfigClusterResolver()
         _check_job(resolver, job, source)
@@ -111,7 +111,11 @@ def _check_job(resolver: ClusterResolver, job: str, source: str) -> None:
         )
 
 
-def _index(index: int) -> int:
+def index_of(index: int) -> int:
+    """
+    Raises:
+        ValueError: It is below 0.
+    """
     if index < 0:
         raise ValueError(f"--index {index}: expected 0 or more")
     return index

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zstrat.config import environment
 
-from ._arguments import parser
+from ._arguments import index_of, parser
 from ._main import MISTAKEN, leave, run_program
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parsed = arguments.parse_args(argv)
     env = environment()
     try:
-        index = place(env) if parsed.index is None else int(parsed.index)
+        index = place(env) if parsed.index is None else index_of(parsed.index)
     except ValueError as error:
         print(f"zstrat-evaluator: {error}", file=sys.stderr)
         leave(MISTAKEN)
@@ -54,12 +54,12 @@ def place(env: Mapping[str, str]) -> int:
     """Which evaluator this is, by TF_CONFIG; 0 if it does not say.
 
     Raises:
-        ValueError: It says that this is another task.
+        ValueError: It says that this is another task, or its index is none.
     """
     try:
         match json.loads(env.get("TF_CONFIG") or "{}"):
-            case {"task": {"type": "evaluator", "index": int(index)}}:
-                return index
+            case {"task": {"type": "evaluator", "index": index}}:
+                return _number(index)
             case {"task": {"type": "evaluator"}}:
                 return 0
             case {"task": {"type": other}}:
@@ -67,6 +67,17 @@ def place(env: Mapping[str, str]) -> int:
     except json.JSONDecodeError as error:
         raise ValueError(f"TF_CONFIG is no JSON: {error}") from error
     return 0
+
+
+def _number(index: object) -> int:
+    """TF_CONFIG has it as a number or as text, as for the other tasks."""
+    if isinstance(index, str) and index.isdecimal():
+        return int(index)
+    if type(index) is int and index >= 0:
+        return index
+    raise ValueError(
+        f"TF_CONFIG: task.index: expected an integer of 0 or more, got {index!r:.80}"
+    )
 
 
 def evaluator(parsed: argparse.Namespace) -> Program:

@@ -274,7 +274,7 @@ def from_wire(wire: object) -> Exception:
 
 
 def _plainly(error: BaseException) -> WireError:
-    notes = "".join(map(str, getattr(error, "__notes__", ())))
+    notes = _notes(error)
     if error.__traceback__ is not None:
         notes += "".join(traceback.format_exception(error))
     notes = _shortened(notes)
@@ -337,6 +337,13 @@ def _words(error: BaseException) -> str:
         return _shortened(str(error))
     except Exception as why:  # of a step's own class: its name and traceback must do
         return f"(its text cannot be had: {type(why).__name__})"
+
+
+def _notes(error: BaseException) -> str:
+    try:
+        return "".join(map(str, getattr(error, "__notes__", ())))
+    except Exception:  # anybody may set them, to anything: the traceback must do
+        return ""
 
 
 def _shortened(text: str) -> str:

@@ -156,3 +156,15 @@ def test_abort_removes_what_is_not_finished(tmp_path):
     done.finish()
     done.abort()
     assert (tmp_path / "file").read_bytes() == b"123"
+
+
+def test_a_file_that_cannot_be_begun_is_not_left(tmp_path, monkeypatch):
+    def broken(descriptor, on):
+        raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(_append, "_set_direct", broken)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="the disk is gone"):
+        AppendedFile(str(tmp_path / "f"), LARGE)
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) == len(before)

@@ -104,6 +104,10 @@ def test_who_it_is():
     assert told({"cluster": {}}) == 0
     assert told({"task": {"type": "evaluator"}}) == 0
     assert told({"task": {"type": "evaluator", "index": 2}}) == 2
+    assert told({"task": {"type": "evaluator", "index": "2"}}) == 2
+    for wrong in (-1, "-1", "two", None, 1.5, True):
+        with pytest.raises(ValueError, match=r"task\.index: expected an integer"):
+            told({"task": {"type": "evaluator", "index": wrong}})
     with pytest.raises(ValueError, match="'worker', not 'evaluator'"):
         told({"task": {"type": "worker", "index": 0}})
     with pytest.raises(ValueError, match="TF_CONFIG is no JSON"):

@@ -390,3 +390,12 @@ def test_values_of_any_depth_and_size_become_an_exception():
         error = from_wire(wire)
         assert isinstance(error, ZstratError)
         assert len(str(error)) < 10_000
+
+
+@pytest.mark.parametrize("notes", [None, 5, "a note", [object()]])
+def test_whatever_was_put_in_place_of_notes_the_error_travels(notes):
+    error = ValueError("bad")
+    error.__notes__ = notes
+    arrived = from_wire(to_wire(error))
+    assert type(arrived) is ValueError
+    assert arrived.args == ("bad",)

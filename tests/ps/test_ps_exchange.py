@@ -1,16 +1,13 @@
 """One message in place of a push and the pull behind it, driven without sockets."""
 
 import asyncio
-import threading
-from dataclasses import dataclass
 
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ps_callers import SESSION, Gated, Peer
 
-from zstrat.config import Settings
 from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
@@ -19,19 +16,15 @@ from zstrat.errors import (
     UnavailableError,
     from_wire,
 )
-from zstrat.ps import PsService
 from zstrat.ps import _requests as requests_module
 from zstrat.wire import (
     CloseSession,
     CreateOptimizer,
-    CreateVariables,
     DeleteVariables,
     Done,
     Exchange,
     Exchanged,
-    Hello,
     Job,
-    OpenSession,
     Pull,
     Pulled,
     PullRows,
@@ -40,52 +33,21 @@ from zstrat.wire import (
     Read,
     Update,
     UpdateOp,
-    VariableEntry,
 )
 
-SESSION = 7
 ADD, ROWS = int(UpdateOp.ADD), int(UpdateOp.OPTIMIZE_ROWS)
 
 
-@dataclass(eq=False)
-class Peer:
-    role: Job = Job.CHIEF
-    name: str = "chief:0"
-
-    @property
-    def hello(self):
-        return Hello(1, str(self.role), 0, SESSION, "here", 11)
-
-
-class Rig:
+class Rig(Gated):
     """Three tables of four rows, and an optimizer that waits for the gate."""
 
     def __init__(self):
-        self.gate = threading.Event()
-        self.gate.set()
-        self.service = PsService(
-            load_code=self.load, settings=Settings(), task="/job:ps/task:0"
-        )
-        self.chief = Peer()
-        self.ask(OpenSession(SESSION, 0, 1, []))
+        super().__init__()
         self.create()
 
     def create(self):
         value = np.arange(8, dtype="f4").reshape(4, 2)
-        entries = [VariableEntry(key, f"t{key}", True, True) for key in range(3)]
-        assert self.ask(CreateVariables(SESSION, entries, (value,) * 3)) == Done()
-
-    def load(self, code):
-        assert self.gate.wait(30), "the test never opened the gate"
-        return optax.sgd(0.5)
-
-    def ask(self, message, peer=None):
-        return self.service.handle(peer or self.chief, message)
-
-    async def answer(self, message):
-        async with asyncio.timeout(60):
-            answer = self.ask(message)
-            return await answer if asyncio.isfuture(answer) else answer
+        super().create(dict.fromkeys(range(3), value))
 
     def statistics(self):
         left_out = "uptime", "owner"
@@ -288,8 +250,8 @@ async def test_who_drains_answers_what_does_not_have_to_wait(rig, monkeypatch):
 @pytest.mark.parametrize("role", [Job.EVALUATOR, Job.OBSERVER, Job.PS])
 async def test_who_may_not_push_may_not_exchange(rig, role):
     with pytest.raises(PermissionDeniedError, match="Exchange from chief or worker"):
-        rig.ask(exchange(0), Peer(role, f"{role}:0"))
-    assert rig.ask(exchange(0), Peer(Job.WORKER, "worker:0")).applied
+        rig.ask(exchange(0), Peer(role))
+    assert rig.ask(exchange(0), Peer(Job.WORKER)).applied
 
 
 # ---- one message does what two do ------------------------------------------------

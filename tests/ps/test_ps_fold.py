@@ -2,34 +2,29 @@
 half done, whoever else does what to the variable meanwhile. Two peers, no sockets."""
 
 import asyncio
-import threading
 from functools import partial
 
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from ps_callers import SESSION, Gated, Peer
 
-from zstrat.config import Limits, Settings, Timeouts
+from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
-from zstrat.ps import PsService
 from zstrat.ps import _fold as fold_module
 from zstrat.transport._pool import Pool
 from zstrat.wire import (
     PROTOCOL,
     CloseSession,
     CreateOptimizer,
-    CreateVariables,
     DeleteVariables,
-    Done,
     Exchange,
     Exchanged,
     Hello,
     Job,
-    OpenSession,
     Pull,
     Pulled,
     Push,
@@ -37,12 +32,12 @@ from zstrat.wire import (
     Read,
     Update,
     UpdateOp,
-    VariableEntry,
 )
 from zstrat.wire._orders import Answered, Failed, Requested
-from zstrat.wire._peer import Peer, failure
+from zstrat.wire._peer import Peer as Connection
+from zstrat.wire._peer import failure
 
-SESSION, KEY, SIZE = 7, 1, 96
+KEY, SIZE = 1, 96
 ADD, SUB, ASSIGN = (int(op) for op in (UpdateOp.ADD, UpdateOp.SUB, UpdateOp.ASSIGN))
 SPARSE, OPTIMIZE = int(UpdateOp.SCATTER_ADD), int(UpdateOp.OPTIMIZE)
 CHUNKS = Limits(chunk=64, window=4)
@@ -53,38 +48,13 @@ def _small_arrays_fold(monkeypatch):
     monkeypatch.setattr(fold_module, "LEAST", 1)
 
 
-class Caller:
-    def __init__(self, role=Job.WORKER):
-        self.role, self.name = role, f"{role}:0"
-        self.hello = Hello(PROTOCOL, str(role), 0, SESSION, "here", 11)
-
-
-CHIEF = Caller(Job.CHIEF)
-
-
-class Ps:
-    """A parameter server with one variable of float32, zeros."""
+class Ps(Gated):
+    """With one variable of float32, zeros."""
 
     def __init__(self, shape=(SIZE,), dtype="f4"):
-        self.gate = threading.Event()
-        self.gate.set()
-        self.service = PsService(
-            load_code=self.load, settings=Settings(), task="/job:ps/task:0"
-        )
+        super().__init__()
         self.pool = Pool()
-        self.ask(OpenSession(SESSION, 0, 1, []))
-        self.create(np.zeros(shape, dtype))
-
-    def create(self, value):
-        entry = VariableEntry(KEY, "v", True, True)
-        assert self.ask(CreateVariables(SESSION, [entry], (value,))) == Done()
-
-    def load(self, code):
-        assert self.gate.wait(30), "the test never opened the gate"
-        return optax.sgd(0.5)
-
-    def ask(self, message, caller=CHIEF):
-        return self.service.handle(caller, message)
+        self.create({KEY: np.zeros(shape, dtype)})
 
     def read(self):
         """The value as readers get it, and a copy: the two must stay equal."""
@@ -102,11 +72,13 @@ class Sender:
 
     def __init__(self, ps, role=Job.WORKER, limits=CHUNKS):
         self.ps, self.trips, self.folds, self.waiting = ps, 0, 0, []
-        self.caller = Caller(role)
+        self.caller = Peer(role)
         common = {"timeouts": Timeouts(), "limits": limits, "now": 0.0}
         me, it = self.caller.hello, Hello(PROTOCOL, "ps", 0, 5, "there", 12)
-        self.client = Peer("ps", me, initiator=True, judge=lambda _: None, **common)
-        self.server = Peer(
+        self.client = Connection(
+            "ps", me, initiator=True, judge=lambda _: None, **common
+        )
+        self.server = Connection(
             "worker",
             it,
             initiator=False,
@@ -326,7 +298,7 @@ def test_a_variable_that_is_deleted_meanwhile_does_not_come_back(ps, sender):
     sender.push(ramp())
     sender.carry(4)
     ps.ask(DeleteVariables(SESSION, [KEY]))
-    ps.create(np.zeros(SIZE, "f4"))
+    ps.create({KEY: np.zeros(SIZE, "f4")})
     sender.carry()
     np.testing.assert_array_equal(ps.value, ramp())
     sender.push(ramp())

@@ -1,33 +1,27 @@
 """Lookups, gradients of rows and shipped initializers, driven by messages."""
 
 import asyncio
-import threading
-from dataclasses import dataclass, field
 
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from ps_callers import SESSION, Gated, Peer
 
-from zstrat.config import Settings
 from zstrat.errors import (
     AlreadyExistsError,
     InvalidArgumentError,
     PermissionDeniedError,
     ProtocolError,
 )
-from zstrat.ps import PsService
 from zstrat.ps import _requests as requests_module
 from zstrat.wire import (
     CreateOptimizer,
-    CreateVariables,
     Done,
-    Hello,
     InitialEntry,
     InitializeVariables,
     Inspect,
     Job,
-    OpenSession,
     Pull,
     Pulled,
     PullRows,
@@ -35,22 +29,7 @@ from zstrat.wire import (
     Read,
     Update,
     UpdateOp,
-    VariableEntry,
 )
-
-SESSION = 7
-
-
-@dataclass(eq=False)
-class Peer:
-    role: Job = Job.CHIEF
-    incarnation: int = SESSION
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(1, str(self.role), 0, self.incarnation, "here", 11)
 
 
 def counted(shape, dtype, partition_shape, partition_offset):
@@ -90,34 +69,12 @@ SHIPPED = {
 }
 
 
-class Rig:
-    def __init__(self):
-        self.gate = threading.Event()
-        self.gate.set()
-        self.service = PsService(
-            load_code=self.load, settings=Settings(), task="/job:ps/task:0"
-        )
-        self.chief, self.worker = Peer(), Peer(Job.WORKER, 8)
-
-    def load(self, code: bytes) -> object:
-        assert self.gate.wait(30), "the test never opened the gate"
-        return SHIPPED[code]
-
-    def ask(self, message, peer=None):
-        return self.service.handle(peer or self.chief, message)
-
-    async def answer(self, message, peer=None):
-        answer = self.ask(message, peer)
-        return await answer if asyncio.isfuture(answer) else answer
-
-
 @pytest.fixture
 async def rig():
-    rig = Rig()
-    rig.ask(OpenSession(SESSION, 0, 1, []))
+    rig = Gated(SHIPPED)
+    rig.worker = Peer(Job.WORKER, 8)
     value = np.arange(20, dtype="f4").reshape(10, 2)
-    entries = [VariableEntry(key, f"t{key}", True, True) for key in range(3)]
-    assert rig.ask(CreateVariables(SESSION, entries, (value,) * 3)) == Done()
+    rig.create(dict.fromkeys(range(3), value))
     yield rig
     rig.gate.set()
     assert await rig.service.drain()

@@ -2,11 +2,11 @@
 
 import asyncio
 import threading
-from dataclasses import dataclass, field
 
 import numpy as np
 import optax
 import pytest
+from ps_callers import SESSION, Peer
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import (
@@ -28,7 +28,6 @@ from zstrat.wire import (
     DeleteVariables,
     Done,
     Fetch,
-    Hello,
     Inspect,
     Job,
     OpenSession,
@@ -42,20 +41,6 @@ from zstrat.wire import (
     UpdateOp,
     VariableEntry,
 )
-
-SESSION = 7
-
-
-@dataclass(eq=False)
-class Peer:
-    role: Job = Job.CHIEF
-    incarnation: int = SESSION
-    name: str = field(init=False)
-    hello: Hello = field(init=False)
-
-    def __post_init__(self):
-        self.name = f"{self.role}:0"
-        self.hello = Hello(1, str(self.role), 0, self.incarnation, "here", 11)
 
 
 class Loader:

@@ -214,7 +214,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
 
 
 def _beside(cell, make):
-    return cell_module._Buffer(make(cell.shape, cell.dtype))
+    return cell_module.Buffer(make(cell.shape, cell.dtype))
 
 
 def test_half_of_a_push_that_xla_could_not_finish_is_never_seen():

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from transport_pair import Pair
 
 from zstrat.config import Settings, Timeouts
 from zstrat.transport import Endpoint, Link, hello, new_event_loop, new_incarnation
@@ -161,6 +162,11 @@ class Relay:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@pytest.fixture
+def pair():
+    return Pair()
 
 
 @pytest.fixture

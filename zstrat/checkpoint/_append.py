@@ -56,8 +56,9 @@ class AppendedFile:
         self._path = path
         with blamed(path, "writing"):
             self._file = create(path)
-        self._is_direct = size >= LARGE and _set_direct(self._file, True)
-        self._stage = aligned((LARGE if self._is_direct else 0,), _BYTE, BLOCK)
+        with self._removed_if_it_fails():
+            self._is_direct = size >= LARGE and _set_direct(self._file, True)
+            self._stage = aligned((LARGE if self._is_direct else 0,), _BYTE, BLOCK)
         self._held = 0
         """Bytes that wait in the stage."""
         self._written = self._sent = 0

@@ -99,10 +99,8 @@ class CheckpointFolder:
 
 def sweep(path: str) -> bool:
     """Removes a folder that is no checkpoint, unless it is being written; files that no
-    writer made stay, and so does their folder. Whether it is gone.
-
-    Raises:
-        OSError: As the system says.
+    writer made stay, and so does their folder. Whether it is gone: what the system does
+    not let us remove stays, too.
     """
     if os.path.exists(os.path.join(path, MANIFEST)):
         return False
@@ -120,7 +118,7 @@ def remove(path: str) -> bool:
         os.rmdir(path)
     except (BusyError, NotFoundError, FileNotFoundError):
         return False
-    except OSError:  # not empty: somebody keeps other files there
+    except OSError:  # not empty, because somebody keeps other files there, or not ours
         return not os.path.exists(path)
     return True
 

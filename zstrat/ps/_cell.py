@@ -6,12 +6,8 @@ no lease is alive and into other memory if one is.
 
 A cell is in one of two states:
 
-*host*: a 64-byte-aligned numpy buffer of our own. A lease is a view of a *window*, an
-    array over a read-only memoryview of the buffer. numpy makes a view of a view point
-    at the array that owns the memory, which would hide views from a weak reference;
-    but it stops at an array whose own base is no ndarray (``PyArray_SetBaseObject``).
-    So every view derived from a lease, by anybody, keeps the window alive, and one weak
-    reference tells whether anyone looks.
+*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks
+    (`zstrat.ps._buffer`).
 
 *device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
@@ -31,8 +27,6 @@ of rows go on in place while it saves what they overwrite, all others go beside.
 from __future__ import annotations
 
 import math
-import weakref
-from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -40,8 +34,9 @@ import numpy as np
 from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.rows import lasting
 
+from ._buffer import Buffer
 from ._pins import Pin
-from ._rows import as_rows
+from ._writes import Write, wanted_beside
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,51 +44,6 @@ if TYPE_CHECKING:
 PATIENCE: Final = 16
 """Updates in place after which the second buffer is given up: readers that overlap
 updates come back within a few steps, a reader that came once does not."""
-
-
-class Write(Enum):
-    """What an update does to a value."""
-
-    ANEW = "numpy writes all of it, whatever it was"
-    WHOLE = "numpy computes all of it from what it was"
-    ROWS = "numpy writes some rows"
-    GIVE = "XLA takes it and gives another one back"
-
-
-class _Buffer:
-    """A host buffer and the lease on it, if one is alive."""
-
-    __slots__ = ("_bytes", "_rows", "_window", "array")
-
-    def __init__(self, array: np.ndarray) -> None:
-        """``array``: of our own, writable and in C order."""
-        self.array = array
-        # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
-        self._bytes = self.array.reshape(-1).view(np.uint8).data.toreadonly()
-        self._window: weakref.ref[np.ndarray] | None = None
-        self._rows: np.ndarray | None = None
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The rows as opaque elements (`as_rows`): a view that is made once."""
-        if self._rows is None:
-            self._rows = as_rows(self.array)
-        return self._rows
-
-    @property
-    def is_leased(self) -> bool:
-        return self._window is not None and self._window() is not None
-
-    def lease(self) -> np.ndarray:
-        array = self.array
-        if not array.size:
-            return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
-        window = self._window() if self._window is not None else None
-        if window is None:
-            # Not np.ndarray(buffer=...), which looks through the memoryview for a base.
-            window = np.frombuffer(self._bytes, array.dtype)
-            self._window = weakref.ref(window)
-        return window.reshape(array.shape)
 
 
 class Cell:
@@ -123,7 +73,7 @@ class Cell:
         """Copies ``initial``, an array of any layout."""
         array = lasting(initial.shape, initial.dtype)
         np.copyto(array, initial)
-        self._start(array.shape, array.dtype, _Buffer(array), None)
+        self._start(array.shape, array.dtype, Buffer(array), None)
 
     @classmethod
     def around(cls, array: np.ndarray) -> Cell:
@@ -133,7 +83,7 @@ class Cell:
         need not be aligned: XLA then copies it when it first reads it.
         """
         cell = cls.__new__(cls)
-        cell._start(array.shape, array.dtype, _Buffer(array), None)
+        cell._start(array.shape, array.dtype, Buffer(array), None)
         return cell
 
     @classmethod
@@ -147,7 +97,7 @@ class Cell:
         self,
         shape: tuple[int, ...],
         dtype: np.dtype,
-        buffer: _Buffer | None,
+        buffer: Buffer | None,
         device: object,
     ) -> None:
         self.shape, self.dtype = shape, dtype
@@ -155,9 +105,9 @@ class Cell:
         self._buffer, self._device = buffer, device
         self.who = "a value"
         """Names it in errors."""
-        self._spare: _Buffer | None = None
-        self._reserved: list[_Buffer] = []
-        self._writing: _Buffer | None = None
+        self._spare: Buffer | None = None
+        self._reserved: list[Buffer] = []
+        self._writing: Buffer | None = None
         self._pins: tuple[Pin, ...] = ()
         """Those that share the buffer with the value: none while it is on the device.
         """
@@ -215,7 +165,8 @@ class Cell:
             UnavailableError: The value was lost (`lose`), and is not assigned first.
             ResourceExhaustedError: There is no memory beside what readers look at.
         """
-        wanted = self._wanted(writes)
+        on_device = self._buffer is None
+        wanted = wanted_beside(self, writes, bool(self._lost), on_device)
         if wanted == len(self._reserved):
             return
         del self._reserved[wanted:]
@@ -305,7 +256,7 @@ class Cell:
         if self._buffer is not None:
             self._leave(self._buffer)
         self._rest()
-        self._buffer, self._device = _Buffer(array), None
+        self._buffer, self._device = Buffer(array), None
 
     def give(self) -> object:
         """The value for XLA: an array that it may donate, or memory that it reads.
@@ -329,29 +280,9 @@ class Cell:
         self._device, self._buffer, self._spare, self._lost = None, None, None, why
         self._reserved.clear()
 
-    def _wanted(self, writes: Iterable[Write]) -> int:
-        """How many of these updates go beside the value as it is by then."""
-        wanted, is_lost, on_device = 0, bool(self._lost), self._buffer is None
-        for write in writes:
-            if write is Write.ANEW:
-                is_lost = False
-            elif is_lost:
-                self.require()
-            if write is Write.GIVE:
-                on_device = True
-                continue
-            # What is beside once is our own until XLA takes it.
-            beside = on_device
-            if not (beside or wanted):
-                rows = write is Write.ROWS
-                beside = self.is_shared or (self.is_pinned and not rows)
-            wanted += beside
-            on_device = False
-        return wanted
-
-    def _beside(self) -> _Buffer:
+    def _beside(self) -> Buffer:
         try:
-            return _Buffer(lasting(self.shape, self.dtype))
+            return Buffer(lasting(self.shape, self.dtype))
         except MemoryError:
             raise ResourceExhaustedError(
                 f"{self.who}: there is no memory for {self.nbytes} bytes beside what "
@@ -361,7 +292,7 @@ class Cell:
     def _logs_rows(self) -> bool:
         return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
 
-    def _leave(self, buffer: _Buffer) -> None:
+    def _leave(self, buffer: Buffer) -> None:
         """The value goes elsewhere; what was pinned stays."""
         for pin in self._pins:
             pin.freeze(buffer.lease())

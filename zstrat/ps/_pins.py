@@ -138,7 +138,8 @@ class Pin:
 
     @property
     def log_bytes(self) -> int:
-        return 0 if self._log is None else self._log.nbytes
+        log = self._log  # once: it may be released on another thread meanwhile
+        return 0 if log is None else log.nbytes
 
     # ---- what happens to the cell ------------------------------------------------
 

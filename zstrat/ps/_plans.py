@@ -16,11 +16,11 @@ from zstrat.errors import ResourceExhaustedError
 from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
-from ._cell import Cell, Write
 from ._creating import CreatePlan, InitializePlan
 from ._engine import OptimizerEngine, Registered, fitting
 from ._rows import gather
 from ._slots import Ahead, RowStep, Slots, Step, lose
+from ._writes import Write
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Push, VariableEntry
 
+    from ._cell import Cell
     from ._fold import Fold
     from ._row_calls import Ready
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._cell import Cell, Write
+    from ._cell import Cell
+    from ._writes import Write
 
 LAYOUTS: Final = 4096
 """Distinct (shape, dtype, slots) that a session may have compiled programs for."""

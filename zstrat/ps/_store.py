@@ -8,18 +8,17 @@ three parts, so that the middle one may run on another thread:
 3. ``commit`` (loop): versions, ledger, statistics.
 
 A version is a number that grows by one with every applied update, and never returns
-for a key, not even when the variable is deleted and created anew.
+for a key within a session, not even when the variable is deleted and created anew.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
 from zstrat.errors import (
-    AlreadyExistsError,
     InvalidArgumentError,
     NotFoundError,
     StaleSessionError,
@@ -33,25 +32,15 @@ from zstrat.wire import (
     Push,
     Pushed,
     Read,
-    UpdateOp,
     VariableEntry,
-    dtype_named,
 )
 
-from ._arithmetic import OPTIMIZERS, check, check_rows
-from ._creating import CreatePlan, InitializePlan
+from ._arithmetic import check_rows
+from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
-from ._plans import (
-    Held,
-    OptimizerPlan,
-    Plan,
-    PlannedUpdate,
-    PushPlan,
-    RowsPlan,
-    runs_of,
-    work_of,
-)
+from ._plans import Held, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._validating import push_plan, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -60,8 +49,6 @@ if TYPE_CHECKING:
 
     from ._cell import Cell
     from ._engine import OptimizerEngine
-
-_OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 
 
 @dataclass(slots=True)
@@ -193,21 +180,8 @@ class Store:
     def plan_create(
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> CreatePlan:
-        if len(entries) != len(arrays):
-            raise InvalidArgumentError(
-                f"{self._task}: {len(entries)} variables came with {len(arrays)} values"
-            )
-        if len({entry.key for entry in entries}) != len(entries):
-            raise InvalidArgumentError(f"{self._task}: a key of new variables repeats")
-        new = [
-            (entry, array)
-            for entry, array in zip(entries, arrays, strict=True)
-            if self._is_new(entry, array.shape, array.dtype)
-        ]
-        values = [array for _, array in new]
-        work = sum(array.nbytes for array in values)
-        held = [entry for entry, _ in new]
-        return CreatePlan(self._generation, held, values, work, self._task)
+        """`create` up to its validation, with the same errors."""
+        return create_plan(entries, arrays, self._held, self._task, self._generation)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
@@ -219,15 +193,14 @@ class Store:
             InvalidArgumentError: Keys repeat.
             ProtocolError: No such dtype travels.
         """
-        if len({entry.key for entry in entries}) != len(entries):
-            raise InvalidArgumentError(f"{self._task}: a key of new variables repeats")
-        new = [
-            entry
-            for entry in entries
-            if self._is_new(entry, tuple(entry.shape), dtype_named(entry.dtype))
-        ]
-        load_code = self._engine.load_code
-        return InitializePlan(self._generation, new, code, load_code, self._task)
+        return initialize_plan(
+            entries,
+            code,
+            self._engine.load_code,
+            self._held,
+            self._task,
+            self._generation,
+        )
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -276,7 +249,9 @@ class Store:
             InvalidArgumentError: An update does not fit its variable.
             BusyError: The step could not be remembered.
         """
-        return self._duplicate(push) or self._validated(push)
+        return self._duplicate(push) or push_plan(
+            push, self._held, self._engine, self._task, self._generation
+        )
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
@@ -369,46 +344,6 @@ class Store:
         self._ledger.admit(push.step)
         return None
 
-    def _validated(self, push: Push) -> PushPlan:
-        arrays, at, work = push.arrays, 0, 0
-        planned: list[PlannedUpdate] = []
-        for key, code, optimizer, count in push.updates:
-            held = self._held.get(key)
-            if held is None:
-                raise self._unknown(key)
-            op = _OPS.get(code)
-            if op is None or not 0 < count <= len(arrays) - at:
-                raise InvalidArgumentError(
-                    f"{self._task}: an update of variable {held.entry.name!r} has the "
-                    f"operation {code} with {count} of {len(arrays) - at} arrays left"
-                )
-            operands = arrays[at : at + count]
-            at += count
-            work += work_of(op, held, operands)
-            if op in OPTIMIZERS:
-                known, mixed = self._engine.check(
-                    optimizer, op, held.entry, held.cell, operands
-                )
-                planned.append(PlannedUpdate(held, op, known, operands, mixed))
-            else:
-                self._check_plain(optimizer, op, held, operands)
-                planned.append(PlannedUpdate(held, op, None, operands))
-        if at != len(arrays):
-            raise InvalidArgumentError(
-                f"{self._task}: a push has {len(arrays)} arrays, its updates take {at}"
-            )
-        return PushPlan(self._generation, push, planned, work, runs_of(planned))
-
-    def _check_plain(
-        self, optimizer: int, op: UpdateOp, held: Held, operands: Sequence[np.ndarray]
-    ) -> None:
-        name = held.entry.name
-        if optimizer:
-            raise InvalidArgumentError(
-                f"variable {name!r}: {op.name} takes no optimizer, got {optimizer}"
-            )
-        check(op, operands, held.cell.shape, held.cell.dtype, name)
-
     # ---- statistics --------------------------------------------------------------
 
     def statistics(self) -> dict[str, int]:
@@ -432,31 +367,10 @@ class Store:
             "low_water": self._ledger.low_water,
         }
 
-    def _is_new(
-        self,
-        entry: VariableEntry | InitialEntry,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-    ) -> bool:
-        held = self._held.get(entry.key)
-        if held is None:
-            return True
-        cell = held.cell
-        if (cell.shape, cell.dtype) == (shape, dtype):
-            return False
-        raise AlreadyExistsError(
-            f"{self._task} holds key {entry.key} as {held.entry.name!r}, "
-            f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
-            f"{dtype.name}{list(shape)}, cannot be created under it"
-        )
-
     def _versions(self, push: Push) -> list[int]:
         """Of a duplicate, a variable may be gone: -1."""
         held = self._held
         return [held[u.key].version if u.key in held else -1 for u in push.updates]
 
     def _unknown(self, key: int) -> NotFoundError:
-        return NotFoundError(
-            f"{self._task} holds no variable with key {key} (but {len(self._held)} "
-            "others): it was deleted, or created in another session"
-        )
+        return unknown(self._task, key, len(self._held))

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ._cell import Cell, Write
+from ._cell import Cell
 from ._layouts import Layout, Layouts, Transformation, precision, shape, spec
 from ._slots import Ahead, Slots, Step, is_wide, lose
+from ._writes import Write
 from ._xla_rows import RowPrograms
 
 if TYPE_CHECKING:

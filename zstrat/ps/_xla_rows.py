@@ -21,12 +21,13 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.rows import lasting
 
-from ._cell import Cell, Write
+from ._cell import Cell
 from ._layouts import precision, shape
 from ._row_calls import Open, Ready, calls, together
 from ._row_kinds import Kind, RowKinds
 from ._rows import as_rows
 from ._slots import RowStep, Slots, is_wide, lose
+from ._writes import Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

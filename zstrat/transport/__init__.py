@@ -4,7 +4,7 @@ from ._curve import Security as Security
 from ._curve import generate_keys as generate_keys
 from ._endpoint import Absorber as Absorber
 from ._endpoint import Endpoint as Endpoint
-from ._endpoint import Handler as Handler
+from ._handling import Handler as Handler
 from ._identity import hello as hello
 from ._identity import new_incarnation as new_incarnation
 from ._link import Link as Link

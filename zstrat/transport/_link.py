@@ -1,8 +1,8 @@
 """The way from this process to one task: connects, greets, connects again, for ever.
 
-One socket is one connection: when that ends, the socket goes with all that libzmq still
-held for it, and nothing of the old can mix with the new. `Peer` decides about a
-connection, `Continuity` about the task behind it; this file carries out what they say.
+One socket is one connection (`_dial`), so that nothing of the old can mix with the new.
+`Peer` decides about a connection, `Continuity` about the task behind it; this file
+carries out what they say.
 """
 
 from __future__ import annotations
@@ -10,18 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import zmq
-
-from zstrat.errors import (
-    ClosedError,
-    DeadlineExceededError,
-    PeerLostError,
-)
+from zstrat.errors import ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch
 from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
@@ -29,14 +22,18 @@ from zstrat.wire._peer import Peer
 
 from ._address import parse
 from ._continuity import Continuity
-from ._monitor import Event, Happening, Monitor
+from ._dial import Dial
+from ._monitor import Event, Happening
+from ._opening import Opening, again
 from ._pool import POOL
-from ._pump import Outlet, Pump, parts_of
+from ._pump import Outlet, parts_of
 from ._shared import lane_of
-from ._socket import LINGER, lease_context, new_socket, return_context
+from ._socket import LINGER, lease_context, return_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import zmq
 
     from zstrat.config import Settings
 
@@ -44,10 +41,6 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 _NUMBERS: Final = itertools.count(1)
-_FIRST_PAUSE: Final = 0.02
-_LONGEST_PAUSE: Final = 2.0
-"""Seconds between two attempts after a connection that ended; doubled each time."""
-
 _LAST_WORDS: Final = 0.01
 """Seconds in which what arrived before the end of a connection can still be read."""
 
@@ -111,16 +104,11 @@ class Link:
             )
         self._continuity = Continuity(settings.timeouts.reconnect)
         self._outlet: Outlet | None = None
-        self._refusal: Exception | None = None
-        self._trouble = "nothing answers there"
-        self._waiters: set[asyncio.Future[Hello]] = set()
-        self._pause = _FIRST_PAUSE
+        self._opening = Opening(self._target)
         self._timer: asyncio.TimerHandle | None = None
-        self._retry: asyncio.TimerHandle | None = None
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._is_started = self._is_closed = False
-        self._pump: Pump | None = None
 
     # ---- public -----------------------------------------------------------------
 
@@ -128,10 +116,18 @@ class Link:
         """Begins to connect, and connects again after each loss until `close`."""
         if self._is_started or self._is_closed:
             raise ClosedError(f"the link to {self.name} can be started once")
-        self._is_started = True
         self._loop = asyncio.get_running_loop()
-        self._context = lease_context()
-        self._connect()
+        self._dial = Dial(
+            lease_context(),
+            self._where,
+            self._settings,
+            arm=self._arm_socket,
+            happened=self._happened,
+            received=self._received,
+            failed=self._no_socket,
+        )
+        self._is_started = True
+        self._dial.now()
 
     @property
     def is_open(self) -> bool:
@@ -160,22 +156,7 @@ class Link:
         if self._outlet is not None and self.is_open:
             assert self._outlet.peer.hello is not None
             return self._outlet.peer.hello
-        if self._refusal is not None:
-            raise _again(self._refusal)
-        waiter: asyncio.Future[Hello] = self._loop.create_future()
-        self._waiters.add(waiter)
-        started = self._loop.time()
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await waiter
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"{self.name} at {self.address} did not answer within "
-                f"{self._loop.time() - started:.1f} s: {self._trouble}; check that it "
-                "runs, that the address is right and that no firewall is in between"
-            ) from None
-        finally:
-            self._waiters.discard(waiter)
+        return await self._opening.wait(deadline)
 
     def submit(self, message: Message, *, deadline: float | None = None) -> Reply:
         """Sends a request; the future gets its one outcome.
@@ -246,19 +227,17 @@ class Link:
             return
         self._is_closed = True
         error = ClosedError(f"the link to {self.name} was closed")
-        for timer in (self._timer, self._retry, self._watch):
+        for timer in (self._timer, self._watch):
             if timer is not None:
                 timer.cancel()
         if self._outlet is not None:
             for order in self._outlet.peer.leave(reason):
                 if isinstance(order, Failed) and not order.token.done():
-                    order.token.set_exception(_again(error))
+                    order.token.set_exception(again(error))
             self._outlet.flush()
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(_again(error))
-        self._drop_socket(LINGER)
+        self._opening.fail(error)
         if self._is_started:
+            self._dial.close(LINGER)
             await return_context()
 
     def _check_usable(self) -> None:
@@ -269,31 +248,18 @@ class Link:
 
     # ---- connecting ---------------------------------------------------------------
 
-    def _connect(self) -> None:
-        self._retry = None
-        try:
-            self._open_socket()
-        except (zmq.ZMQError, OSError) as error:  # to who waits: no descriptor is left
-            self._trouble = f"this process cannot open a socket: {error}"
-            _LOG.warning("%s: %s", self._target, self._trouble)
-            self._connect_later()
+    @property
+    def _target(self) -> str:
+        return f"{self.name} at {self.address}"
 
-    def _connect_later(self) -> None:
-        self._retry = self._loop.call_later(self._pause, self._connect)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+    def _arm_socket(self, socket: zmq.Socket[bytes]) -> None:
+        if self._security is not None:
+            assert self._expect is not None
+            self._security.arm_client(socket, Job(self._expect[0]))
 
-    def _open_socket(self) -> None:
-        with ExitStack() as undo:
-            socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
-            undo.callback(socket.close, 0)
-            if self._security is not None:
-                assert self._expect is not None
-                self._security.arm_client(socket, Job(self._expect[0]))
-            monitor = Monitor(socket, tuple(Happening), self._happened)
-            undo.callback(monitor.close)
-            socket.connect(self._where.endpoint)
-            self._monitor, self._pump = monitor, Pump(socket, self._received)
-            undo.pop_all()
+    def _no_socket(self, error: Exception) -> None:
+        self._opening.trouble = f"this process cannot open a socket: {error}"
+        _LOG.warning("%s: %s", self._target, self._opening.trouble)
 
     def _happened(self, event: Event) -> None:
         match event.happening:
@@ -309,21 +275,18 @@ class Link:
                     self._loop.call_later(_LAST_WORDS, self._broke, self._outlet)
             case Happening.UNAUTHORISED:
                 assert self._security is not None
-                self._refuse(self._security.denied(self._target))
+                self._opening.refuse(self._security.denied(self._target))
             case Happening.MISMATCHED | Happening.FAILED:
-                self._trouble = (
+                self._opening.trouble = (
                     "the handshake failed: one side may use keys and the other none, "
                     "or they have keys of different clusters"
                 )
             case Happening.RETRIED:
                 pass
 
-    @property
-    def _target(self) -> str:
-        return f"{self.name} at {self.address}"
-
     def _greet(self) -> None:
-        assert self._pump is not None
+        pump = self._dial.pump
+        assert pump is not None
         peer: Peer[Reply] = Peer(
             self.name,
             self._me,
@@ -335,8 +298,10 @@ class Link:
             allocate=POOL.allocate,
             lane=lane_of(self._settings, self._me),
         )
-        self._trouble = "something listens there, but it does not greet as a task does"
-        self._outlet = Outlet(peer, self._pump, on_flushed=self._on_flushed)
+        self._opening.trouble = (
+            "something listens there, but it does not greet as a task does"
+        )
+        self._outlet = Outlet(peer, pump, on_flushed=self._on_flushed)
         self._outlet.flush()
         self._arm(peer.due)
 
@@ -405,34 +370,31 @@ class Link:
                     raise AssertionError(order)
 
     def _opened(self, hello: Hello) -> None:
-        self._refusal, self._pause = None, _FIRST_PAUSE
-        self._trouble = "it was connected before"
+        self._dial.succeeded()
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
         reason = self._continuity.opened(hello)
         if reason is not None:
             self._tell(self._on_lost, PeerLostError(self.name, reason))
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(hello)
+        self._opening.opened(hello)
         self._tell(self._on_open, hello)
 
     def _ended(self, closed: Closed) -> None:
         """The connection is over: begin the next one."""
         if self._outlet is not None:
             self._outlet.flush()  # a goodbye with the reason
-        self._trouble = closed.reason
+        self._opening.trouble = closed.reason
         now = self._loop.time()
         self._outlet = None
-        self._drop_socket(LINGER)
+        self._dial.drop(LINGER)
         if closed.refusal is not None:
-            self._refuse(closed.refusal)
+            self._opening.refuse(closed.refusal)
         reason = self._continuity.closed(closed.reason, closed.broken, now)
         due = self._continuity.due
         if due is not None and self._watch is None:
             self._watch = self._loop.call_at(due, self._look_after)
-        self._connect_later()
+        self._dial.later()
         if reason is not None:
             error = PeerLostError(self.name, reason, closed.left)
             self._tell(self._on_lost, error)
@@ -442,20 +404,3 @@ class Link:
             callback(what)
         except Exception:  # to the log: one bad callback must not stop the others
             _LOG.exception("%s: a callback failed", self.name)
-
-    def _refuse(self, error: Exception) -> None:
-        self._refusal = error
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(_again(error))
-
-    def _drop_socket(self, linger: float) -> None:
-        if self._pump is not None:
-            self._monitor.close()
-            self._pump.close(linger)
-            self._pump = None
-
-
-def _again(error: Exception) -> Exception:
-    """Another one like it: an exception that is raised twice collects tracebacks."""
-    return type(error)(*error.args)

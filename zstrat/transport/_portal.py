@@ -110,7 +110,11 @@ class Portal:
         if self._closed:
             work.close()
             raise ClosedError(f"{what}: the session is closed")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the loop was closed in between
+            work.close()
+            raise ClosedError(f"{what}: the session is closed") from None
 
     def _live(self) -> None:
         asyncio.set_event_loop(self.loop)

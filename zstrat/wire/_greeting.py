@@ -1,4 +1,8 @@
-"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal."""
+"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal.
+
+Nobody has proved anything when these words are made, so what a stranger calls itself is
+cut to a length that fits into a message and a line of the log.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,12 @@ _JOBS: Final = frozenset(Job)
 
 def task_name(hello: Hello) -> str:
     """What messages call a task: ``worker:1``."""
-    return f"{hello.job}:{hello.index}"
+    return f"{hello.job:.20}:{hello.index}"
 
 
 def described(hello: Hello) -> str:
     """The task and where it runs, for words to a person."""
-    return f"{task_name(hello)} (host {hello.host}, pid {hello.pid})"
+    return f"{task_name(hello)} (host {hello.host:.80}, pid {hello.pid})"
 
 
 def mismatch(
@@ -35,14 +39,14 @@ def mismatch(
     if other.protocol != PROTOCOL:
         return VersionMismatchError(
             f"{described(other)} speaks protocol {other.protocol} "
-            f"(zstrat {other.versions.get('zstrat', 'unknown')}), "
+            f"(zstrat {other.versions.get('zstrat', 'unknown'):.40}), "
             f"{described(me)} speaks {PROTOCOL} "
             f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
             "install the same zstrat on both"
         )
     if other.job not in _JOBS or other.index < 0:
         return ProtocolError(
-            f"host {other.host}, pid {other.pid} calls itself {task_name(other)}: "
+            f"host {other.host:.80}, pid {other.pid} calls itself {task_name(other)}: "
             f"expected one of {', '.join(Job)} and an index of 0 or more"
         )
     if expect is not None and (other.job, other.index) != expect:
@@ -61,7 +65,8 @@ def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
     if mine is None or theirs is None or mine == theirs:
         return None
     return VersionMismatchError(
-        f"{described(other)} runs Python {theirs}, {described(me)} runs {mine}: step "
+        f"{described(other)} runs Python {theirs:.40}, "
+        f"{described(me)} runs {mine}: step "
         "functions travel between them as byte code, which needs the same minor version"
     )
 

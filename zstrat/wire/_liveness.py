@@ -29,9 +29,12 @@ class Liveness:
         overslept = now - self._ticked_at - 2 * self._times.beat
         self._ticked_at = now
         if overslept > 0:
-            # This process was stopped or blocked: what the peer said in the meantime
-            # is still in the socket, so the silence is ours.
-            self.heard_at += overslept
+            # This process was stopped or blocked: what the peer said in the meantime,
+            # or its return, is still in the socket, so the silence is ours. What was
+            # heard since is of now, and no credit for later.
+            self.heard_at = min(now, self.heard_at + overslept)
+            if self.broken_at is not None:
+                self.broken_at = min(now, self.broken_at + overslept)
 
     @property
     def due(self) -> float:

@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from ._sink import Absorb
 
 QUEUE: Final = 65536
-"""Messages that wait to be sent: four times what a peer may have open, so only notices
-to a peer that does not read can fill it."""
+"""Messages that wait to be sent: four times what a peer may have open, so only a peer
+that does not read can fill it: with notices, or by asking more than it may."""
 
 _OPEN: Final = State.OPEN  # a look at a member of an enum costs as much as a call
 _CLOSED: Final = State.CLOSED
@@ -306,6 +306,8 @@ class Peer(Generic[Token]):
     def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
         number, message, heavy, sink = arrived
         if len(self._serving) >= self._limits.requests:
+            if len(self.outbox) >= QUEUE:
+                raise ProtocolError("it asks on, and does not read that we are busy")
             busy = BusyError(f"{len(self._serving)} requests are open: wait for them")
             self.outbox.put(failure(busy), number)
             return ()

@@ -27,10 +27,11 @@ class Sharing:
     """Of one connection. ``unread`` are bodies of the peer that nothing reads any more,
     to be looked at before each message: at `RELEASED` of them call `release`."""
 
-    __slots__ = ("_is_offered", "_lane", "_outbox", "unread")
+    __slots__ = ("_is_offered", "_lane", "_outbox", "_was_offered", "unread")
 
     def __init__(self, lane: Lane | None, outbox: Outbox) -> None:
-        self._lane, self._outbox, self._is_offered = lane, outbox, False
+        self._lane, self._outbox = lane, outbox
+        self._is_offered = self._was_offered = False
         self.unread: Sized = () if lane is None else lane.unread
 
     def offer(self, to: Hello) -> None:
@@ -50,6 +51,9 @@ class Sharing:
     def on_offer(self, offer: Offer, of: Hello | None) -> None:
         if of is None:
             raise ProtocolError("expected Hello, got Offer")
+        if self._was_offered:
+            raise ProtocolError("it offered memory twice")
+        self._was_offered = True
         yes = self._lane is not None and self._lane.accept(offer, of)
         self._outbox.say(Mapped(yes))
 

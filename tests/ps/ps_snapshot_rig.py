@@ -1,0 +1,116 @@
+"""Parameter servers in this process that are saved and loaded, on disks that halt."""
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from pathlib import Path
+
+import numpy as np
+import optax
+from ps_callers import SESSION, Peer
+
+from zstrat.config import Settings, Timeouts
+from zstrat.ps import PinnedTensor, PsClient, PsService, PsUpdate, Ref
+from zstrat.ps import _disk as disk_module
+from zstrat.ps import _probe as probe_module
+from zstrat.wire import OpenSession, UpdateOp, VariableEntry
+
+TASK = "/job:ps/task:0"
+
+
+OPTIMIZERS = {
+    b"adam": lambda: optax.adam(0.1),
+    b"momentum": lambda: optax.sgd(0.1, momentum=0.9),
+}
+
+
+class Line:
+    """A link without sockets: the service answers in this process."""
+
+    def __init__(self, service, peer):
+        self.service, self.peer, self.remote = service, None, peer
+
+    def submit(self, message, *, deadline=None):
+        answer = asyncio.get_running_loop().create_future()
+        try:
+            outcome = self.service.handle(self.remote, message)
+        except Exception as error:
+            answer.set_exception(error)
+            return answer
+        if inspect.isawaitable(outcome):
+            return asyncio.ensure_future(outcome)
+        answer.set_result(outcome)
+        return answer
+
+
+class Rig:
+    def __init__(self, servers: int = 2):
+        self.chief = Peer()
+        self.services = [
+            PsService(
+                load_code=lambda code: OPTIMIZERS[code](),
+                settings=Settings(timeouts=Timeouts()),
+                task=f"/job:ps/task:{index}",
+                incarnation=5,
+            )
+            for index in range(servers)
+        ]
+        for service in self.services:
+            service.handle(self.chief, OpenSession(SESSION, 0, 1, []))
+        lines = [Line(service, self.chief) for service in self.services]
+        self.client = PsClient(lines, SESSION)
+
+    async def create(self, ps: int, key: int, value, sharded: bool = False) -> Ref:
+        entry = VariableEntry(key, f"v{key}", True, sharded)
+        await self.client.create([(ps, entry, np.asarray(value))])
+        return Ref(ps, key)
+
+    async def update(self, ref: Ref, op: UpdateOp, *arrays, optimizer: int = 0) -> None:
+        update = PsUpdate(ref.ps, ref.key, op, optimizer, arrays)
+        await self.client.push(-1, 0, 0, [update])
+
+    async def read(self, ref: Ref) -> np.ndarray:
+        (value,) = await self.client.pull([ref])
+        return value
+
+    async def bytes_of(self, tensor: PinnedTensor, number: int = 1) -> np.ndarray:
+        dtype, shape = np.dtype(tensor.entry.dtype), tensor.entry.shape
+        size = int(np.prod(shape)) * dtype.itemsize
+        got = await self.client.read_snapshot(tensor.ps, number, tensor.place, 0, size)
+        return got.view(dtype).reshape(shape)
+
+    def statistics(self, ps: int = 0):
+        return self.services[ps].statistics()
+
+
+def halt(monkeypatch, name: str):
+    """Holds the writing thread up in a method of `NewFile`; gates: (reached, go on)."""
+    reached, onward = threading.Event(), threading.Event()
+    method = disk_module.NewFile.__dict__[name]
+
+    def held(file, *arguments):
+        reached.set()
+        assert onward.wait(30), "the test never went on"
+        return method(file, *arguments)
+
+    monkeypatch.setattr(disk_module.NewFile, name, held)
+    return reached, onward
+
+
+def size_of(path: str) -> int:
+    return Path(path).stat().st_size
+
+
+async def wait(gate: threading.Event) -> None:
+    assert await asyncio.to_thread(gate.wait, 30)
+
+
+@contextlib.asynccontextmanager
+async def snapshot_rig(monkeypatch):
+    # What it takes to find out what an optimizer does is no matter here.
+    monkeypatch.setattr(probe_module, "probe", lambda *_: True)
+    rig = Rig()
+    yield rig
+    for service in rig.services:
+        assert await service.drain()

@@ -1,0 +1,60 @@
+"""A connection to a cluster whose tables are cut as each test wants them."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+import zstrat as zs
+
+ROWS, DIM = 11, 3
+
+
+class Partition:
+    """A partitioner that each test gives its answer: a number of parts, or a list, or
+    what a broken one would say."""
+
+    def __init__(self):
+        self.answer = 1
+
+    def __call__(self, shape, dtype):
+        if callable(self.answer):
+            return self.answer(shape, dtype)
+        if isinstance(self.answer, int):
+            return [self.answer, *[1] * (len(shape) - 1)]
+        return self.answer
+
+
+class World:
+    """``local`` is the cluster."""
+
+    def __init__(self, local, strategy, partition):
+        self.local, self.strategy, self._partition = local, strategy, partition
+        self.coordinator = zs.ClusterCoordinator(strategy)
+
+    def scope(self, answer):
+        """The scope of the strategy, in which tables are cut so (`Partition`)."""
+        self._partition.answer = answer
+        return self.strategy.scope()
+
+    def table(self, value, parts=2, name="table"):
+        with self.scope(parts):
+            return zs.Variable(np.asarray(value), name=name)
+
+
+@contextlib.contextmanager
+def connected(local):
+    partition = Partition()
+    with zs.ParameterServerStrategy(
+        local.resolver, variable_partitioner=partition
+    ) as strategy:
+        yield World(local, strategy, partition)
+
+
+def numbered(rows, columns=DIM, first=0):
+    count = rows * columns
+    return np.arange(first, first + count, dtype="f4").reshape(rows, columns)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())

@@ -1,0 +1,58 @@
+"""Where an endpoint binds: not where others could command it."""
+
+import socket
+
+import numpy as np
+import pytest
+from transport_talk import pull
+
+from zstrat.config import Settings
+from zstrat.errors import PermissionDeniedError
+from zstrat.wire import Inspect
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "*:0", "tcp://[::]:0"])
+async def test_other_machines_are_not_served_without_keys(net, address):
+    with pytest.raises(PermissionDeniedError, match="zstrat keygen"):
+        await net.serve(address)
+
+
+async def test_insecure_serves_other_machines(net):
+    _, address, _ = await net.serve("0.0.0.0:0", settings=Settings(insecure=True))
+    link, _ = await net.open(address.replace("0.0.0.0", "127.0.0.1"))
+    assert await link.request(Inspect())
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "tcp://127.0.0.1"])
+async def test_this_machine_is_served(net, host):
+    _, address, _ = await net.serve(f"{host}:0")
+    link, _ = await net.open(address)
+    assert link.is_open
+
+
+async def test_a_socket_file_carries_bodies_too(net, tmp_path):
+    tmp_path.chmod(0o700)
+    _, address, _ = await net.serve(f"ipc://{tmp_path}/ps0")
+    assert address == f"ipc://{tmp_path}/ps0"
+    link, _ = await net.open(address)
+    reply = await link.request(pull(5_000_001))
+    assert np.array_equal(reply.arrays[0], np.arange(5_000_001, dtype=np.uint8))
+
+
+async def test_a_socket_file_in_use_is_refused_and_a_stale_one_taken(net, tmp_path):
+    tmp_path.chmod(0o700)
+    endpoint, address, _ = await net.serve(f"ipc://{tmp_path}/ps0")
+    with pytest.raises(OSError, match="another process listens there"):
+        await net.serve(address)
+    await endpoint.close()
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(f"{tmp_path}/ps1")
+    await net.serve(f"ipc://{tmp_path}/ps1")
+
+
+async def test_a_socket_file_in_an_open_directory_is_refused(net, tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(PermissionError, match="0700"):
+        await net.serve(f"ipc://{tmp_path}/ps0")
+    with pytest.raises(FileNotFoundError, match="create it"):
+        await net.serve(f"ipc://{tmp_path}/none/ps0")

@@ -1,0 +1,202 @@
+"""Tasks that leave, fall silent, break off, return, or are replaced."""
+
+import asyncio
+import errno
+
+import pytest
+import zmq
+from transport_talk import Raw, greeting, pull, soon
+
+from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
+from zstrat.transport import _dial, new_incarnation
+from zstrat.transport._monitor import Event, Happening
+from zstrat.transport._socket import new_socket
+from zstrat.wire import (
+    Beat,
+    CancelSteps,
+    DeleteVariables,
+    Done,
+    Goodbye,
+    Inspect,
+    Pull,
+    encode,
+)
+
+
+async def test_goodbyes_are_told_at_once_with_the_reason(net):
+    endpoint, address, service = await net.serve()
+    link, _ = await net.open(address)
+    await link.close("the program ended")
+    remote, reason = await service.lost.get()
+    assert reason == "it left: the program ended"
+    assert not remote.alive
+    with pytest.raises(PeerLostError, match="worker:1"):
+        remote.notify(CancelSteps(1))
+    link, caller = await net.open(address)
+    waiting = link.submit(DeleteVariables(1, [1]))
+    await endpoint.close("the ps was stopped")
+    lost = await caller.lost.get()
+    assert lost.peer == "/job:ps/task:0"
+    assert "the ps was stopped" in lost.reason
+    assert lost.left
+    assert isinstance(waiting.exception(), PeerLostError | KeyError)
+    with pytest.raises(PeerLostError, match="not connected"):
+        await link.request(Inspect())
+    with pytest.raises(PeerLostError, match="not connected"):
+        link.notify(CancelSteps(1))
+
+
+async def test_a_server_that_restarts_is_lost_and_opened_anew(net):
+    endpoint, address, _ = await net.serve()
+    link, caller = await net.open(address)
+    first = await caller.opened.get()
+    await endpoint.close()
+    await net.serve(address)
+    second = await caller.opened.get()
+    assert first.incarnation != second.incarnation
+    assert await caller.lost.get()
+    assert caller.lost.empty()
+    assert await link.request(Inspect())
+
+
+async def test_a_cut_connection_fails_requests_at_once_and_comes_back(net):
+    never = asyncio.get_running_loop().create_future()
+    _, address, service = await net.serve(
+        handler=lambda r, m: never if isinstance(m, Pull) else Done()
+    )
+    relay = await net.relay(address)
+    link, caller = await net.open(relay.address)
+    first = await caller.opened.get()
+    waiting = link.submit(pull(1))
+    relay.cut()
+    with pytest.raises(PeerLostError, match="its connection broke"):
+        await waiting
+    assert (await caller.opened.get()).incarnation == first.incarnation
+    assert await link.request(Inspect()) == Done()
+    assert caller.lost.empty()
+    assert service.lost.empty()
+    never.cancel()
+
+
+async def test_a_connection_that_libzmq_made_anew_by_itself_is_a_new_one(net):
+    never = asyncio.get_running_loop().create_future()
+    _, address, _ = await net.serve(
+        handler=lambda r, m: never if isinstance(m, Pull) else Done()
+    )
+    link, caller = await net.open(address)
+    first = await caller.opened.get()
+    waiting = link.submit(pull(1))
+    # What the monitor says at once when the loop was held up meanwhile.
+    link._happened(Event(Happening.BROKEN, 0))
+    link._happened(Event(Happening.READY, 0))
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLostError, match="its connection broke"):
+            await waiting
+        assert (await caller.opened.get()).incarnation == first.incarnation
+    assert await link.request(Inspect()) == Done()
+    assert caller.lost.empty()
+    never.cancel()
+
+
+async def test_a_link_waits_until_there_are_descriptors_for_it(net, monkeypatch):
+    _, address, _ = await net.serve()
+    tries = []
+
+    def scarce(*args):
+        tries.append(args)
+        if len(tries) < 4:
+            raise zmq.ZMQError(errno.EMFILE)
+        return new_socket(*args)
+
+    monkeypatch.setattr(_dial, "new_socket", scarce)
+    link, _ = net.link(address)
+    with pytest.raises(DeadlineExceededError, match="Too many open files"):
+        await link.wait_open(soon(0))
+    await link.wait_open(soon())
+    assert len(tries) == 4
+
+
+async def test_a_notice_that_fails_after_its_sender_left_is_in_the_log(net, caplog):
+    loop = asyncio.get_running_loop()
+    later, told = loop.create_future(), loop.create_future()
+
+    def handler(remote, message):
+        return later if isinstance(message, CancelSteps) else Done()
+
+    _, address, service = await net.serve(handler=handler)
+    link, _ = await net.open(address)
+    link.notify(CancelSteps(1))
+    await link.request(Inspect())
+    await link.close()
+    await service.lost.get()
+    later.set_exception(ValueError("too late"))
+    later.add_done_callback(lambda _: told.set_result(None))
+    await told
+    assert "a notice of worker:1" in caplog.text
+    assert "too late" in caplog.text
+
+
+async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net, swift):
+    _, address, service = await net.serve(settings=swift)
+    relay = await net.relay(address)
+    _, caller = await net.open(relay.address, settings=swift)
+    await relay.close()
+    assert "connection broke" in (await caller.lost.get()).reason
+    _, reason = await service.lost.get()
+    assert "did not come back" in reason
+    assert caller.lost.empty()
+
+
+async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, swift):
+    _, address, service = await net.serve(settings=swift)
+    relay = await net.relay(address)
+    link, caller = await net.open(relay.address, settings=swift)
+    await caller.opened.get()
+    with relay.held():
+        waiting = link.submit(Inspect())
+        with pytest.raises(PeerLostError, match="silent"):
+            await waiting
+        lost = await caller.lost.get()
+        assert "silent" in lost.reason
+        assert not lost.left
+        assert "silent" in (await service.lost.get())[1]
+    await caller.opened.get()
+    assert await link.request(Inspect())
+
+
+async def test_a_client_that_wakes_up_after_its_loss_is_told_to_greet(net, swift):
+    _, address, service = await net.serve(settings=swift)
+    with Raw(address) as raw:
+        raw.say(greeting())
+        remote, reason = await service.lost.get()
+        assert remote.name == "worker:5"
+        assert "silent" in reason
+        raw.say(encode(Beat(False))[0])
+        goodbye = await raw.hear(Goodbye)
+        assert "expected Hello" in goodbye.reason
+
+
+async def test_of_two_that_claim_one_task_the_newer_wins(net):
+    _, address, service = await net.serve()
+    old, told = await net.open(address, index=3)
+    new, _ = await net.open(address, index=3)
+    remote, reason = await service.lost.get()
+    assert remote.name == "worker:3"
+    assert "replaced by a newer process" in reason
+    assert "replaced" in (await told.lost.get()).reason
+    with pytest.raises(ProtocolError, match="was replaced by"):
+        await old.wait_open(soon())
+    assert await new.request(Inspect())
+    assert service.lost.empty()
+
+
+async def test_several_coordinators_and_links_of_one_process_are_served(net):
+    _, address, service = await net.serve()
+    same = new_incarnation()
+    links = [
+        (await net.open(address, job="chief", index=0, incarnation=which))[0]
+        for which in (same, same, new_incarnation())
+    ]
+    for link in links:
+        assert await link.request(Inspect())
+    assert service.lost.empty()

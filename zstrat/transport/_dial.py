@@ -1,0 +1,102 @@
+"""Sockets to one address, one after the other: each stands for one connection.
+
+When a connection ends, its socket goes with all that libzmq still held for it, and the
+next one is made after a pause that grows with every attempt. What a socket says goes to
+whoever dials.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Final
+
+import zmq
+
+from ._monitor import Event, Happening, Monitor
+from ._pump import Pump, Receive
+from ._socket import new_socket
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.config import Settings
+
+    from ._address import Address
+
+_FIRST_PAUSE: Final = 0.02
+_LONGEST_PAUSE: Final = 2.0
+"""Seconds between two attempts after a connection that ended; doubled each time."""
+
+
+class Dial:
+    """Connects to ``where``.
+
+    Args:
+        arm: Gives a socket its keys, before it connects.
+        happened: Told what befalls the connection.
+        received: Gets the messages.
+        failed: Told why no socket could be opened; another attempt follows.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        where: Address,
+        settings: Settings,
+        *,
+        arm: Callable[[zmq.Socket[bytes]], None],
+        happened: Callable[[Event], None],
+        received: Receive,
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._context, self._where, self._settings = context, where, settings
+        self._arm, self._happened, self._received = arm, happened, received
+        self._failed = failed
+        self._loop = asyncio.get_running_loop()
+        self._pause = _FIRST_PAUSE
+        self._retry: asyncio.TimerHandle | None = None
+        self.pump: Pump | None = None
+        """Of the socket that there is."""
+
+    def now(self) -> None:
+        """Opens a socket, which connects by itself as soon as somebody listens."""
+        self._retry = None
+        try:
+            self._open()
+        except (zmq.ZMQError, OSError) as error:  # to who dials: no descriptor is left
+            self._failed(error)
+            self.later()
+
+    def later(self) -> None:
+        """The same after a pause."""
+        self._retry = self._loop.call_later(self._pause, self.now)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+    def succeeded(self) -> None:
+        """Somebody answered: the next pause is a short one."""
+        self._pause = _FIRST_PAUSE
+
+    def drop(self, linger: float) -> None:
+        """Closes the socket; what was sent has ``linger`` seconds to leave."""
+        if self.pump is not None:
+            self._monitor.close()
+            self.pump.close(linger)
+            self.pump = None
+
+    def close(self, linger: float) -> None:
+        """`drop`, and no other attempt."""
+        if self._retry is not None:
+            self._retry.cancel()
+        self.drop(linger)
+
+    def _open(self) -> None:
+        with ExitStack() as undo:
+            socket = new_socket(self._context, zmq.DEALER, self._where, self._settings)
+            undo.callback(socket.close, 0)
+            self._arm(socket)
+            monitor = Monitor(socket, tuple(Happening), self._happened)
+            undo.callback(monitor.close)
+            socket.connect(self._where.endpoint)
+            self._monitor, self.pump = monitor, Pump(socket, self._received)
+            undo.pop_all()

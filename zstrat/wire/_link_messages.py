@@ -1,0 +1,125 @@
+"""What the two ends of a connection say to each other about the connection itself.
+
+Whatever task is behind them: who they are, that they live, how a body travels, and that
+they leave. Nobody above a connection ever sees one of these but `Hello`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import ClassVar, Final
+
+PROTOCOL: Final = 3
+"""Version of the protocol; HELLO refuses any other."""
+
+
+class Job(enum.StrEnum):
+    """What a task is; also the role that its key carries."""
+
+    CHIEF = "chief"
+    WORKER = "worker"
+    PS = "ps"
+    EVALUATOR = "evaluator"
+    OBSERVER = "observer"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of a connection, and its answer: who I am and what I run.
+
+    ``incarnation`` is drawn at random when the process starts; a peer that returns with
+    another one has lost everything that it held. ``link`` numbers the links of one
+    process, so that a connection which comes back replaces its own predecessor and not
+    that of another link.
+    """
+
+    kind: ClassVar = 1
+    protocol: int
+    job: str
+    index: int
+    incarnation: int
+    host: str
+    pid: int
+    versions: dict[str, str] = field(default_factory=dict)
+    link: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """I am alive, said by the event loop itself. Answered with a Beat if ``wanted``."""
+
+    kind: ClassVar = 2
+    wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next part of the body of a message announced before (one raw frame)."""
+
+    kind: ClassVar = 3
+    stream: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """So many more chunks of the stream may be sent."""
+
+    kind: ClassVar = 4
+    stream: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """I leave on purpose."""
+
+    kind: ClassVar = 5
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """This process has memory for bodies that the peer may map, if it is on this host:
+    the anonymous file ``descriptor`` of the process in its HELLO. It begins with
+    ``word``, which proves to the peer that it has mapped the right one."""
+
+    kind: ClassVar = 10
+    descriptor: int
+    capacity: int
+    word: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Whether the peer has mapped the memory that it was offered."""
+
+    kind: ClassVar = 11
+    yes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The body of the message announced before lies in the sender's memory."""
+
+    kind: ClassVar = 12
+    stream: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The bodies at these offsets of the peer's memory are not read any more."""
+
+    kind: ClassVar = 13
+    offsets: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """In place of the outcome of a request whose body came in chunks: nothing was done,
+    the body was not kept, send the same once more. The connection does that by itself.
+    """
+
+    kind: ClassVar = 64

@@ -1,0 +1,165 @@
+"""What a coordinator and a worker say to each other about closures and their resources.
+
+Code and arguments are shipped once and named from then on; what is dispatched is
+answered by `Completions`, many in one message.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ._plain import Arrays, PlainTree  # noqa: TC001
+
+
+class Outcome(enum.IntEnum):
+    """How a closure ended on a worker."""
+
+    OK = 0
+    FAILED = 1
+    CANCELLED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PutCode:
+    """Ships a pickled object (a step function, a dataset function) once, named by its
+    digest. Taken from a coordinator alone. Answered by `Done`."""
+
+    kind: ClassVar = 48
+    session: int
+    digest: bytes
+    code: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PutArguments:
+    """Ships the pickled ``(args, kwargs)`` of closures; large arrays travel beside it
+    (pickle protocol 5, out of band, in order). A notice: order on the link suffices."""
+
+    kind: ClassVar = 49
+    session: int
+    arguments: int
+    code: bytes
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DropArguments:
+    kind: ClassVar = 50
+    session: int
+    arguments: list[int]
+
+
+class Batch(NamedTuple):
+    """Closures that share function and arguments; ``arguments`` 0: called without any.
+    ``attempt`` is 1 for the first try."""
+
+    function: bytes
+    arguments: int
+    attempt: int
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Runs the closures in order. A notice, answered by `Completions` as they end."""
+
+    kind: ClassVar = 51
+    session: int
+    low_water: int
+    batches: list[Batch]
+
+
+class Completion(NamedTuple):
+    """``layout`` names a `Layout` sent before or with it on this link; ``size`` is how
+    many bytes of ``results`` are this closure's, -1 if they stay on the worker
+    (`Fetch`). ``error`` is `errors.to_wire` or None."""
+
+    step: int
+    outcome: int
+    layout: int
+    size: int
+    error: PlainTree
+
+
+class Layout(NamedTuple):
+    """How to cut a result: dtype names and shapes of the leaves, and their structure
+    (nested lists and dicts with leaf numbers, or None if it is not plain)."""
+
+    layout: int
+    dtypes: list[str]
+    shapes: list[list[int]]
+    structure: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    """Closures that ended; a notice from worker to coordinator. ``results`` is the
+    little-endian C-order bytes of all small results, leaf after leaf."""
+
+    kind: ClassVar = 52
+    session: int
+    completions: list[Completion]
+    layouts: list[Layout]
+    results: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSteps:
+    """Drops every closure that has not begun; each one is answered in `Completions` as
+    cancelled. What runs, runs to its end."""
+
+    kind: ClassVar = 53
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Asks for a result that stayed on the worker; answered by `Fetched`."""
+
+    kind: ClassVar = 54
+    session: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    kind: ClassVar = 55
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class DropResults:
+    kind: ClassVar = 56
+    session: int
+    steps: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResource:
+    """Builds (again) a per-worker resource from shipped code; answered by
+    `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
+    a callable, ``purpose`` is "iterator" (its result is iterated) or "value"."""
+
+    kind: ClassVar = 57
+    session: int
+    resource: int
+    purpose: str
+    maker: bytes
+    arguments: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceBuilt:
+    """``layout`` describes the elements of an iterator (its first one)."""
+
+    kind: ClassVar = 58
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class DropResources:
+    kind: ClassVar = 59
+    session: int
+    resources: list[int]

@@ -1,0 +1,82 @@
+"""What every task is asked, whatever its job, and the outcomes of any request.
+
+One coordinator owns a task at a time: its session is opened before anything else is
+asked, and what belongs to it is dropped with it (`zstrat.wire._session`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ._plain import PlainTree  # noqa: TC001
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The outcome of a request that failed: `zstrat.errors.to_wire` of the error."""
+
+    kind: ClassVar = 6
+    error: PlainTree
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The outcome of a request that has nothing to say but that it succeeded."""
+
+    kind: ClassVar = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Asks a task for its statistics; any role may."""
+
+    kind: ClassVar = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    kind: ClassVar = 9
+    values: dict[str, PlainTree]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
+    while another coordinator that is alive holds it.
+
+    ``session`` is the incarnation of the coordinator; ``ps`` are the addresses that a
+    worker pulls from and pushes to, in task order; ``index`` is the receiver's place
+    among the tasks of its job that the coordinator knows, from 0, and goes into the
+    worker context with ``worker_count``. ``prefetch``: how many optimizer steps a
+    worker may fetch ahead. A ps ignores all but the session.
+    """
+
+    kind: ClassVar = 16
+    session: int
+    index: int
+    worker_count: int
+    ps: list[str]
+    prefetch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
+
+    ``resumed``: the session was open already, and all that it has here is intact.
+    """
+
+    kind: ClassVar = 17
+    platform: str
+    devices: int
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    """Drop all of the session; with ``exit`` the process drains and ends."""
+
+    kind: ClassVar = 18
+    session: int
+    exit: bool

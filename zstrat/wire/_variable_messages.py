@@ -1,0 +1,209 @@
+"""What coordinators and workers say to a parameter server about variables.
+
+Variables are created, read, and pushed to; a push applies as a whole and at most once.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ._plain import Arrays, PlainTree  # noqa: TC001
+
+
+class UpdateOp(enum.IntEnum):
+    """What a push does to a variable; the operands are the update's arrays in order."""
+
+    ASSIGN = 0  # value
+    ADD = 1  # delta
+    SUB = 2  # delta
+    SCATTER_ADD = 3  # indices [n], rows [n, ...]: duplicates accumulate
+    SCATTER_SUB = 4
+    SCATTER_MUL = 5
+    SCATTER_DIV = 6
+    SCATTER_MIN = 7
+    SCATTER_MAX = 8
+    SCATTER_UPDATE = 9  # of duplicate indices the last one wins
+    OPTIMIZE = 10  # gradient, applied by the update's optimizer
+    OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
+
+
+class VariableEntry(NamedTuple):
+    """``key`` is unique in the session; the initial value is the array at its place."""
+
+    key: int
+    name: str
+    trainable: bool
+    sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CreateVariables:
+    """Creates all or none; answered by `Done`. The same key, shape and dtype again is
+    no error and keeps the value that is there."""
+
+    kind: ClassVar = 32
+    session: int
+    variables: list[VariableEntry]
+    arrays: Arrays
+
+
+class InitialEntry(NamedTuple):
+    """A variable whose value is made where it will live: ``shape`` of ``whole``, from
+    ``offset`` on (one number per axis each)."""
+
+    key: int
+    name: str
+    trainable: bool
+    sharded: bool
+    dtype: str
+    shape: list[int]
+    whole: list[int]
+    offset: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class InitializeVariables:
+    """Creates all or none, as `CreateVariables`, from one shipped initializer:
+    ``(shape, dtype, partition_shape=, partition_offset=) -> array``. Taken from a
+    coordinator alone."""
+
+    kind: ClassVar = 39
+    session: int
+    variables: list[InitialEntry]
+    code: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteVariables:
+    kind: ClassVar = 33
+    session: int
+    keys: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CreateOptimizer:
+    """``code`` is a shipped optax transformation: taken from a coordinator alone."""
+
+    kind: ClassVar = 34
+    session: int
+    optimizer: int
+    name: str
+    code: bytes
+
+
+class Read(NamedTuple):
+    """``known`` is the version that the reader holds, -1 for none."""
+
+    key: int
+    known: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Reads several variables; answered by `Pulled`. Each one is untorn; together they
+    are not a snapshot."""
+
+    kind: ClassVar = 35
+    session: int
+    reads: list[Read]
+
+
+@dataclass(frozen=True, slots=True)
+class PullRows:
+    """`Pull`, and rows of variables besides; answered by `Pulled`.
+
+    ``rows`` are the keys of the variables of which rows are read; the array at its
+    place holds their indices, ``[n]`` integers of the variable's first axis.
+    """
+
+    kind: ClassVar = 61
+    session: int
+    reads: list[Read]
+    rows: list[int]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """One version per read, in order. ``arrays`` holds the values of those reads whose
+    version differs from the one that the reader knew, in order, and behind them the
+    rows ``[n, ...]`` for each of `PullRows.rows`."""
+
+    kind: ClassVar = 36
+    versions: list[int]
+    arrays: Arrays
+
+
+class Update(NamedTuple):
+    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is
+    how many of the push's arrays belong to this update."""
+
+    key: int
+    op: int
+    optimizer: int
+    operands: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Applies all the updates or none; answered by `Pushed`.
+
+    ``step`` names the closure: a ps applies the pushes of ``(session, step, part)`` at
+    most once. ``step`` -1: not part of a closure, applied as often as it is sent.
+    All steps below ``low_water`` are over; a push of one is answered as a duplicate.
+    """
+
+    kind: ClassVar = 37
+    session: int
+    step: int
+    part: int
+    low_water: int
+    updates: list[Update]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """``applied`` is false for a duplicate; versions are those after the push."""
+
+    kind: ClassVar = 38
+    applied: bool
+    versions: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """`Push`, and behind it `PullRows`, which reads what the push wrote: what training
+    needs of a ps per step, in one message. Answered by `Exchanged`.
+
+    ``arrays``: the operands of the updates in order, then the indices for each of
+    ``rows``.
+    """
+
+    kind: ClassVar = 62
+    session: int
+    step: int
+    part: int
+    low_water: int
+    updates: list[Update]
+    reads: list[Read]
+    rows: list[int]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """``applied`` as in `Pushed`, ``versions`` and ``arrays`` as in `Pulled`.
+
+    Either part may be refused without the other: its error is `errors.to_wire`, and
+    None if it was not. Without an answer to the pull, versions and arrays are empty.
+    """
+
+    kind: ClassVar = 63
+    applied: bool
+    push_error: PlainTree
+    pull_error: PlainTree
+    versions: list[int]
+    arrays: Arrays
