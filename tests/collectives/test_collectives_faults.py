@@ -169,6 +169,16 @@ def test_a_rank_that_leaves_is_named(trio):
         assert "rank 2 (/job:worker/task:2" in error.peer
 
 
+def test_a_rank_that_has_left_is_named_at_once_where_memory_is_shared(trio):
+    groups = trio.groups(lane="shm", timeout=None)
+    trio.each(lambda group: group.all_reduce(np.ones(3)), groups)
+    trio.start(groups[2].close).result(20)
+    calls = {0: lambda group: group.barrier(), 1: lambda group: group.all_reduce(1.0)}
+    for error in trio.outcomes(lambda group: calls[group.rank](group), groups[:2]):
+        assert isinstance(error, PeerLostError | UnavailableError), error
+        assert "it left group 'group'" in str(error)
+
+
 def test_a_rank_may_leave_after_its_last_call(trio):
     def work(group):
         data = group.broadcast(np.full(3_000_000, group.rank + 1.0))

@@ -105,6 +105,17 @@ def test_in_place(pair):
             np.testing.assert_array_equal(tree[name], expected[name])
 
 
+@pytest.mark.parametrize("count", [10, ALONE])
+def test_one_array_at_two_places_cannot_be_reduced_in_place(pair, count):
+    array = np.ones(count)
+    with pytest.raises(ValueError, match="at two places"):
+        pair.all[0].all_reduce({"a": array, "b": array[:]}, in_place=True)
+    empty = [np.ones(0), np.ones(0)[:]]
+    pair.each(lambda group: group.all_reduce(empty, in_place=True), pair.all)
+    for a, b in pair.each(lambda group: group.all_reduce([array, array]), pair.all):
+        np.testing.assert_array_equal([a, b], np.full((2, count), 2.0))
+
+
 def test_ranks_that_pack_differently_are_told():
     def reduce(group):
         return group.all_reduce([np.ones(5), np.ones(6)], timeout=5)

@@ -93,7 +93,8 @@ class Generation:
         )
         self._traffic = Traffic(self, self._mesh, formed, counts)
         self.leavers: dict[int, int] = {}
-        """Ranks that left on purpose, and how many calls they have made."""
+        """Ranks that left on purpose, and how many operations without a tag they have
+        begun. May be looked at from any thread."""
         self._is_known = False
         """A call here has ended with the error."""
         self._broken_flag = threading.Event()
@@ -134,7 +135,8 @@ class Generation:
     def _flushed(self) -> None:
         """A line has sent what it had."""
         if self._drained is not None and self._mesh.is_drained:
-            self._drained.set_result(None)
+            if not self._drained.done():  # `close` has not given up
+                self._drained.set_result(None)
             self._drained = None
         self._traffic.draw()
 
@@ -251,8 +253,14 @@ class Generation:
         self.lost.add(sender)
         for running in list(self._traffic.running.values()):
             self.check_left(running)
-        if any(number > message.calls for number in list(self.begun)):
-            self._abort_left(sender)
+        self.check_begun(max(list(self.begun), default=0))
+
+    def check_begun(self, number: int) -> None:
+        """Ends the generation if a rank that has left does not make this operation."""
+        for rank, calls in self.leavers.items():
+            if number > calls:
+                self._abort_left(rank)
+                return
 
     def check_left(self, running: Running) -> None:
         """Ends the generation if a call waits for a rank that has left."""

@@ -89,7 +89,7 @@ class Group(Calls):
         self._station = self._invited.station()
         try:
             self._form_now(self._invited.wish())
-        except BaseException:
+        except BaseException:  # to the caller, who has no group that he could close
             self._station.release()
             raise
 
@@ -127,7 +127,7 @@ class Group(Calls):
         group._station = await asyncio.to_thread(group._invited.station)
         try:
             await group._form(group._invited.wish())
-        except BaseException:
+        except BaseException:  # as in the constructor; cancellation, too
             await asyncio.to_thread(group._station.release)
             raise
         return group

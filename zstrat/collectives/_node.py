@@ -193,7 +193,7 @@ class Node:
             for incarnation, hop in self._claim(formed.ticket):
                 generation.hop(incarnation, hop)
             await generation.open(deadline + _GRACE)
-        except BaseException:
+        except BaseException:  # to `form`; cancellation, too: the others hear of it
             await self.leave(generation, "it could not reach all ranks")
             raise
         return generation

@@ -7,7 +7,7 @@ hears of. The words are what ranks compare, so they hold all that has to be alik
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -77,8 +77,9 @@ def all_reduce(
             values, indices = next(gathered), next(gathered)
             if op is ReduceOp.MEAN:
                 values = values / size
-            out[at] = dataclasses.replace(  # type: ignore[type-var]
-                slices, values=values, indices=indices
+            # mypy cannot see that what is an `IndexedSlices` is a dataclass.
+            out[at] = dataclasses.replace(
+                cast("Any", slices), values=values, indices=indices
             )
         return rebuild([out[at] for at in range(len(found))])
 
@@ -213,6 +214,17 @@ def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
             )
         if not leaf.origin.flags.writeable:
             raise ValueError("in_place: an array is read-only")
+    if len(leaves) > 1:
+        _check_apart(leaves)
+
+
+def _check_apart(leaves: Sequence[Leaf]) -> None:
+    """Memory that stands in a tree twice would be reduced twice."""
+    places = [leaf.flat.ctypes.data for leaf in leaves if leaf.flat.size]
+    if len(set(places)) < len(places):
+        raise ValueError(
+            "in_place: the same array stands at two places of the tree: give it once"
+        )
 
 
 def _check_sparse(op: ReduceOp, rows: Sequence[Leaf]) -> None:

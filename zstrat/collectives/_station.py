@@ -130,7 +130,7 @@ class Station:
 
         try:
             station = portal.run(begin(), _BINDING, f"binding {bind}")
-        except BaseException:
+        except BaseException:  # to whoever makes a group; Ctrl-C, too
             portal.close()
             raise
         station._portal = portal
