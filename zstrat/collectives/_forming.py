@@ -197,7 +197,7 @@ class Between:
         self._station, self._generation = station, generation
 
     def start(self, call: Call, ranks: Sequence[int], part: int) -> Started:
-        named = replace(call, key=key_between(call.key, part))
+        named = replace(call, key=key_between(call.key, part), whole=call.key)
         return begin(self._station, self._generation, named, ranks)
 
 

@@ -60,9 +60,8 @@ def all_reduce(
     rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
     _check_reducible(size, op, rows[::2])
     _check_sparse(op, rows)
-    packs = options.bytes_per_pack
-    packed = [f"bytes_per_pack={packs}"] if packs and len(leaves) > 1 else []
-    words = _named("all_reduce", [*leaves, *rows], op.value, *packed, where, free=rows)
+    packs = _packs(leaves, options)
+    words = _named("all_reduce", [*leaves, *rows], op.value, packs, where, free=rows)
 
     def make(draft: Draft) -> Steps:
         many = [operations.all_reduce(draft, leaves, op, in_place)]
@@ -133,7 +132,7 @@ def broadcast(size: int, tree: Any, root: int, options: Options) -> Request:
         raise ValueError(f"root={root}: expected a rank below {size}")
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
-    words = _named("broadcast", leaves, f"root={root}", where)
+    words = _named("broadcast", leaves, f"root={root}", _packs(leaves, options), where)
     return Request(
         words,
         lambda draft: operations.rebuilt(
@@ -174,6 +173,12 @@ def _check_reducible(
         reduction = reduction_of(op, dtype, size)
         if compression is not None:
             Compressor(Compression.of(compression)).codec("", reduction)
+
+
+def _packs(leaves: Sequence[Leaf], options: Options) -> str:
+    """How small arrays share calls, where that is not as for everybody."""
+    packs = options.bytes_per_pack
+    return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
 
 
 def _named(
