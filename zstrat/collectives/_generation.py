@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from ._mesh import MakeLink
     from ._traffic import Running
 
-_LAST_WORDS: Final = 1.0
-"""Seconds in which what a rank sent before its goodbye can still be taken."""
+_LAST_WORDS: Final = 5.0
+"""Seconds in which what a rank sent before its goodbye can still come and be taken: 32
+hops of 1 MiB on a slow line, to a machine that has other things to do."""
 
 
 class Generation:
