@@ -16,7 +16,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zstrat import cli
+from zstrat.cli import main
+from zstrat.cli._cluster import OPEN_PORTS, toml
+from zstrat.cli._signals import endings
+from zstrat.cli._tables import lines, size, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.launch import LocalCluster, Sight
@@ -36,7 +39,7 @@ def short_folder():
 
 
 def zstrat(*argv):
-    return CliRunner().invoke(cli.main, argv)
+    return CliRunner().invoke(main, argv)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def cluster():
 @pytest.fixture
 def file(cluster, tmp_path):
     path = tmp_path / "cluster.toml"
-    path.write_text(cli.toml(cluster.spec))
+    path.write_text(toml(cluster.spec))
     return str(path)
 
 
@@ -80,7 +83,7 @@ def test_status_names_who_does_not_answer(cluster, tmp_path):
     spec = cluster.spec.as_dict()
     spec["worker"].append("127.0.0.1:9")
     file = tmp_path / "cluster.toml"
-    file.write_text(cli.toml(ClusterSpec(spec)))
+    file.write_text(toml(ClusterSpec(spec)))
     ran = zstrat("status", "--cluster", str(file), "--timeout", "0.5")
     assert ran.exit_code == 1
     *_, last = ran.output.splitlines()
@@ -124,7 +127,7 @@ def test_status_of_a_cluster_with_keys(tmp_path):
     keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
     zstrat("keygen", str(keys))
     with LocalCluster(1, 1, lane="tcp", env={"ZSTRAT_KEYS": str(keys)}) as cluster:
-        file.write_text(cli.toml(cluster.spec))
+        file.write_text(toml(cluster.spec))
         command = ("--cluster", str(file), "--timeout")
         known = zstrat("status", *command, "30", "--keys", str(keys))
         assert known.exit_code == 0, known.output
@@ -180,9 +183,34 @@ def test_cluster_in_the_foreground(lane, with_keys, warned, short_folder):
     finally:
         process.kill()
         process.wait()
-    assert (process.returncode, errors) == (0, f"{cli.OPEN_PORTS}\n" * warned)
+    assert (process.returncode, errors) == (0, f"{OPEN_PORTS}\n" * warned)
     assert rest == "ending all tasks\n"
     assert "ended" in (folder / "ps-0.log").read_text()
+
+
+def test_the_end_of_a_terminal_ends_what_is_not_to_outlive_it():
+    """As whoever starts us with nohup wants it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert endings() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        assert endings() == [signal.SIGINT, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("cluster", "--ps", "0"),
+        ("run", "-n", "0", __file__),
+        ("bench", "collectives", "-n", "1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_by_the_name_of_their_option(command):
+    ran = zstrat(*command)
+    assert ran.exit_code == 2
+    assert re.search(r"Invalid value for '(-n|--ps)", ran.output)
 
 
 def test_table_and_lines_say_the_same():
@@ -194,12 +222,12 @@ def test_table_and_lines_say_the_same():
         Sight("ps:0", "h:1", values=values),
         Sight("worker:0", "h:2", problem="nothing answers"),
     ]
-    assert cli.lines(seen) == [
+    assert lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "
         "variables=2 held=6.0 KiB",
         "task=worker:0 address=h:2 incarnation=unreachable: nothing answers",
     ]
-    assert cli.table(seen).row_count == 2
+    assert table(seen).row_count == 2
 
 
 @pytest.mark.parametrize(
@@ -207,14 +235,14 @@ def test_table_and_lines_say_the_same():
     [(0, "0s"), (61, "1m 01s"), (3600, "1h 00m"), (90000, "1d 01h")],
 )
 def test_spans(seconds, words):
-    assert cli.span(seconds) == words
+    assert span(seconds) == words
 
 
 @pytest.mark.parametrize(
     ("number", "words"), [(0, "0 B"), (1536, "1.5 KiB"), (3 * 2**40, "3.0 TiB")]
 )
 def test_sizes(number, words):
-    assert cli.size(number) == words
+    assert size(number) == words
 
 
 def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):

@@ -97,8 +97,11 @@ class Rank:
         return self.engine.takes(replace(call, **options))
 
     def run(self, kind, dtype, source, count, options, times=1):
-        """``source``: bytes; ``count``: elements of the target, None: in place."""
-        source = np.frombuffer(source, DTYPES[dtype]).copy()
+        """``source``: bytes; ``count``: elements of the target, None: in place. What
+        is frozen is read-only, as the memory of jax is."""
+        source = np.frombuffer(source, DTYPES[dtype])
+        if not options.get("is_frozen"):
+            source = source.copy()
         target = source if count is None else np.empty(count, source.dtype)
         call = Call(1, Kind(kind), source, target, 7, kind, math.inf, 60.0)
         call = replace(call, **options)

@@ -107,13 +107,13 @@ def test_ranks_that_make_different_calls_are_told_what_each_does(trio):
         lambda group: group.all_reduce([np.ones(10), np.ones(10)]),
         lambda group: group.broadcast(np.ones(10), 1),
         lambda group: group.reduce_scatter(np.ones(10)),
-        lambda group: group.barrier(timeout=1.0),
+        lambda group: group.barrier(),
     ],
 )
 def test_every_difference_is_found(trio, others):
     groups = trio.groups()
     calls = [
-        lambda group: group.all_reduce(np.ones(10), timeout=1.0),
+        lambda group: group.all_reduce(np.ones(10)),
         others,
         others,
     ]
@@ -167,6 +167,16 @@ def test_a_rank_that_leaves_is_named(trio):
         assert isinstance(error, PeerLostError)
         assert error.left
         assert "rank 2 (/job:worker/task:2" in error.peer
+
+
+def test_a_rank_that_has_left_is_named_at_once_where_memory_is_shared(trio):
+    groups = trio.groups(lane="shm", timeout=None)
+    trio.each(lambda group: group.all_reduce(np.ones(3)), groups)
+    trio.start(groups[2].close).result(20)
+    calls = {0: lambda group: group.barrier(), 1: lambda group: group.all_reduce(1.0)}
+    for error in trio.outcomes(lambda group: calls[group.rank](group), groups[:2]):
+        assert isinstance(error, PeerLostError | UnavailableError), error
+        assert "it left group 'group'" in str(error)
 
 
 def test_a_rank_may_leave_after_its_last_call(trio):

@@ -1,6 +1,7 @@
 """Every operation of a group, against numpy, with ranks as threads."""
 
 import asyncio
+import threading
 from functools import reduce
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from collectives_groups import ranks_of
 
 import zstrat as zs
+from zstrat.collectives import _invitation
 from zstrat.errors import ClosedError, InvalidArgumentError
 
 UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
@@ -365,6 +367,31 @@ async def test_groups_for_async_programs():
                 first.all_reduce_async(np.ones(3)), second.all_reduce_async(np.ones(3))
             )
             np.testing.assert_array_equal(found, np.full((2, 3), 2.0))
+
+
+async def test_making_a_group_that_is_cancelled_leaves_nothing_bound(monkeypatch):
+    binds, may_bind, released = (threading.Event() for _ in range(3))
+
+    class Bound:
+        release = released.set
+
+    def bind(*where):
+        binds.set()
+        may_bind.wait(30)
+        return Bound
+
+    monkeypatch.setattr(_invitation, "station_for", bind)
+    with ranks_of(1) as ranks:
+        making = asyncio.create_task(
+            zs.collectives.Group.create(ranks.resolver(0)), name="making"
+        )
+        assert await asyncio.to_thread(binds.wait, 30)
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        assert not released.is_set()
+        may_bind.set()
+        assert await asyncio.to_thread(released.wait, 30)
 
 
 def test_ranks_that_differ_in_the_group_are_told():

@@ -77,6 +77,20 @@ def test_broadcast(ranks) -> None:
             same(in_place, sources[root])
 
 
+@pytest.mark.parametrize("count", [0, 1, PART // 8 * 3])
+def test_broadcast_of_memory_that_cannot_be_written_to(ranks, count) -> None:
+    size = len(ranks.processes)
+    for root in range(size):
+        sources = given("float64", [count] * size, count)
+        commands = [
+            ("broadcast", "float64", source.tobytes(), None, options, 1)
+            for rank, source in enumerate(sources)
+            for options in [{"root": root, "is_frozen": rank == root}]
+        ]
+        got = ranks.all("run", commands)
+        assert got == [sources[root].tobytes()] * size
+
+
 def test_calls_in_a_row(ranks) -> None:
     size = len(ranks.processes)
     draw = np.random.default_rng(4)
@@ -98,7 +112,7 @@ def test_takes_what_saves_messages(ranks) -> None:
     assert not takes("all_reduce", tag="mine")
     assert not takes("all_reduce", compression="int8")
     assert not takes("all_reduce", algorithm="ring")
-    assert takes("all_reduce", algorithm="shm")
+    assert takes("all_reduce", algorithm="auto")
 
 
 def test_hosts_of_one_rank_have_nothing_to_share(processes) -> None:

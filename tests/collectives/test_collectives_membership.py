@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.collectives._blame import Inquiry, verdict
+from zstrat.collectives._blame import FORGOTTEN, Inquiry, verdict
 from zstrat.collectives._keys import FORMING, PARTS, key_between, key_of, number_of
 from zstrat.collectives._membership import (
     Formed,
@@ -206,3 +206,13 @@ def test_every_rank_is_asked_at_most_once(graph):
     assert len(asked) == len(set(asked))
     assert 0 not in asked
     assert not inquiry.guilty
+
+
+def test_a_call_that_is_over_and_forgotten_is_no_other_call():
+    inquiry = Inquiry(0, WORDS)
+    assert inquiry.answered(1, CallState(FORGOTTEN, [], True)) == []
+    assert inquiry.answered(2, CallState(WORDS, [3], True)) == []
+    assert not inquiry.guilty
+    assert not inquiry.differs
+    inquiry.answered(3, CallState("broadcast(int8[1])", [], True))
+    assert inquiry.differs == {3: "broadcast(int8[1])"}

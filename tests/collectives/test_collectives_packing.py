@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zstrat.collectives import ReduceOp
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives._operations import ALONE, Draft, all_reduce
+from zstrat.collectives._operations import ALONE, Draft, all_reduce, broadcast
 from zstrat.errors import InvalidArgumentError
 
 SMALL = [np.full(size, at, np.float32) for at, size in enumerate([10, 15, 25, 1, 24])]
@@ -33,6 +33,17 @@ def test_packs_from_the_last_array_to_the_first():
     assert contents(calls_of(SMALL, 100)) == [[4, 3, 2], [1, 0]]
     assert contents(calls_of(SMALL, 99)) == [[4, 3], [2], [1, 0]]
     assert contents(calls_of(SMALL)) == [[4, 3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_broadcasts_share_calls_as_well(rank):
+    draft = Draft(rank, 2, 1, "words", math.inf, 1.0, bytes_per_pack=100)
+    arrays = [*SMALL, np.full(ALONE // 4, 7, np.float32)]
+    calls = next(broadcast(draft, [leaf_of(array) for array in arrays], root=0))
+    assert [call.target.size for call in calls] == [ALONE // 4, 50, 25]
+    if rank == 0:
+        assert contents(calls) == [[7], [4, 3, 2], [1, 0]]
+        assert np.shares_memory(calls[0].target, arrays[-1])
 
 
 def test_dtypes_do_not_mix():
@@ -94,6 +105,20 @@ def test_the_tree_comes_back_in_order(pair):
         assert isinstance(result["jax"], jnp.ndarray)
 
 
+@pytest.mark.parametrize("root", [0, 1])
+def test_the_tree_of_the_root_comes_back_in_order(pair, root):
+    trees = [tree_of(rank) for rank in range(2)]
+    results = pair.each(lambda g: g.broadcast(trees[g.rank], root), pair.all)
+    for rank, result in enumerate(results):
+        assert list(result) == sorted(trees[root])
+        for name, got in result.items():
+            np.testing.assert_array_equal(got, trees[root][name])
+            assert got.dtype == trees[root][name].dtype
+            if isinstance(got, np.ndarray):
+                assert not np.shares_memory(got, trees[rank][name])
+        assert isinstance(result["jax"], jnp.ndarray)
+
+
 def test_in_place(pair):
     names = [f"x{at}" for at in range(7)] + ["integers", "turned"]
     trees = [{name: tree_of(rank)[name] for name in names} for rank in range(2)]
@@ -103,6 +128,17 @@ def test_in_place(pair):
         for name in names:
             assert result[name] is tree[name]
             np.testing.assert_array_equal(tree[name], expected[name])
+
+
+@pytest.mark.parametrize("count", [10, ALONE])
+def test_one_array_at_two_places_cannot_be_reduced_in_place(pair, count):
+    array = np.ones(count)
+    with pytest.raises(ValueError, match="at two places"):
+        pair.all[0].all_reduce({"a": array, "b": array[:]}, in_place=True)
+    empty = [np.ones(0), np.ones(0)[:]]
+    pair.each(lambda group: group.all_reduce(empty, in_place=True), pair.all)
+    for a, b in pair.each(lambda group: group.all_reduce([array, array]), pair.all):
+        np.testing.assert_array_equal([a, b], np.full((2, count), 2.0))
 
 
 def test_ranks_that_pack_differently_are_told():

@@ -214,6 +214,26 @@ def test_a_program_may_end_without_closing_its_group():
         assert [each.wait(20) for each in ranks.all.values()] == [0, 0]
 
 
+def test_ctrl_c_in_a_call_that_waits_for_another_one():
+    script = """
+    group = make(lane="shm")
+    try:
+        say("here")
+        if rank == 0:
+            pending = group.all_reduce_async(np.ones(10))  # as nobody else does
+            group.all_reduce(np.ones(10))
+        sys.stdin.readline()
+    except KeyboardInterrupt:
+        group.close()
+        say("closed")
+    """
+    with processes(2, script) as ranks:
+        assert ranks.lines() == ["here"] * 2
+        ranks.signal(0, signal.SIGINT)
+        assert ranks.line(0) == "closed"
+        assert ranks.all[0].wait(20) == 0
+
+
 def test_ctrl_c_ends_a_call_and_tells_the_others():
     script = """
     group = make()

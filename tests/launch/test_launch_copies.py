@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -47,6 +48,21 @@ def test_the_first_failure_ends_all_and_is_the_exit_code():
 
     assert code == 7
     assert lines == ["worker:1 ended with exit code 7: ending the others"]
+
+
+def test_the_others_may_say_whom_they_lost_before_they_end(tmp_path):
+    for number in (1, 2):
+        os.mkfifo(tmp_path / str(number))
+    end = f"[open(f'{tmp_path}/{{n}}', 'w') for n in (1, 2)]; os._exit(3)"
+    hear = f"open(f'{tmp_path}/{{me}}').read(); print('lost 0')"
+    code, lines = started(f"if me == 0: {end}\n{hear}", 3, notice=60.0)
+
+    assert code == 3
+    assert sorted(lines) == [
+        "worker:0 ended with exit code 3: ending the others",
+        "worker:1 | lost 0",
+        "worker:2 | lost 0",
+    ]
 
 
 def test_a_signal_counts_as_a_shell_counts_it():
@@ -101,6 +117,19 @@ def test_output_without_an_end_and_longer_than_a_buffer_arrives():
     assert text == "x" * 3_000_000
 
 
+def test_output_that_nobody_takes_ends_the_copies():
+    pids = []
+
+    def write(line):
+        pids.append(int(line.split(" | ")[1]))
+        raise BrokenPipeError("the reader is gone")
+
+    command = (sys.executable, "-c", f"import os; print(os.getpid())\n{FOREVER}")
+    with pytest.raises(BrokenPipeError, match="the reader is gone"):
+        run(run_copies(Copies(command, 1), write))
+    assert wait_gone(pids[0])
+
+
 def test_cancelling_ends_the_copies_and_what_they_started(tmp_path):
     nested = (
         "import subprocess, sys\n"
@@ -147,6 +176,16 @@ def test_the_copies_die_with_their_parent(tmp_path):
             asyncio.run(readable(descriptor))
 
 
+def wait_gone(pid):
+    """Whether it ends within half a minute; without asking again and again."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(descriptor):
+        return bool(select.select([descriptor], [], [], 30)[0])
+
+
 async def readable(descriptor: int) -> None:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -189,3 +228,24 @@ def test_the_command_passes_arguments_on_and_returns_the_code(tmp_path):
     )
     assert done.returncode == 5
     assert "worker:0 | ['--a', 'b']" in done.stdout
+
+
+def test_what_follows_the_script_is_for_it(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script)]
+    own = ["--workers", "3", "-n", "4", "--lane", "fast", "--help"]
+    done = subprocess.run([*command, *own], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"worker:0 | {own}\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_with_its_number(number, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"print('here', flush=True)\n{FOREVER}")
+    command = [sys.executable, "-m", "zstrat.cli", "run", "-n", "1", str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "worker:0 | here\n"
+        process.send_signal(number)
+        assert process.wait(60) == 128 + number

@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -150,6 +151,16 @@ def test_arguments_that_cannot_be(arguments, words):
 def test_a_folder_too_deep_for_sockets(tmp_path):
     with pytest.raises(ValueError, match="too long a path"):
         LocalCluster(lane="ipc", directory=tmp_path / ("x" * 120))
+
+
+@pytest.mark.parametrize("lane", ["pigeon", "ipc"])
+def test_what_cannot_be_leaves_no_folder(lane, tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(ValueError, match=r"lane=|too long a path"):
+        LocalCluster(lane=lane)
+    assert not list(deep.iterdir())
 
 
 def test_unknown_task():

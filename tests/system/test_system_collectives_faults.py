@@ -91,6 +91,30 @@ def test_who_does_not_call_is_named_to_all(lane):
         assert "has not called it" in ranks.line(1)  # the same: it hears of it here
 
 
+HASTY = """
+with Group(timeout=60) as group:
+    group.barrier()
+    if task == 1:
+        sys.stdin.readline()
+    told(group.all_reduce, np.ones(1_000_000), timeout=1.0 if task == 2 else 60.0)
+"""
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_who_waits_for_the_guilty_is_not_guilty(lane):
+    """Between hosts, rank 2 waits for rank 0, and that for rank 1 in its memory."""
+    with Ranks(3, HASTY, lane) as ranks:
+        for rank in (0, 2):
+            said = ranks.line(rank)
+            assert said.startswith("CollectiveTimeoutError all_reduce(float64[1000000]")
+            assert "SUM), call 2 of group 'group'" in said
+            guilty = said.split("; ")[0]
+            assert "rank 1 (/job:worker/task:1 at " in guilty, said
+            assert "rank 0 (" not in guilty, said
+        ranks.go_on(1)
+        assert "has not called it" in ranks.line(1)
+
+
 RESTARTED = """
 group = Group(timeout=30, rendezvous_timeout=60)
 say("in", group.generation)
@@ -117,6 +141,23 @@ def test_zstrat_run_starts_a_dead_copy_anew_and_the_others_take_it_in():
         assert said[rank][0] == "in 0"
         assert said[rank][1].startswith("rank 1 (/job:worker/task:1 at ipc://")
         assert said[rank][2] == "sum 6.0 1"
+
+
+ALONE = """
+with Group(timeout=20) as group:
+    group.barrier()
+    if task == 1:
+        os.kill(os.getpid(), 9)
+    told(group.barrier)
+"""
+
+
+def test_zstrat_run_lets_the_others_say_whom_they_lost():
+    code, said = zstrat_run(3, ALONE)
+    assert code == 128 + signal.SIGKILL, said
+    assert said[None] == ["worker:1 ended with exit code 137: ending the others"]
+    for rank in (0, 2):
+        assert said[rank][0].startswith("PeerLostError lost rank 1 (/job:worker/"), said
 
 
 # ---- what is left

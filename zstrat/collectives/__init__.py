@@ -32,7 +32,6 @@ from ._memory import SharedMemory as SharedMemory
 from ._node import GROUP_MESSAGES as GROUP_MESSAGES
 from ._node import Node as Node
 from ._pending import Pending as Pending
-from ._progress import Codec as Codec
 from ._progress import Progress as Progress
 from ._progress import Send as Send
 from ._progress import parts as parts
@@ -52,3 +51,4 @@ from ._trees import double_tree_all_reduce as double_tree_all_reduce
 from ._trees import tree_all_reduce as tree_all_reduce
 from ._trees import tree_broadcast as tree_broadcast
 from ._trees import tree_reduce as tree_reduce
+from ._values import Codec as Codec

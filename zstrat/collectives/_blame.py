@@ -8,7 +8,7 @@ bytes are on their way, and the call was given too little time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import CollectiveTimeoutError, InvalidArgumentError
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
     from zstrat.wire import CallState
+
+
+FORGOTTEN: Final = "?"
+"""What a rank says of a call that is over and that it knows no more of than that."""
 
 
 class Inquiry:
@@ -47,6 +51,8 @@ class Inquiry:
         """A rank said how far it is; who else is to be asked."""
         if not state.about:
             self.guilty[rank] = "has not called it"
+            return []
+        if state.is_over and state.about == FORGOTTEN:
             return []
         if state.about != self._words:
             self.differs[rank] = state.about

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 
     from ._schedule import Action
 
+CHUNKS: Final = 2**20
+"""Chunks of a block, at most: the place of a hop on the wire is the schedule's place
+times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
+
 _GRAIN: Final = 64
 """Chunks hold a multiple of so many elements: vector units like it."""
 

@@ -28,8 +28,8 @@ from ._reduction import narrow
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
-    from ._progress import Codec
     from ._reduction import Reduction
+    from ._values import Codec
 
 _F32: Final = np.dtype(np.float32)
 _HALVES: Final = {"bf16": DTYPES["bfloat16"], "f16": np.dtype(np.float16)}

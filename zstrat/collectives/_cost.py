@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from zstrat.config import MiB
@@ -126,7 +127,7 @@ class _Run:
     def _starts(self) -> Iterator[tuple[int, int, int]]:
         for rank, schedule in enumerate(self._schedules):
             blocks = [b for b, actions in enumerate(schedule.blocks) if actions]
-            blocks.sort(key=lambda b, schedule=schedule: _first(schedule, b))  # type: ignore[misc]
+            blocks.sort(key=partial(_first, schedule))
             for chunk in range(self._chunks):
                 for block in blocks:
                     yield rank, block, chunk

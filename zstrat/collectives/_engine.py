@@ -86,6 +86,8 @@ class Call:
     algorithm: str | None = None
     is_frozen: bool = False
     """Nobody changes ``source``, not even after the call."""
+    whole: int | None = None
+    """Key of the call that this one is a part of: who waits is asked about that."""
 
 
 def margin_of(timeout: float) -> float:

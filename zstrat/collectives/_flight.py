@@ -125,7 +125,7 @@ class Journey:
         except Exception as error:  # to whoever waits for the result
             self._over()
             self._pending.fail(error)
-        except BaseException:
+        except BaseException:  # Ctrl-C: on to the caller
             ended = ClosedError(f"{self._pending.words} was interrupted")
             self._station.call_soon(self._generation.abort_by, ended)
             self._over()

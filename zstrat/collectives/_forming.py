@@ -141,10 +141,10 @@ async def form(station: Station, wish: Wish) -> tuple[Generation, Engine | None]
         generation = await node.join(request, wish.seats, wish.lane, wish.choices)
         try:
             engine = await _agree(station, generation, memory, wish.patience)
-        except BaseException:
+        except BaseException:  # to `Group`; cancellation, too: the others hear of it
             await node.leave(generation, "it could not agree on a lane")
             raise
-    except BaseException:
+    except BaseException:  # to `Group`; no engine has the memory
         if memory is not None:
             memory.close()
         raise
@@ -197,7 +197,7 @@ class Between:
         self._station, self._generation = station, generation
 
     def start(self, call: Call, ranks: Sequence[int], part: int) -> Started:
-        named = replace(call, key=key_between(call.key, part))
+        named = replace(call, key=key_between(call.key, part), whole=call.key)
         return begin(self._station, self._generation, named, ranks)
 
 

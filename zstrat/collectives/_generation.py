@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from ._mesh import MakeLink
     from ._traffic import Running
 
-_LAST_WORDS: Final = 1.0
-"""Seconds in which what a rank sent before its goodbye can still be taken."""
+_LAST_WORDS: Final = 5.0
+"""Seconds in which what a rank sent before its goodbye can still come and be taken: 32
+hops of 1 MiB on a slow line, to a machine that has other things to do."""
 
 
 class Generation:
@@ -93,7 +94,8 @@ class Generation:
         )
         self._traffic = Traffic(self, self._mesh, formed, counts)
         self.leavers: dict[int, int] = {}
-        """Ranks that left on purpose, and how many calls they have made."""
+        """Ranks that left on purpose, and how many operations without a tag they have
+        begun. May be looked at from any thread."""
         self._is_known = False
         """A call here has ended with the error."""
         self._broken_flag = threading.Event()
@@ -134,9 +136,14 @@ class Generation:
     def _flushed(self) -> None:
         """A line has sent what it had."""
         if self._drained is not None and self._mesh.is_drained:
-            self._drained.set_result(None)
-            self._drained = None
+            self._end_drain()
         self._traffic.draw()
+
+    def _end_drain(self) -> None:
+        """`close` need not wait for the lines any more."""
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._drained = None
 
     # ---- how far is everybody --------------------------------------------------------
 
@@ -165,16 +172,17 @@ class Generation:
 
     async def _find_out(self, call: Call, ranks: Sequence[int]) -> None:
         inquiry = Inquiry(self.rank, call.words)
-        question = AskCall(self.ticket, call.key)
+        key = call.key if call.whole is None else call.whole
+        question = AskCall(self.ticket, key)
         # Loop time and the monotonic clock are the same clock.
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self._mesh.ask, message=question)
         await inquire(inquiry, ranks, ask, deadline)
-        self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), call.key)
+        self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
     def said(self, call: Call) -> str:
         """What messages call a call."""
-        number = number_of(call.key)
+        number = number_of(call.key if call.whole is None else call.whole)
         which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"
         return f"{call.words}, {which} of {self.title}"
 
@@ -203,6 +211,7 @@ class Generation:
             return
         self.broken = error
         self._broken_flag.set()
+        self._end_drain()
         self.lost.update(lost)
         if tell:
             plain = cast("PlainTree", to_wire(error))
@@ -251,8 +260,14 @@ class Generation:
         self.lost.add(sender)
         for running in list(self._traffic.running.values()):
             self.check_left(running)
-        if any(number > message.calls for number in list(self.begun)):
-            self._abort_left(sender)
+        self.check_begun(max(list(self.begun), default=0))
+
+    def check_begun(self, number: int) -> None:
+        """Ends the generation if a rank that has left does not make this operation."""
+        for rank, calls in self.leavers.items():
+            if number > calls:
+                self._abort_left(rank)
+                return
 
     def check_left(self, running: Running) -> None:
         """Ends the generation if a call waits for a rank that has left."""
@@ -277,16 +292,17 @@ class Generation:
         )
 
     async def close(self, reason: str, deadline: float) -> None:
-        """Leaves: what was sent arrives, what is under way fails with `ClosedError`.
+        """Leaves: what was sent arrives if the lines carry it by the deadline, what is
+        under way fails with `ClosedError`.
 
         Cancellation: the links are closed all the same.
         """
+        if self.broken is None and not self._mesh.is_drained:
+            self._drained = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._drained
         if self.broken is None:
-            if not self._mesh.is_drained:
-                self._drained = self._loop.create_future()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(deadline):
-                        await self._drained
             self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason))
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
         if self._inquest is not None:

@@ -15,6 +15,7 @@ from ._calls import Calls
 from ._forming import form
 from ._invitation import invitation_of, positive
 from ._requests import described_with
+from ._station import awaited
 from ._work import Options, Work
 
 if TYPE_CHECKING:
@@ -46,10 +47,10 @@ class Group(Calls):
         rendezvous_timeout: Seconds to wait for all ranks; ``timeouts.connect``.
         lane: "auto" (memory of one host is shared), "shm", "ipc" or "tcp" (it is not);
             default: ``ZSTRAT_LANE``.
-        bytes_per_pack: Small arrays that are reduced together travel in packs, from the
-            last to the first; a pack that is larger than this takes no more. 0: packs
-            of some MiB. Arrays of 128 KiB and more travel by themselves, without a
-            copy. The same on all ranks.
+        bytes_per_pack: Small arrays that are reduced or broadcast together travel in
+            packs, from the last to the first; a pack that is larger than this takes no
+            more. 0: packs of some MiB. Arrays of 128 KiB and more travel by themselves,
+            without a copy. The same on all ranks.
         bind: Where this process listens, if not at the address of its task.
         settings: Default: from ``ZSTRAT_*``.
 
@@ -89,7 +90,7 @@ class Group(Calls):
         self._station = self._invited.station()
         try:
             self._form_now(self._invited.wish())
-        except BaseException:
+        except BaseException:  # to the caller, who has no group that he could close
             self._station.release()
             raise
 
@@ -124,10 +125,10 @@ class Group(Calls):
             bind,
             settings,
         )
-        group._station = await asyncio.to_thread(group._invited.station)
+        group._station = await awaited(group._invited.station)
         try:
             await group._form(group._invited.wish())
-        except BaseException:
+        except BaseException:  # as in the constructor; cancellation, too
             await asyncio.to_thread(group._station.release)
             raise
         return group
@@ -267,9 +268,10 @@ class Group(Calls):
 
     def _leave(self, reason: str) -> None:
         work, node = self._work, self._station.node
-        self._station.run(
-            node.leave(work.generation, reason), _SLACK, f"leaving group {self.name!r}"
-        )
+        # Slow lines may have much to carry still; a rank that is lost ends the wait.
+        drain = self._invited.settings.timeouts.drain
+        leaving = node.leave(work.generation, reason, drain)
+        self._station.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
         work.close()
 
     def _check_open(self) -> None:

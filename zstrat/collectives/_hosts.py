@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ._engine import Between, Call, Started
-    from ._onehost import Rooms
+    from ._rooms import Rooms
 
 PART: Final = 4 * 2**20
 """Bytes of a part: four rooms, so that a ring of some hosts still has hops of 1 MiB."""
@@ -150,12 +150,16 @@ class Hosts:
             if started is not None:
                 self._wait(started)
             if not is_here:
-                rooms.broadcast(0, call.target[part], call.target[part])
+                target = call.target[part]
+                rooms.broadcast(0, target, target)
 
         for number, part in enumerate(_parts(call, call.source.dtype)):
             target = call.target[part]
             if is_here:
-                rooms.broadcast(root.place, call.source[part], target)
+                # The root may have no more than read-only memory: nothing is written
+                # to what is one and the same.
+                source = call.source[part] if call.source is not call.target else target
+                rooms.broadcast(root.place, source, target)
             started = None
             if self._leads:
                 across = replace(call, source=target, target=target, root=root.host)

@@ -81,7 +81,7 @@ class Meeting:
         self._about, self._is_checked, self._deadline = about, False, deadline
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # to the caller, and to every call after it
             self._error = self._error or error
             raise
         except BaseException as error:  # Ctrl-C in a blocking call

@@ -6,7 +6,8 @@ import os
 from typing import TYPE_CHECKING
 
 from ._hosts import Hosts, places_of
-from ._onehost import OneHost, Rooms
+from ._onehost import OneHost
+from ._rooms import Rooms
 from ._segment import CAPACITY, Segment, arena, segment_of
 
 if TYPE_CHECKING:

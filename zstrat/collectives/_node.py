@@ -60,7 +60,8 @@ is a byte from every rank."""
 _MEMBERS: Final = frozenset({Job.WORKER, Job.CHIEF})
 
 _GRACE: Final = 1.0
-"""Seconds that an answer of rank 0 may be late: it says more than our own error."""
+"""Seconds that an answer of rank 0 may be late: it says more than our own error; and
+that lines may take when this task ends."""
 
 
 class Node:
@@ -193,15 +194,17 @@ class Node:
             for incarnation, hop in self._claim(formed.ticket):
                 generation.hop(incarnation, hop)
             await generation.open(deadline + _GRACE)
-        except BaseException:
+        except BaseException:  # to `form`; cancellation, too: the others hear of it
             await self.leave(generation, "it could not reach all ranks")
             raise
         return generation
 
-    async def leave(self, generation: Generation, reason: str) -> None:
-        """Leaves a generation; see `Generation.close`."""
+    async def leave(
+        self, generation: Generation, reason: str, patience: float = _GRACE
+    ) -> None:
+        """Leaves a generation; see `Generation.close`. ``patience`` in seconds."""
         try:
-            await generation.close(reason, self.loop.time() + _GRACE)
+            await generation.close(reason, self.loop.time() + patience)
         finally:
             self._generations.pop(generation.ticket, None)
 

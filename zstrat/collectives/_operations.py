@@ -118,28 +118,25 @@ def all_reduce(
 
 
 def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
-    """The root's leaves on all ranks."""
-    calls, results = [], []
-    for leaf in leaves:
-        is_root = draft.rank == root
-        target = leaf.flat if is_root else memory(leaf.flat.size, leaf.flat.dtype)
+    """The root's leaves on all ranks; small ones share calls, the last go first."""
+    flats = [leaf.flat for leaf in leaves]
+    sizes = [(flat.dtype, flat.size) for flat in flats]
+    is_root = draft.rank == root
+    results: dict[int, np.ndarray] = {}
+    calls = []
+    for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
+        if is_root:
+            target = bucket.flat(flats, memory)
+        else:
+            target = memory(sum(bucket.counts), bucket.dtype)
+        frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
-            draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=leaf.is_jax)
+            draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=frozen)
         )
-        results.append(target)
+        results.update(zip(bucket.members, bucket.split(target), strict=True))
     yield calls
-
-    def finish() -> list[Any]:
-        return [
-            leaf.origin
-            if draft.rank == root and leaf.is_jax
-            else leaf.back(
-                (result.copy() if draft.rank == root else result).reshape(leaf.shape)
-            )
-            for leaf, result in zip(leaves, results, strict=True)
-        ]
-
-    return finish
+    back = _kept if is_root else _given
+    return lambda: [back(leaf, results[at]) for at, leaf in enumerate(leaves)]
 
 
 def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Steps:
@@ -264,9 +261,23 @@ def _target(
     return memory(source.size, source.dtype)
 
 
+def _kept(leaf: Leaf, result: np.ndarray) -> Any:
+    """What the root of a broadcast gets: never the memory that it gave, unless nobody
+    can write to that."""
+    if leaf.is_jax:
+        return leaf.origin
+    if result.ctypes.data == leaf.flat.ctypes.data:
+        result = result.copy()
+    return _given(leaf, result)
+
+
+def _given(leaf: Leaf, result: np.ndarray) -> Any:
+    return leaf.back(result.reshape(leaf.shape))
+
+
 def _delivered(leaf: Leaf, result: np.ndarray, in_place: bool) -> Any:
     if not in_place:
-        return leaf.back(result.reshape(leaf.shape))
+        return _given(leaf, result)
     if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:
         leaf.origin[...] = result.reshape(leaf.shape)
     return leaf.origin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from zstrat.errors import DeadlineExceededError, ZstratError
 from zstrat.transport import LoopBell, ThreadBell
@@ -91,7 +91,7 @@ class Pending(Generic[T]):
         with self._lock:
             if self._finish is not None:
                 self._value, self._finish = self._finish(), None
-        return self._value  # type: ignore[return-value]  # `settle` was called
+        return cast("T", self._value)  # not None for want of one: `settle` was called
 
 
 def _again(error: Exception) -> Exception:

@@ -19,8 +19,8 @@ from ._reduction import Reduction, reduction_of
 
 if TYPE_CHECKING:
     from ._compression import Compressor
-    from ._progress import Codec
     from ._schedule import Schedule
+    from ._values import Codec
 
 _EXPERIENCE: Final = Choices()
 

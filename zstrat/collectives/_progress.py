@@ -1,43 +1,30 @@
 """One rank's part of a call under way: hops come in, hops go out. No I/O, no clock.
 
 A block is cut into chunks, each of which runs through the block's actions by itself:
-while one chunk is reduced, the next one travels. Arrays are reduced from the memory
-that they were received in.
-
-**Which memory is sent.** A sender does not hear when its bytes have left, so it may
-send only what nobody changes afterwards: a frame as it was received; a private copy of
-the chunk, made while it is in the cache; or memory of the call (the user's own) if this
-rank later takes the block as finished, for then all whom it was sent to have had it
-before (the last law of `Schedule`).
-
-**What is sent.** A contribution travels in its own dtype, a partial sum in that of the
-accumulator, a finished block in that of the result. Contribution and result have the
-same length; the receiver tells them from a partial sum by the length.
+while one chunk is reduced, the next one travels. What a chunk is made of is the
+business of `_values`.
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 
-from ._blocks import Block
-from ._reduction import narrow
+from ._blocks import CHUNKS, Block
 from ._schedule import Act
+from ._values import Values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+
     from ._reduction import Reduction
     from ._schedule import Schedule
-
-CHUNKS: Final = 2**20
-"""Chunks of a block, at most: the place of a hop on the wire is the schedule's place
-times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
+    from ._values import Codec
 
 _SEND, _REDUCE, _TAKE, _FINISH = Act.SEND, Act.REDUCE, Act.TAKE, Act.FINISH
 
@@ -49,24 +36,6 @@ class Send(NamedTuple):
     peer: int
     place: int
     data: np.ndarray
-
-
-class Codec(Protocol):
-    """How values are made smaller for the wire.
-
-    ``place`` names the same part of the same call every time that the call is made, so
-    that a codec can add next time what it left out this time.
-    """
-
-    def encode(self, place: int, values: np.ndarray) -> np.ndarray:
-        """``values`` ``[n]`` as bytes, in new memory."""
-
-    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        """Bytes as values ``[count]`` of the accumulator's dtype, in new memory.
-
-        Raises:
-            ProtocolError: So many values are not encoded as such bytes.
-        """
 
 
 class Progress:
@@ -103,30 +72,20 @@ class Progress:
                 f"{len(sources)} sources and {len(results)} results "
                 f"for a schedule of {len(schedule.blocks)} blocks"
             )
-        self._reduction, self._codec, self._frozen = reduction, codec, frozen
+        self._values = Values(reduction, codec, frozen, schedule.places)
         self._blocks: list[Block] = []
         self._receipts: dict[int, tuple[Block, int]] = {}
         self._early: dict[int, np.ndarray] = {}
         self._left = 0
         """Chunks that are not through."""
         self._is_drawn = False
-        self._places = schedule.places
         each = zip(schedule.blocks, sources, results, strict=True)
         for number, (actions, source, result) in enumerate(each):
             if actions:
                 self._add(Block(number, actions, source, result), chunk_bytes)
 
     def _add(self, block: Block, chunk_bytes: int) -> None:
-        some = block.source if block.source is not None else block.result
-        width = 1 if some is None else some.itemsize
-        block.is_direct = block.result is not None
-        if self._reduction is not None:
-            width = self._reduction.accumulator.itemsize
-            block.is_direct &= not self._reduction.rounds
-        # What was encoded is sent from memory of its own.
-        block.is_direct &= (
-            block.is_taken or not block.forwards or self._codec is not None
-        )
+        width = self._values.prepare(block)
         self._left += block.cut(max(chunk_bytes // width, 1))
         self._blocks.append(block)
         for index, action in enumerate(block.actions):
@@ -179,137 +138,33 @@ class Progress:
                 raise ProtocolError(f"hop {number}, chunk {chunk} arrived twice")
             self._early[place] = data
             return []
-        self._receive(block, chunk, place, data)
+        self._values.receive(block, chunk, place, data)
+        block.at[chunk] = at + 1
         return self._advance(block, chunk)
 
     def _advance(self, block: Block, chunk: int) -> list[Send]:
         """Goes on with a chunk until it has to wait, or is through."""
         sends: list[Send] = []
-        actions = block.actions
+        actions, values = block.actions, self._values
         while (at := block.at[chunk]) < len(actions):
             act, peer, place = actions[at]
             if act is _SEND:
                 where = place * CHUNKS + chunk
-                sends.append(Send(peer, where, self._outgoing(block, chunk, where)))
+                sends.append(Send(peer, where, values.outgoing(block, chunk, where)))
                 block.at[chunk] = at + 1
             elif act is _FINISH:
-                self._finish(block, chunk)
+                values.finish(block, chunk)
                 block.at[chunk] = at + 1
             else:
                 where = place * CHUNKS + chunk
                 early = self._early.pop(where, None)
                 if early is None:
                     return sends
-                self._receive(block, chunk, where, early)
+                values.receive(block, chunk, where, early)
+                block.at[chunk] = at + 1
         block.have[chunk] = None
         self._left -= 1
         return sends
-
-    def _outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
-        have = block.have[chunk]
-        if block.at[chunk] > block.turn:
-            assert have is not None
-            return have.view(np.uint8)
-        values = self._values(block, chunk)
-        if self._codec is not None:
-            return self._codec.encode(place, self._wide(values))
-        if have is None and not (block.is_taken or self._frozen):
-            values = values.copy()
-        return values.view(np.uint8)
-
-    def _receive(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
-        if block.actions[block.at[chunk]].act is _REDUCE:
-            self._reduce(block, chunk, place, data)
-        else:
-            if block.result is not None:
-                result = block.part(block.result, chunk)
-                self._take(data, result, place)
-            if block.forwards:
-                block.have[chunk] = data
-        block.at[chunk] += 1
-
-    def _take(self, data: np.ndarray, result: np.ndarray, place: int) -> None:
-        if self._codec is not None:
-            narrow(self._codec.decode(data, len(result)), result)
-            return
-        if data.nbytes != result.nbytes:
-            raise _wrong_length(place, data, result.nbytes)
-        result[...] = data.view(result.dtype)
-
-    def _reduce(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
-        assert self._reduction is not None
-        assert block.source is not None
-        have = block.have[chunk]
-        some = block.part(block.source, chunk) if have is None else have
-        more = self._incoming(place, data, len(some))
-        if have is None:
-            if block.is_direct:
-                assert block.result is not None
-                have = block.part(block.result, chunk)
-            else:
-                have = np.empty(len(some), self._reduction.accumulator)
-            block.have[chunk] = have
-        self._reduction.reduce(some, more, have)
-
-    def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:
-        """A contribution or partial sum, from the wire."""
-        assert self._reduction is not None
-        if self._codec is not None:
-            return self._codec.decode(data, count)
-        for dtype in (self._reduction.accumulator, self._reduction.dtype):
-            if data.nbytes == count * dtype.itemsize:
-                return data.view(dtype)
-        raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
-
-    def _finish(self, block: Block, chunk: int) -> None:
-        have = block.have[chunk]
-        result = None if block.result is None else block.part(block.result, chunk)
-        if not block.forwards:
-            if result is not None:
-                values = self._values(block, chunk)
-                direct = have is not None and block.is_direct
-                self._conclude(values, values if direct else result)
-            return
-        finished = self._finished(block, chunk)
-        if self._codec is not None:
-            place = (self._places + block.number) * CHUNKS + chunk
-            block.have[chunk] = data = self._codec.encode(place, self._wide(finished))
-            if result is not None:
-                self._take(data, result, place)  # as all others will have it
-            return
-        block.have[chunk] = finished
-        if result is not None and not (block.is_same and self._reduction is None):
-            result[...] = finished
-
-    def _finished(self, block: Block, chunk: int) -> np.ndarray:
-        """The final values, in memory that nobody changes."""
-        values = self._values(block, chunk)
-        if self._reduction is None:
-            return values if self._frozen else values.copy()
-        if block.have[chunk] is not None and not self._reduction.rounds:
-            finished = values
-        else:
-            finished = np.empty(len(values), self._reduction.dtype)
-        self._reduction.finish(values, finished)
-        return finished
-
-    def _conclude(self, values: np.ndarray, result: np.ndarray) -> None:
-        if self._reduction is not None:
-            self._reduction.finish(values, result)
-        elif values.ctypes.data != result.ctypes.data:
-            result[...] = values
-
-    def _values(self, block: Block, chunk: int) -> np.ndarray:
-        have = block.have[chunk]
-        if have is not None:
-            return have
-        assert block.source is not None
-        return block.part(block.source, chunk)
-
-    def _wide(self, values: np.ndarray) -> np.ndarray:
-        """What a codec is given."""
-        reduction = self._reduction
-        return values if reduction is None else reduction.widened(values)
 
 
 def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
@@ -322,11 +177,3 @@ def parts(flat: np.ndarray, size: int) -> list[np.ndarray]:
 
 def _first_place(block: Block) -> int:
     return next((a.place for a in block.actions if a.act is _SEND), 0)
-
-
-def _wrong_length(place: int, data: np.ndarray, expected: int) -> ProtocolError:
-    number, chunk = divmod(place, CHUNKS)
-    return ProtocolError(
-        f"hop {number}, chunk {chunk} has {data.nbytes} bytes, expected {expected}: "
-        "the ranks call with different sizes, dtypes or chunks"
-    )

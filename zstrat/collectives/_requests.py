@@ -7,7 +7,7 @@ hears of. The words are what ranks compare, so they hold all that has to be alik
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
 
@@ -60,9 +60,8 @@ def all_reduce(
     rows = [leaf_of(part) for x in sparse.values() for part in (x.values, x.indices)]
     _check_reducible(size, op, rows[::2])
     _check_sparse(op, rows)
-    packs = options.bytes_per_pack
-    packed = [f"bytes_per_pack={packs}"] if packs and len(leaves) > 1 else []
-    words = _named("all_reduce", [*leaves, *rows], op.value, *packed, where, free=rows)
+    packs = _packs(leaves, options)
+    words = _named("all_reduce", [*leaves, *rows], op.value, packs, where, free=rows)
 
     def make(draft: Draft) -> Steps:
         many = [operations.all_reduce(draft, leaves, op, in_place)]
@@ -77,8 +76,9 @@ def all_reduce(
             values, indices = next(gathered), next(gathered)
             if op is ReduceOp.MEAN:
                 values = values / size
-            out[at] = dataclasses.replace(  # type: ignore[type-var]
-                slices, values=values, indices=indices
+            # mypy cannot see that what is an `IndexedSlices` is a dataclass.
+            out[at] = dataclasses.replace(
+                cast("Any", slices), values=values, indices=indices
             )
         return rebuild([out[at] for at in range(len(found))])
 
@@ -132,7 +132,7 @@ def broadcast(size: int, tree: Any, root: int, options: Options) -> Request:
         raise ValueError(f"root={root}: expected a rank below {size}")
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
-    words = _named("broadcast", leaves, f"root={root}", where)
+    words = _named("broadcast", leaves, f"root={root}", _packs(leaves, options), where)
     return Request(
         words,
         lambda draft: operations.rebuilt(
@@ -175,6 +175,12 @@ def _check_reducible(
             Compressor(Compression.of(compression)).codec("", reduction)
 
 
+def _packs(leaves: Sequence[Leaf], options: Options) -> str:
+    """How small arrays share calls, where that is not as for everybody."""
+    packs = options.bytes_per_pack
+    return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
+
+
 def _named(
     name: str, leaves: Sequence[Leaf], *more: str, free: Sequence[Leaf] = ()
 ) -> str:
@@ -213,6 +219,17 @@ def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
             )
         if not leaf.origin.flags.writeable:
             raise ValueError("in_place: an array is read-only")
+    if len(leaves) > 1:
+        _check_apart(leaves)
+
+
+def _check_apart(leaves: Sequence[Leaf]) -> None:
+    """Memory that stands in a tree twice would be reduced twice."""
+    places = [leaf.flat.ctypes.data for leaf in leaves if leaf.flat.size]
+    if len(set(places)) < len(places):
+        raise ValueError(
+            "in_place: the same array stands at two places of the tree: give it once"
+        )
 
 
 def _check_sparse(op: ReduceOp, rows: Sequence[Leaf]) -> None:

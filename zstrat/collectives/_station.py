@@ -130,7 +130,7 @@ class Station:
 
         try:
             station = portal.run(begin(), _BINDING, f"binding {bind}")
-        except BaseException:
+        except BaseException:  # to whoever makes a group; Ctrl-C, too
             portal.close()
             raise
         station._portal = portal
@@ -152,6 +152,24 @@ def station_for(seat: Seat, bind: str, settings: Settings) -> Station:
             _stations[seat.job, seat.number, bind] = station
         station.users += 1
         return station
+
+
+async def awaited(make: Callable[[], Station]) -> Station:
+    """What ``make`` gives, which blocks and so runs on a thread.
+
+    Cancellation: the station is given back as soon as it is there.
+    """
+    making = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_give_back)
+        raise
+
+
+def _give_back(making: asyncio.Future[Station]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.get_loop().run_in_executor(None, making.result().release)
 
 
 def announce(node: Node) -> None:

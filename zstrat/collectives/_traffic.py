@@ -17,6 +17,7 @@ from zstrat.config import MiB
 from zstrat.errors import BusyError, ProtocolError
 from zstrat.wire import CallState, Hop
 
+from ._blame import FORGOTTEN
 from ._choice import Choices, choices_from
 from ._compression import Compression, Compressor
 from ._keys import number_of
@@ -132,8 +133,9 @@ class Traffic:
         self.draw()
         for sender, hop in self._early.pop(call.key, ()):
             self._early_bytes -= _nbytes(hop)
-            self._take(running, sender, hop)
-        if self._owner.leavers:
+            self._deliver(running, sender, hop)
+        # Not before all that came early was taken: who has left may have sent it.
+        if self._owner.leavers and call.key in self.running:
             self._owner.check_left(running)
 
     def hop(self, sender: int, hop: Hop) -> None:
@@ -170,7 +172,7 @@ class Traffic:
         if running is not None:
             return CallState(running.call.words, running.waits, False)
         if self._is_over(key):
-            return CallState(self._over.get(key, "?"), [], True)
+            return CallState(self._over.get(key, FORGOTTEN), [], True)
         return None
 
     def fail(self, error: Callable[[], Exception]) -> None:
@@ -193,6 +195,11 @@ class Traffic:
             owner.abort(error, hop.call)
 
     def _take(self, running: Running, sender: int, hop: Hop) -> None:
+        self._deliver(running, sender, hop)
+        if self._owner.leavers and running.call.key in self.running:
+            self._owner.check_left(running)
+
+    def _deliver(self, running: Running, sender: int, hop: Hop) -> None:
         if running.call.key not in self.running:
             return  # an earlier hop has ended it
         if hop.about != running.call.about:
@@ -207,11 +214,8 @@ class Traffic:
             return
         if sends:
             self._send(running, sends)
-        if running.draws is None:
-            if running.progress.is_done:
-                self._end(running, None)
-            elif self._owner.leavers:
-                self._owner.check_left(running)
+        if running.draws is None and running.progress.is_done:
+            self._end(running, None)
 
     def _send(self, running: Running, sends: Sequence[Send]) -> None:
         call, ranks = running.call, running.ranks

@@ -25,8 +25,13 @@ class Turn:
         self._turns, self._bell = turns, bell
 
     def __enter__(self) -> None:
-        if self._bell is not None:
+        if self._bell is None:
+            return
+        try:
             self._bell.wait(None)  # bounded: every operation before it has a deadline
+        except BaseException:  # Ctrl-C: nobody leaves what was not entered
+            self._turns.give_up(self._bell)
+            raise
 
     def __exit__(
         self,
@@ -46,7 +51,7 @@ class Turns:
         self._is_taken = False
 
     def draw(self) -> Turn:
-        """The next turn. It must be entered and left, whatever happens."""
+        """The next turn. It must be entered, whatever happens, and is then left."""
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
@@ -56,8 +61,20 @@ class Turns:
             return Turn(self, bell)
 
     def pass_on(self) -> None:
+        """Whoever is next has its turn."""
         with self._lock:
-            if self._waiting:
-                self._waiting.popleft().ring()
-            else:
-                self._is_taken = False
+            self._ring_next()
+
+    def give_up(self, bell: ThreadBell) -> None:
+        """Whoever waits for ``bell`` does not want its turn any more."""
+        with self._lock:
+            if bell in self._waiting:
+                self._waiting.remove(bell)
+            else:  # it had come, unheard
+                self._ring_next()
+
+    def _ring_next(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().ring()
+        else:
+            self._is_taken = False

@@ -78,7 +78,7 @@ class Work:
         try:
             steps = make(draft)
             calls = next(steps)
-        except BaseException as error:
+        except BaseException as error:  # to the caller; the others hear of it first
             self._give_up(draft, turn, error)
             raise
         if turn is None:
@@ -114,9 +114,9 @@ class Work:
         """
         try:
             return self.launch(words, make, options, blocking=True).result()
-        except Exception:
+        except Exception:  # to the caller: the operation has ended
             raise
-        except BaseException:
+        except BaseException:  # Ctrl-C, to the caller: the others hear of it first
             self.interrupt(words)
             raise
 
@@ -153,6 +153,8 @@ class Work:
                 number = generation.calls + 1
                 generation.begun[number] = words
                 generation.calls = number
+                if generation.leavers:  # looked at after `begun` is set: see `left`
+                    self._station.call_soon(generation.check_begun, number)
                 if self.engine is not None:
                     turn = self._turns.draw()
         draft = Draft(

@@ -54,8 +54,9 @@ class Copies:
 
     ``command`` is run ``count`` times. ``sockets`` is "ipc" (in a folder that only this
     user can enter) or "tcp" (loopback ports). A copy that fails is started again up to
-    ``restarts`` times, all copies taken together, while the others go on. Whoever does
-    not end within ``drain`` seconds of SIGTERM is killed.
+    ``restarts`` times, all copies taken together, while the others go on. Once one has
+    failed for good, the others have ``notice`` seconds to end by themselves, and to say
+    whom they lost. Whoever does not end within ``drain`` seconds of SIGTERM is killed.
     """
 
     command: tuple[str, ...]
@@ -63,6 +64,7 @@ class Copies:
     sockets: str = "ipc"
     restarts: int = 0
     drain: float = 10.0
+    notice: float = 0.0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -80,6 +82,10 @@ async def run_copies(copies: Copies, write: Write) -> int:
     line of their output, behind the name of the task.
 
     A command that is not there is a failure of its copy, whose output says so.
+
+    Raises:
+        What ``write`` raised; all copies have ended then.
+        OSError: A process cannot be started.
 
     Cancellation: ends all copies, then is raised.
     """
@@ -105,6 +111,7 @@ class _Run:
             for done in asyncio.as_completed(tasks):
                 code = await done
                 if code:
+                    await asyncio.wait(tasks, timeout=self._copies.notice)
                     return code
             return 0
         finally:
@@ -118,6 +125,7 @@ class _Run:
                 return code
             ended = f"worker:{index} ended with exit code {code}"
             if not self._left:
+                self._is_ending = True  # others that fail now were brought down by it
                 self._write(f"{ended}: ending the others")
                 return code
             self._left -= 1
@@ -126,13 +134,16 @@ class _Run:
     async def _process(self, index: int) -> int:
         process = _started(self._copies.command, self._environment(index))
         self._groups.add(process.pid)
-        async with asyncio.TaskGroup() as group:
-            relay = self._relay(index, process.stdout)
-            group.create_task(relay, name=f"output of worker:{index}")
-            code = await _exit_of(process)
-            # What it started ends with it, and lets go of its output.
-            _signal(process.pid, signal.SIGKILL)
-            self._groups.discard(process.pid)
+        try:
+            async with asyncio.TaskGroup() as group:
+                relay = self._relay(index, process.stdout)
+                group.create_task(relay, name=f"output of worker:{index}")
+                code = await _exit_of(process)
+                # What it started ends with it, and lets go of its output.
+                _signal(process.pid, signal.SIGKILL)
+                self._groups.discard(process.pid)
+        except ExceptionGroup as failed:  # of the relay alone: nobody takes its lines
+            raise failed.exceptions[0] from None
         return code if code >= 0 else 128 - code
 
     async def _relay(self, index: int, output: IO[bytes] | None) -> None:

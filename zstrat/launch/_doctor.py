@@ -89,9 +89,8 @@ def _packages() -> Iterator[Finding]:
 
 def _keys(settings: Settings) -> Finding:
     if settings.keys is None:
-        return Finding(
-            "keys", None, "none: loopback only", "zstrat keygen DIR, then --keys DIR"
-        )
+        advice = "zstrat keygen DIR, then ZSTRAT_KEYS=DIR"
+        return Finding("keys", None, "none: loopback only", advice)
     found, missing = [], []
     for job in Job:
         try:

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 import shutil
 import signal
-import sys
-import tempfile
 import time
 import weakref
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
-from zstrat.config import LANES, environment, settings_from
+from zstrat.config import environment, settings_from
 from zstrat.errors import DeadlineExceededError
 
 from ._child import Child, wait_ready
 from ._keeper import Keeper
+from ._nest import Nest, share, told, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
     from types import TracebackType
 
     from zstrat.config import Settings
-
-LONGEST_SOCKET_PATH: Final = 100
-"""Bytes; the kernel takes 107, and ``ipc://`` addresses are paths."""
 
 
 class LocalCluster:
@@ -80,19 +75,19 @@ class LocalCluster:
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
-        self.directory = _folder(directory)
         self.lane = lane or self._settings.lane
-        sockets = _sockets(self.lane, self.directory)
-        self._extra = () if worker_devices is None else _virtual(worker_devices)
-        daemons = _environment(self._settings, self.lane, env or {})
-        workers = {"NPROC": str(_share(num_workers)), **daemons}
+        nest = Nest.made(self.lane, directory)
+        self.directory = nest.folder
+        self._extra = () if worker_devices is None else virtual(worker_devices)
+        daemons = told(self._settings, self.lane, env or {})
+        workers = {"NPROC": str(share(num_workers)), **daemons}
         self._children: dict[str, Child] = {}
         jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
-        for job, count, told in jobs:
+        for job, count, variables in jobs:
             for index in range(count):
-                log = self.directory / f"{job}-{index}.log" if logs == "files" else None
-                bind = _address(sockets, self.directory, f"{job}-{index}")
-                child = Child(job, index, bind, log, told)
+                name = f"{job}-{index}"
+                log = nest.folder / f"{name}.log" if logs == "files" else None
+                child = Child(job, index, nest.address(name), log, variables)
                 self._children[child.task] = child
         keeper = Keeper("zstrat local cluster")
         self._keeper = keeper
@@ -106,7 +101,7 @@ class LocalCluster:
         )
         try:
             self._start(self._children.values())
-        except BaseException:
+        except BaseException:  # to the caller, who has no cluster that he could stop
             self.stop()
             raise
 
@@ -238,69 +233,3 @@ def _end(
     keeper.close()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _folder(directory: str | os.PathLike[str] | None) -> Path:
-    if directory is None:
-        return Path(tempfile.mkdtemp(prefix="zstrat-"))  # mkdtemp makes it 0700
-    path = Path(directory).absolute()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
-
-
-def _sockets(lane: str, folder: Path) -> str:
-    """Whether the sockets are "tcp" or "ipc"."""
-    if lane not in LANES:
-        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
-    fits = len(os.fsencode(folder / "worker-1000")) <= LONGEST_SOCKET_PATH
-    if lane == "tcp":
-        return "tcp"
-    if lane == "auto":
-        return "ipc" if os.name == "posix" and fits else "tcp"
-    if not fits:
-        raise ValueError(
-            f"{folder} is too long a path for ipc sockets (over {LONGEST_SOCKET_PATH} "
-            "bytes): give a shorter directory, or lane='tcp'"
-        )
-    return "ipc"
-
-
-def _address(sockets: str, folder: Path, name: str) -> str:
-    return "127.0.0.1:0" if sockets == "tcp" else f"ipc://{folder / name}"
-
-
-def _virtual(devices: int) -> tuple[str, ...]:
-    return ("--platform", "cpu", "--devices", str(devices))
-
-
-def _share(workers: int) -> int:
-    """Cores for each of the workers. With threads for all cores in each of them, the
-    parts of one program wait for cores on which another one runs: two workers on two
-    cores take 5 % more processor time for a step of 4 ms."""
-    if sys.platform == "linux":
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return max(1, cores // workers)
-
-
-def _environment(
-    settings: Settings, lane: str, extra: Mapping[str, str]
-) -> dict[str, str]:
-    """What the daemons find: our environment, our settings, then the caller's words."""
-    timeouts = dataclasses.asdict(settings.timeouts)
-    told = {
-        "ZSTRAT_PATIENCE": str(timeouts["patience"]),
-        "ZSTRAT_CONNECT_TIMEOUT": str(timeouts["connect"]),
-        "ZSTRAT_DRAIN": str(timeouts["drain"]),
-        "ZSTRAT_LANE": lane,
-        # Several jax processes share this machine's accelerator if there is one.
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    inherited = {**environment()}
-    for name in ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC"):
-        inherited.pop(name, None)  # they speak of this process, not of its children
-    preallocate = inherited.get("XLA_PYTHON_CLIENT_PREALLOCATE")
-    if preallocate is not None:
-        told["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
-    return {**inherited, **told, **extra}

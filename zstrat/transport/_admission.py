@@ -49,9 +49,10 @@ async def check_exposure(
         raise PermissionDeniedError(
             f"{task} will not bind {address.host}:{address.port}: "
             "other machines can reach it, it has no keys, and whoever reaches it "
-            "can run code here; make keys with `zstrat keygen DIR` and pass them "
-            "with --keys DIR (ZSTRAT_KEYS), or bind 127.0.0.1, or say --insecure "
-            "if only you use the network"
+            "can run code here; make keys with `zstrat keygen DIR` and name them "
+            "with ZSTRAT_KEYS=DIR (a daemon: --keys DIR), or bind 127.0.0.1, or "
+            "set ZSTRAT_INSECURE=1 (a daemon: --insecure) if only you use the "
+            "network"
         )
 
 

@@ -1,0 +1,98 @@
+"""The end of a generation, with lines that a test holds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from zstrat.collectives import Call, Kind
+from zstrat.collectives._generation import Generation
+from zstrat.collectives._plans import progress_of
+from zstrat.errors import ClosedError, PeerLostError
+from zstrat.wire import GroupFormed, Hop, LeaveGroup, MemberEntry
+
+
+class SlowLink:
+    """A line that is full until something is sent behind what waits."""
+
+    def __init__(self, on_flushed):
+        self.backlog, self.sent, self.goodbye = 7, [], None
+        self._on_flushed = on_flushed
+
+    def notify(self, message):
+        self.sent.append(message)
+        self.backlog = 0
+        self._on_flushed()
+
+    async def close(self, reason):
+        self.goodbye = reason
+
+
+def full_line():
+    """A generation of two ranks, and its line to the other one."""
+    links = []
+
+    def make_link(seat, *, on_open, on_lost, on_flushed):
+        links.append(SlowLink(on_flushed))
+        return links[-1]
+
+    task = "/job:worker/task:"
+    members = [
+        MemberEntry(f"{task}{rank}", f"ipc:///{rank}", "h", 1, rank, 0, 0, b"")
+        for rank in range(2)
+    ]
+    formed = GroupFormed(5, 0, members, {})
+    generation = Generation("group", 0, formed, make_link, Counter())
+    return generation, links[0]
+
+
+async def test_a_line_that_is_emptied_too_late_does_not_disturb_the_end():
+    generation, link = full_line()
+    await generation.close("its test is over", asyncio.get_running_loop().time())
+    assert link.sent == [LeaveGroup(5, 0, "its test is over")]
+    assert link.goodbye == "its test is over"
+    assert isinstance(generation.broken, ClosedError)
+
+
+async def test_nobody_waits_for_the_line_to_a_rank_that_is_lost():
+    generation, link = full_line()
+    loop = asyncio.get_running_loop()
+    closing = asyncio.create_task(
+        generation.close("over", loop.time() + 1000), name="closing"
+    )
+    await asyncio.sleep(0)  # it runs until it waits
+    assert not closing.done()
+    generation.gone(1, "it is silent")
+    await closing
+    assert not link.sent
+    assert link.goodbye == "over"
+    assert isinstance(generation.broken, PeerLostError)
+
+
+async def test_what_a_rank_sent_before_it_left_is_enough():
+    """Though this one begins the call when the root has gone already."""
+    generation, _ = full_line()
+    data = np.arange(750_000, dtype=np.float32)
+    target, outcomes = np.zeros_like(data), []
+    mine, roots = (
+        Call(1 << 20, Kind.BROADCAST, x, x, 7, "broadcast()", math.inf, 60.0, root=1)
+        for x in (target, data)
+    )
+    hops = [
+        Hop(5, mine.key, place, 7, (chunk,))
+        for _, place, chunk in progress_of(roots, 1, 2).start()
+    ]
+    assert len(hops) > 1
+    for hop in hops:
+        generation.hop(1, hop)
+    generation.left(1, LeaveGroup(5, 1, "it closed the group"))
+    generation.start(
+        replace(mine, deadline=asyncio.get_running_loop().time() + 60), outcomes.append
+    )
+    assert outcomes == [None]
+    np.testing.assert_array_equal(target, data)
+    await generation.close("over", asyncio.get_running_loop().time())

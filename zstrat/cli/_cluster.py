@@ -1,0 +1,131 @@
+"""``zstrat cluster``: local daemons in the foreground, and how to connect to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from zstrat.config import LANES
+from zstrat.errors import ZstratError
+from zstrat.launch import LocalCluster, Observer
+from zstrat.transport import run as run_loop
+
+from ._signals import as_interrupts, heard_by
+from ._tables import lines, table
+from ._told import fail, settings
+
+if TYPE_CHECKING:
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+
+REFRESH: Final = 1.0
+"""Seconds between two looks of the live table."""
+
+_COUNT: Final = click.IntRange(1)
+
+OPEN_PORTS: Final = (
+    "note: without keys every user of this machine can reach these ports and run code "
+    "here; --lane ipc or ZSTRAT_KEYS avoids that"
+)
+
+
+@click.command()
+@click.option(
+    "--ps", type=_COUNT, default=1, show_default=True, help="parameter servers"
+)
+@click.option("--workers", type=_COUNT, default=1, show_default=True, help="workers")
+@click.option("--lane", type=click.Choice(LANES), default="tcp", show_default=True)
+@click.option("--worker-devices", type=_COUNT, help="virtual CPU devices per worker")
+@click.option(
+    "--dir", "directory", type=Path, help="for logs and the cluster file, kept"
+)
+def cluster(
+    ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None
+) -> None:
+    """Run local daemons in the foreground; Ctrl-C ends them all."""
+    told = settings(None)
+    try:
+        with (
+            as_interrupts(),
+            LocalCluster(
+                ps,
+                workers,
+                lane=lane,
+                worker_devices=worker_devices,
+                directory=directory,
+                settings=told,
+            ) as running,
+        ):
+            file = running.directory / "cluster.toml"
+            file.write_text(toml(running.spec), "utf-8")
+            click.echo(how_to_connect(running.spec, file))
+            if told.keys is None and has_ports(running.spec):
+                click.echo(OPEN_PORTS, err=True)
+            run_loop(_watch(running, told))
+            click.echo("ending all tasks")
+    except KeyboardInterrupt:
+        click.echo("interrupted; all tasks ended")
+    except (ZstratError, ValueError, OSError) as error:
+        fail(error)
+
+
+async def _watch(running: LocalCluster, told: Settings) -> None:
+    """Draws the table until interrupted; plain lines when nobody can see a table."""
+    interrupted, console = asyncio.Event(), Console()
+    with heard_by(lambda number: interrupted.set()):
+        async with Observer(running.spec, told) as observer:
+            if console.is_terminal:
+                await _draw(console, observer, interrupted)
+                return
+            seen = await observer.look(told.timeouts.connect)
+            click.echo("\n".join(lines(seen)))
+            await interrupted.wait()
+
+
+async def _draw(
+    console: Console, observer: Observer, interrupted: asyncio.Event
+) -> None:
+    with Live(console=console, auto_refresh=False) as live:
+        while not interrupted.is_set():
+            live.update(table(await observer.look(REFRESH)), refresh=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(interrupted.wait(), REFRESH)
+
+
+def how_to_connect(spec: ClusterSpec, file: Path) -> str:
+    """The lines that a program's terminal needs, ready to be pasted."""
+    config = {"cluster": spec.as_dict()}  # the program itself is none of the tasks
+    return "\n".join(
+        [
+            "connect with either of",
+            f"  export TF_CONFIG={shlex.quote(json.dumps(config))}",
+            f"  --cluster {shlex.quote(str(file))}",
+            "",
+        ]
+    )
+
+
+def has_ports(spec: ClusterSpec) -> bool:
+    """Whether some task listens on a port, and not on a socket in a folder."""
+    return not all(
+        spec.task_address(job, index).startswith("ipc://")
+        for job in spec.jobs
+        for index in spec.task_indices(job)
+    )
+
+
+def toml(spec: ClusterSpec) -> str:
+    """A cluster file for `TomlClusterResolver`."""
+    lines = [
+        f"{job} = [{', '.join(json.dumps(address) for address in addresses)}]"
+        for job, addresses in spec.as_dict().items()
+    ]
+    return "\n".join(["[cluster]", *lines, ""])

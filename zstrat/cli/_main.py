@@ -1,0 +1,23 @@
+"""The program and its commands."""
+
+from __future__ import annotations
+
+import click
+
+from zstrat import __version__
+
+from ._bench import bench
+from ._cluster import cluster
+from ._files import keygen, units
+from ._look import doctor, status
+from ._run import run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="zstrat")
+def main() -> None:
+    """Parameter-server training for JAX."""
+
+
+for _command in (bench, cluster, doctor, keygen, run, status, units):
+    main.add_command(_command)

@@ -1,0 +1,90 @@
+"""Tasks, sizes and durations as people read them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.launch import Sight
+
+COLUMNS: Final = (
+    "task",
+    "address",
+    "incarnation",
+    "uptime",
+    "memory",
+    "variables",
+    "held",
+)
+
+
+def row(sight: Sight) -> list[str]:
+    """The cells of one task, as people read them."""
+    if sight.problem:
+        return [sight.task, sight.address, f"unreachable: {sight.problem}", *[""] * 4]
+    number = sight.number
+    variables = (
+        ""
+        if sight.task.startswith("worker")
+        else f"{number('service', 'variables'):.0f}"
+    )
+    held = (
+        ""
+        if sight.task.startswith("worker")
+        else size(number("service", "bytes") + number("service", "slot_bytes"))
+    )
+    return [
+        sight.task,
+        sight.address,
+        f"{int(number('task', 'incarnation')):016x}"[:8],
+        span(number("task", "uptime")),
+        size(number("task", "memory_bytes")),
+        variables,
+        held,
+    ]
+
+
+def table(seen: Sequence[Sight]) -> Table:
+    """The tasks for a terminal."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        made.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
+    for sight in seen:
+        made.add_row(*row(sight), style="red" if sight.problem else None)
+    return made
+
+
+def lines(seen: Sequence[Sight]) -> list[str]:
+    """The tasks for a file or a pipe."""
+    rows = [row(sight) for sight in seen]
+    return [
+        " ".join(
+            f"{name}={cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell
+        )
+        for cells in rows
+    ]
+
+
+def size(number: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def span(seconds: float) -> str:
+    """A duration as people read it."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {rest:02}s" if minutes else f"{rest}s"

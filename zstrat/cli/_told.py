@@ -1,0 +1,60 @@
+"""What a command is told: which cluster, with which settings; and how one ends that was
+told something that cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
+from zstrat.config import environment, settings_from
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zstrat.cluster import ClusterSpec
+    from zstrat.config import Settings
+
+
+def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
+    """``--cluster``, ``--keys``, ``--timeout``: which cluster, how, for how long."""
+    options = [
+        click.option("--cluster", metavar="FILE.toml", help="default: TF_CONFIG"),
+        click.option("--keys", type=Path, metavar="DIR", help="default: ZSTRAT_KEYS"),
+        click.option("--timeout", default=5.0, show_default=True, help="seconds"),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def settings(keys: Path | None) -> Settings:
+    """From ``ZSTRAT_*``, with this folder of keys if one is given."""
+    try:
+        found = settings_from(environment())
+    except ValueError as error:
+        fail(error)
+    return found if keys is None else dataclasses.replace(found, keys=keys)
+
+
+def spec(file: str | None) -> ClusterSpec:
+    """Of a file, or of TF_CONFIG.
+
+    Raises:
+        ValueError: There is neither, or it is no cluster.
+    """
+    if file is not None:
+        return TomlClusterResolver(file).cluster_spec()
+    if not environment().get("TF_CONFIG"):
+        raise ValueError("which cluster? Set TF_CONFIG or give --cluster FILE.toml")
+    return TFConfigClusterResolver().cluster_spec()
+
+
+def fail(error: Exception) -> NoReturn:
+    """Says what was wrong, and ends with 2."""
+    click.echo(f"zstrat: {error}", err=True)
+    sys.exit(2)
