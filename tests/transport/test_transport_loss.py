@@ -147,6 +147,29 @@ async def test_a_cut_connection_that_stays_away_is_a_loss_on_both_sides(net, swi
     assert caller.lost.empty()
 
 
+class Hasty:
+    """A loop whose timers come a little before their time, as those of uvloop, which
+    rounds to milliseconds, do now and then."""
+
+    def __init__(self, loop):
+        self._loop = loop
+
+    def __getattr__(self, name):
+        return getattr(self._loop, name)
+
+    def call_at(self, when, callback, *args):
+        return self._loop.call_at(when - 0.005, callback, *args)
+
+
+async def test_a_loss_is_told_though_the_timer_came_early(net, swift):
+    _, address, _ = await net.serve(settings=swift)
+    relay = await net.relay(address)
+    link, caller = await net.open(relay.address, settings=swift)
+    link._loop = Hasty(link._loop)
+    await relay.close()
+    assert "its connection broke" in (await caller.lost.get()).reason
+
+
 async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, swift):
     _, address, service = await net.serve(settings=swift)
     relay = await net.relay(address)

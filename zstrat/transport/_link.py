@@ -346,6 +346,12 @@ class Link:
         reason = self._continuity.tick(self._loop.time())
         if reason is not None:
             self._tell(self._on_lost, PeerLostError(self.name, reason))
+        self._watch_out()  # a timer may come a little before its time
+
+    def _watch_out(self) -> None:
+        due = self._continuity.due
+        if due is not None and self._watch is None:
+            self._watch = self._loop.call_at(due, self._look_after)
 
     # ---- what Peer decided --------------------------------------------------------
 
@@ -391,9 +397,7 @@ class Link:
         if closed.refusal is not None:
             self._opening.refuse(closed.refusal)
         reason = self._continuity.closed(closed.reason, closed.broken, now)
-        due = self._continuity.due
-        if due is not None and self._watch is None:
-            self._watch = self._loop.call_at(due, self._look_after)
+        self._watch_out()
         self._dial.later()
         if reason is not None:
             error = PeerLostError(self.name, reason, closed.left)
