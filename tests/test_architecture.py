@@ -37,6 +37,7 @@ FLOORS = {
     "zstrat.variables": 3,
     "zstrat.collectives": 3,
     "zstrat.ps": 3,
+    "zstrat.tpu": 3,
     "zstrat.program": 4,
     "zstrat.worker": 5,
     "zstrat.coordinator": 6,
@@ -72,7 +73,7 @@ JAX_AT_IMPORT = {
     "zstrat.strategy",
     "zstrat.saving",
 }
-JAX_WHEN_NEEDED = {"zstrat.collectives", "zstrat.ps"}
+JAX_WHEN_NEEDED = {"zstrat.collectives", "zstrat.ps", "zstrat.tpu"}
 """Modules of it that import jax are imported late: see `test_import_stays_light`."""
 
 HEAVY = ("jax", "jaxlib", "optax")
@@ -348,6 +349,7 @@ def _canonical(requirement: str) -> str:
         ("zstrat.initializers", ("jax", "zmq", "msgpack")),
         ("zstrat.checkpoint", ("jax", "zmq")),
         ("zstrat.ps", ("jax", "optax")),
+        ("zstrat.tpu", ("jax", "zmq")),
         ("zstrat.launch", ("jax",)),
         ("zstrat.cli", ("jax",)),
         ("zstrat.daemons.ps", ("jax", "optax", "cloudpickle", "click", "rich")),

@@ -129,6 +129,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.strategy",
     ),
     **dict.fromkeys(
+        ("experimental_connect_to_cluster",),
+        "zstrat.tpu",
+    ),
+    **dict.fromkeys(
         (
             "IndexedSlices",
             "Module",
@@ -152,6 +156,7 @@ _MODULES: Final[dict[str, str]] = {
     "errors": "zstrat.errors",
     "initializers": "zstrat.initializers",
     "partitioners": "zstrat.variables.partitioners",
+    "tpu": "zstrat.tpu",
 }
 """Public name -> the module that it is."""
 
