@@ -1,5 +1,6 @@
 """Rings: the reference orders of TensorFlow, and what makes an order a ring."""
 
+import itertools
 import logging
 import math
 
@@ -76,7 +77,7 @@ def test_every_chip_is_there_once(extents):
 @given(st.tuples(even, even, even))
 def test_of_even_extents_each_chip_is_next_to_the_one_before(extents):
     found = ring(extents)
-    steps = [distance(a, b) for a, b in zip(found, found[1:], strict=False)]
+    steps = [distance(a, b) for a, b in itertools.pairwise(found)]
     assert set(steps) <= {1}
     is_line = sum(size > 1 for size in extents) < 2
     if not is_line:

@@ -13,7 +13,11 @@ RESOLVER = SimpleClusterResolver(ClusterSpec({}))
 
 def stand_in(number, task=0, platform="tpu", coords=None, core=0):
     return types.SimpleNamespace(
-        id=number, process_index=task, platform=platform, coords=coords, core_on_chip=core
+        id=number,
+        process_index=task,
+        platform=platform,
+        coords=coords,
+        core_on_chip=core,
     )
 
 
@@ -83,7 +87,9 @@ def test_tpus_tell_where_they_are(of):
 
 def test_every_process_has_as_many_devices(of):
     cpus = [stand_in(n, task=n // 2, platform="cpu") for n in range(3)]
-    with pytest.raises(ValueError, match=r"processes of this job have \[2, 1\] devices"):
+    with pytest.raises(
+        ValueError, match=r"processes of this job have \[2, 1\] devices"
+    ):
         of(cpus)
 
 

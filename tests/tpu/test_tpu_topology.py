@@ -85,7 +85,8 @@ def test_nobody_writes_to_it(topology):
 
 
 @pytest.mark.parametrize(
-    "mesh", [None, [], [2, 2, 2], [2, 2, 1, 0], [2, 2, -1, 2], [[2, 2, 1, 2]], [2.5] * 4]
+    "mesh",
+    [None, [], [2, 2, 2], [2, 2, 1, 0], [2, 2, -1, 2], [[2, 2, 1, 2]], [2.5] * 4],
 )
 def test_a_mesh_is_four_positive_integers(mesh):
     with pytest.raises(ValueError, match="`mesh_shape` must be a sequence of 4 pos"):
@@ -94,10 +95,18 @@ def test_a_mesh_is_four_positive_integers(mesh):
 
 @pytest.mark.parametrize(
     "coordinates",
-    [None, COORDINATES[0], [[[0, 0, 0]]], [[[0.5, 0, 0, 0]]], np.zeros((1, 1, 1, 4), int)],
+    [
+        None,
+        COORDINATES[0],
+        [[[0, 0, 0]]],
+        [[[0.5, 0, 0, 0]]],
+        np.zeros((1, 1, 1, 4), int),
+    ],
 )
 def test_coordinates_have_three_axes(coordinates):
-    words = "`device_coordinates` must be an array of integers.*minor dimension the rank"
+    words = (
+        "`device_coordinates` must be an array of integers.*minor dimension the rank"
+    )
     with pytest.raises(ValueError, match=words):
         Topology(mesh_shape=MESH, device_coordinates=coordinates)
 
@@ -155,7 +164,10 @@ def test_numbers_that_are_not_packed_and_fields_that_are_not_known():
         (b"\x00\x01", "no TopologyProto|mesh_shape"),
         (BYTES[6:], "`mesh_shape` must be"),
         (BYTES[:6] + b"\x10\x03" + BYTES[8:], r"num_tasks \(3\).*32 numbers"),
-        (BYTES[:6] + b"\x10" + b"\xff" * 9 + b"\x01" + BYTES[8:], "`num_tasks` must be"),
+        (
+            BYTES[:6] + b"\x10" + b"\xff" * 9 + b"\x01" + BYTES[8:],
+            "`num_tasks` must be",
+        ),
     ],
 )
 def test_bytes_that_are_no_topology(data, words):

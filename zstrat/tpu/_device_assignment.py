@@ -199,8 +199,8 @@ def _dealt(topology: Topology, packed: Packing) -> np.ndarray:
 def _checked(cores: np.ndarray) -> np.ndarray:
     if cores.ndim != 3:
         raise ValueError(
-            "core_assignment must be a rank 3 numpy array [replicas, cores per replica, "
-            f"{RANK}], got shape {list(cores.shape)}"
+            "core_assignment must be a rank 3 numpy array [replicas, cores per "
+            f"replica, {RANK}], got shape {list(cores.shape)}"
         )
     if cores.shape[2] != RANK:
         raise ValueError(

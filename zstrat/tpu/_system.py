@@ -63,8 +63,8 @@ def initialize_tpu_system(
     counts = [len(devices) for devices in tasks]
     if len(set(counts)) > 1:
         raise ValueError(
-            f"the processes of this job have {counts} devices: a topology needs as many "
-            "in each"
+            f"the processes of this job have {counts} devices: a topology needs as "
+            "many in each"
         )
     places = [[_place(device) for device in devices] for devices in tasks]
     found = np.array([[p for p in row if p is not None] for row in places], np.int64)

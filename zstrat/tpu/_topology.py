@@ -162,8 +162,8 @@ def _coordinates(given: Any, mesh: np.ndarray) -> np.ndarray:
     found = np.asarray(() if given is None else given)
     if found.ndim != 3 or found.shape[2] != RANK or found.dtype.kind not in "iu":
         raise ValueError(
-            "`device_coordinates` must be an array of integers of shape [tasks, devices "
-            f"per task, {RANK}], its minor dimension the rank of the mesh; got "
+            "`device_coordinates` must be an array of integers of shape [tasks, "
+            f"devices per task, {RANK}], its minor dimension the rank of the mesh; got "
             f"{found.dtype} {list(found.shape)}"
         )
     for task, device in np.argwhere(((found < 0) | (found >= mesh)).any(axis=2)):
@@ -190,7 +190,9 @@ def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
     message = decode(serialized)
     mesh = tuple(_mesh(np.asarray(message.mesh_shape, np.int64)).tolist())
     sizes = message.num_tasks, message.num_tpu_devices_per_task
-    for name, size in zip(("num_tasks", "num_tpu_devices_per_task"), sizes, strict=True):
+    for name, size in zip(
+        ("num_tasks", "num_tpu_devices_per_task"), sizes, strict=True
+    ):
         if size < 0:
             raise ValueError(f"`{name}` must be >= 0; got {size}")
     if len(message.device_coordinates) != sizes[0] * sizes[1] * RANK:

@@ -1,4 +1,4 @@
-"""A topology as bytes: TensorFlow's ``TopologyProto``, so that either reads the other's.
+"""A topology as bytes: TensorFlow's ``TopologyProto``; either reads the other's.
 
 Fields: 1 mesh_shape (int32, repeated), 2 num_tasks (int32), 3 num_tpu_devices_per_task
 (int32), 4 device_coordinates (int32, repeated); the encoding is that of protocol
