@@ -1,27 +1,26 @@
 """Splits of an array over the logical devices of a replica, as axes of a mesh.
 
 A split ``[1, 2, 4]`` over 8 logical devices cuts the array into 8 tiles, which go to
-the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices have
-axes, and a dimension of an array is laid over some of them. So the devices of a replica
-get one axis for each prime factor of their number, and a split takes axes in a row.
+the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices
+have axes, and a dimension of an array is laid over some of them. So the devices of a
+replica get one axis for each prime factor of their number, and a split takes axes in a
+row.
 
-Which factors come first matters only where they differ: of 6 devices ``[2, 3]`` needs
-axes of 2 and 3, and ``[3, 2]`` of 3 and 2. The splits of a program choose; one that the
-earlier ones leave no row for gets the same tiles in another order of devices, which
-changes no value.
+Of a number with several primes one order of the axes does not serve all splits: of 6
+devices ``[2, 3]`` needs axes of 2 and 3, and ``[3, 2]`` of 3 and 2. A split that finds
+no row in a given mesh takes other axes: the same tiles in another order of devices,
+which changes no value.
 
 Law of the file: integers; no devices, no arrays.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 
 def require_split(
@@ -56,18 +55,11 @@ def require_split(
     return splits
 
 
-def axes_for(count: int, splits: Iterable[Sequence[int]] = ()) -> tuple[int, ...]:
-    """Extents of the axes of ``count`` logical devices, each a prime number.
-
-    Each of the splits finds its axes in a row, but for those that the earlier ones
-    leave none for.
-    """
-    cuts = [1, count]
-    for split in splits:
-        wanted = sorted({*cuts, *itertools.accumulate(split, operator.mul)})
-        if all(b % a == 0 for a, b in itertools.pairwise(wanted)):
-            cuts = wanted
-    return tuple(p for a, b in itertools.pairwise(cuts) for p in _primes(b // a))
+def axes_for(count: int, split: Sequence[int] = ()) -> tuple[int, ...]:
+    """Extents of the axes of ``count`` logical devices, each a prime number, in which
+    the split has its axes in a row."""
+    rest = count // math.prod(split)
+    return tuple(prime for parts in (*split, rest) for prime in _primes(parts))
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:
