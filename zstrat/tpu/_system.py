@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.cluster import ClusterResolver
+from zstrat.cluster import ClusterResolver, TPUClusterResolver
 
 from ._topology import RANK, Topology
 
@@ -39,8 +39,8 @@ def initialize_tpu_system(
     ``t`` of jax; its devices are numbered by their ids.
 
     Args:
-        cluster_resolver: Of the system; jax finds it by itself, so it is only looked at
-            whether it is one.
+        cluster_resolver: Of the system. jax finds it by itself, so nothing is asked of
+            it; a `TPUClusterResolver` is told the topology.
         mesh_shape: Extents ``[4]`` (x, y, z, cores per chip) of the mesh for devices
             that have no places, such as CPUs; as many places as there are devices. They
             are laid into it core by core, then along x, y and z. Left out:
@@ -59,7 +59,15 @@ def initialize_tpu_system(
             "cluster_resolver must be a ClusterResolver or None, got "
             f"{type(cluster_resolver).__name__}"
         )
-    tasks = devices_by_task()
+    topology = _of_devices(devices_by_task(), mesh_shape)
+    if isinstance(cluster_resolver, TPUClusterResolver):
+        cluster_resolver.set_tpu_topology(topology.serialized())
+    return topology
+
+
+def _of_devices(
+    tasks: Sequence[Sequence[Any]], mesh_shape: Sequence[int] | None
+) -> Topology:
     counts = [len(devices) for devices in tasks]
     if len(set(counts)) > 1:
         raise ValueError(
