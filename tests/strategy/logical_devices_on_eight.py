@@ -21,14 +21,17 @@ def logical(replicas, count, **options):
     return LogicalDevices(devices, **options)
 
 
-def mapped(devices, body, out=P("replica")):
+REPLICA = P("replica")
+
+
+def mapped(devices, body, out=REPLICA):
     """The body for each replica: by hand over replicas, by XLA over the rest."""
     return jax.jit(
         jax.shard_map(
             body,
             mesh=devices.mesh,
             axis_names={"replica"},
-            in_specs=(P("replica"), P()),
+            in_specs=(REPLICA, P()),
             out_specs=out,
             check_vma=False,
         )
@@ -124,7 +127,7 @@ def test_gradients_are_those_without_a_split():
         by_x, by_w = jax.grad(of_replica, argnums=(0, 1))(x, w)
         return by_x, jax.lax.psum(by_w, "replica")
 
-    step = mapped(devices, body, (P("replica"), P()))
+    step = mapped(devices, body, (REPLICA, P()))
     by_x, by_w = step(X, W)
     expected = jax.grad(loss, argnums=(0, 1))(X, W)
     np.testing.assert_allclose(by_x, expected[0], rtol=2e-4, atol=1e-5)
