@@ -119,6 +119,7 @@ _EXPORTS: Final[dict[str, str]] = {
             "ReductionToOneDevice",
             "ReplicaContext",
             "Strategy",
+            "TPUStrategy",
             "ValueContext",
             "get_cross_replica_context",
             "get_replica_context",

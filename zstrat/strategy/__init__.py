@@ -18,5 +18,6 @@ from ._parameter_server import ParameterServerStrategy as ParameterServerStrateg
 from ._placement import ServerVariables as ServerVariables
 from ._strategy import Extended as Extended
 from ._strategy import Strategy as Strategy
+from ._tpu import TPUStrategy as TPUStrategy
 from ._values import PerReplica as PerReplica
 from ._values import ValueContext as ValueContext

@@ -66,7 +66,9 @@ class LocalMesh:
         self._rows: Any = SingleDeviceSharding(self.devices[0])
         if grid.size > 1:
             made: Any = NamedSharding  # untyped
-            self._rows = made(self.mesh, _spec(AXIS))
+            # One replica has all rows, also of what has none.
+            rows = _spec(AXIS) if len(grid) > 1 else _spec()
+            self._rows = made(self.mesh, rows)
         self._kept = KeptSteps(self._as_step)
 
     @property
