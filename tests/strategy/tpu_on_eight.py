@@ -3,6 +3,8 @@ its errors, and the same numbers as on one device."""
 
 import functools
 import gc
+import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, TPUClusterResolver
+from zstrat.strategy._tpu import _require_own
 from zstrat.tpu.experimental import DeviceAssignment, Topology, initialize_tpu_system
 
 RNG = np.random.default_rng(0)
@@ -255,6 +258,52 @@ def test_a_split_result_lies_in_tiles_on_its_replica(make):
     assignment = strategy.extended.worker_devices
     first = int(assignment[0].rpartition(":")[2])
     np.testing.assert_allclose(shards[first], X[:2, :3] * 2)
+
+
+def test_a_value_of_a_replica_is_the_view_that_its_logical_device_0_has(make):
+    strategy = make([1, 1, 1, 2], 4)
+
+    @zs.function
+    def step_fn(x):
+        return x + 1
+
+    result = strategy.run(step_fn, args=(on_replicas(strategy, X),))
+    parts = strategy.experimental_local_results(result)
+    names = [f":{next(iter(part.devices())).id}" for part in parts]
+    assert names == [name[-2:] for name in strategy.extended.worker_devices]
+    np.testing.assert_array_equal(np.concatenate(parts), X + 1)
+
+
+def test_the_program_of_a_step_computes_with_tiles(make):
+    """One device multiplies its columns alone, and talks to its replica alone."""
+    strategy = make([1, 1, 2, 2], 2)
+
+    def replica(x):
+        w = strategy.experimental_split_to_logical_devices(jnp.asarray(W), [1, 4])
+        hidden = jnp.tanh(x @ w)
+        return strategy.experimental_replicate_to_logical_devices(hidden)
+
+    program = jax.jit(lambda x: strategy.run(replica, args=(x,)))
+    x = strategy._mesh.place(np.split(X, 2))
+    np.testing.assert_allclose(
+        whole(strategy, program(x)), np.tanh(X @ W), rtol=1e-4, atol=1e-5
+    )
+    compiled = program.lower(x).compile()
+    text = compiled.as_text()
+    assert "f32[4,1]" in text
+    assert re.search(
+        r"all-gather\(.*replica_groups=(\[2,4\]<=\[8\]|{{0,1,2,3},{4,5,6,7}})", text
+    )
+    for sharding in jax.tree.leaves(compiled.input_shardings[0]):
+        assert sharding.shard_shape(X.shape) == (4, 6)
+
+
+def test_replicas_on_devices_of_other_processes_are_refused():
+    devices = np.array(
+        [[types.SimpleNamespace(process_index=n)] for n in range(3)], object
+    )
+    with pytest.raises(NotImplementedError, match=r"process 0 .* devices of \[1, 2\]"):
+        _require_own(devices)
 
 
 # ---- run --------------------------------------------------------------------------

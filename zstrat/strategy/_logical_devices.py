@@ -47,7 +47,8 @@ class LogicalDevices:
 
     def __init__(self, devices: np.ndarray, *, is_spmd: bool = False) -> None:
         self.devices = devices
-        self.replicas, self.count = devices.shape
+        self.replicas: int = devices.shape[0]
+        self.count: int = devices.shape[1]
         self._is_spmd = is_spmd
         self.mesh = self._mesh(axes_for(self.count))
 

@@ -165,15 +165,17 @@ def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
 
 
 def _shards(whole: Any, count: int) -> list[jax.Array] | None:
-    """What each device has, if that is what each replica has."""
+    """What each device has, if that is what each replica has; of several devices of a
+    replica the first one's."""
     if not isinstance(whole, jax.Array) or isinstance(whole, jax.core.Tracer):
         return None
     shards = whole.addressable_shards
     rows = whole.shape[0] // count
     wanted = (rows, *whole.shape[1:])
-    if count == 1 or len(shards) != count:
+    if count == 1 or len(shards) % count:
         return None
-    found = {shard.index[0].start or 0: shard.data for shard in shards}
+    # Backwards: the first one of each replica stays. They come in the mesh's order.
+    found = {shard.index[0].start or 0: shard.data for shard in reversed(shards)}
     if sorted(found) != [rows * i for i in range(count)]:
         return None
     if any(data.shape != wanted for data in found.values()):
