@@ -185,6 +185,10 @@ def test_outside_of_a_replica_an_annotation_is_checked_and_no_more():
             devices.assigned(X, number)
 
 
+    with pytest.raises(TypeError, match="float"):
+        devices.assigned(X, 1.0)
+
+
 def test_in_spmd_mode_nothing_is_assigned():
     """And that is what is said first."""
     devices = logical(2, 4, is_spmd=True)

@@ -23,6 +23,7 @@ from zstrat.strategy._tiles import axes_for, axes_of, require_split
         ((8,), 8, "unnested list of positive integers, got 8"),
         ((8, 1), [[8], 1], "unnested list of positive integers"),
         ((8,), [0], "unnested list of positive integers"),
+        ((8, 1), [8, True], "unnested list of positive integers"),
         ((8,), [8.0], "unnested list of positive integers"),
         ((8, 8), [-2, -4], "unnested list of positive integers"),
     ],
@@ -34,6 +35,7 @@ def test_what_is_no_split(shape, split, words):
 
 def test_a_split():
     assert require_split((3, 4, 8, 5), [1, 2, 4, 1], 8) == (1, 2, 4, 1)
+    assert require_split((8, 4), (np.int64(4), 2), 8) == (4, 2)
     assert require_split((), [], 1) == ()
 
 

@@ -10,6 +10,7 @@ a replica is being traced.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -62,8 +63,10 @@ class LogicalDevices:
         """A number of a logical device.
 
         Raises:
+            TypeError: It is no integer.
             ValueError: There is none with it.
         """
+        logical_device_id = operator.index(logical_device_id)
         if not 0 <= logical_device_id < self.count:
             raise ValueError(
                 "`logical_core_id` to assign must be lower then total number of "

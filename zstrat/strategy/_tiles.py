@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -107,9 +109,14 @@ def _primes(number: int) -> list[int]:
 
 def _integers(given: Any) -> tuple[int, ...]:
     is_list = isinstance(given, list | tuple)
-    if not is_list or not all(type(n) is int and n > 0 for n in given):
+    if not is_list or not all(_is_positive(n) for n in given):
         raise ValueError(
             "`partition_dimensions` must be an unnested list of positive integers, got "
             f"{given!r}"
         )
-    return tuple(given)
+    return tuple(int(n) for n in given)
+
+
+def _is_positive(number: Any) -> bool:
+    is_integer = isinstance(number, int | np.integer) and number is not True
+    return is_integer and bool(number > 0)
