@@ -107,6 +107,7 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
+            "BetweenGraphStrategy",
             "CommunicationImplementation",
             "CommunicationOptions",
             "CrossDeviceOps",

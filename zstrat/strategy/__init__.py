@@ -1,5 +1,6 @@
 """The strategies: where variables live, where steps run, how results meet."""
 
+from ._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
 from ._context import ReplicaContext as ReplicaContext
 from ._cross_device import CrossDeviceOps as CrossDeviceOps
 from ._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce

@@ -74,13 +74,7 @@ class ParameterServerExtended(StrategyExtended):
         return value if container is None else container
 
     def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        if isinstance(variable, ShardedVariable):
-            raise ValueError(
-                f"`colocate_vars_with` must only be passed a variable that is on one "
-                f"ps: give a component of {variable!r}, as .variables[0]"
-            )
-        assert self._variables is not None
-        assert isinstance(variable, Variable)
+        assert self._variables is not None  # it was created in this scope
         return self._variables.colocated(variable)
 
 
