@@ -56,6 +56,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.coordinator",
     ),
     **dict.fromkeys(
+        ("get_tower_context",),
+        "zstrat.contrib.distribute",
+    ),
+    **dict.fromkeys(
         ("ReduceOp",),
         "zstrat.collectives",
     ),
@@ -155,6 +159,8 @@ _EXPORTS: Final[dict[str, str]] = {
 _MODULES: Final[dict[str, str]] = {
     "cluster_resolver": "zstrat.cluster",
     "collectives": "zstrat.collectives",
+    "compat": "zstrat.compat",
+    "contrib": "zstrat.contrib",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
     "initializers": "zstrat.initializers",

@@ -309,7 +309,9 @@ class ClusterSession:
 
 
 def _opened(
-    portal: Portal, cluster: Callable[[], Coroutine[Any, Any, Cluster]], settings: Settings
+    portal: Portal,
+    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    settings: Settings,
 ) -> ClusterSession:
     """The session, when all that it needs is there."""
 

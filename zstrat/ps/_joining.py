@@ -17,8 +17,9 @@ from zstrat.errors import BusyError, StaleSessionError, ZstratError
 from zstrat.wire import JoinSession, Message, SessionOpened
 
 if TYPE_CHECKING:
-    from ._store import Store
     from zstrat.wire import Ownership
+
+    from ._store import Store
 
 MOST: Final = 4096
 """Requests that wait at a time: a worker has one, and there are fewer workers."""

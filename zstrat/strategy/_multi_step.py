@@ -50,7 +50,12 @@ class MultiStepContext:
         return self._non_tensor_outputs
 
     def set_last_step_output(
-        self, name: str, output: Any, reduce_op: ReduceOp | str | Any = None
+        self,
+        name: str,
+        output: Any,
+        reduce_op: ReduceOp | VariableAggregation | str | None = None,
+        *,
+        aggregation: VariableAggregation | None = None,
     ) -> None:
         """Keeps an output under a name, in place of that of the step before.
 
@@ -58,12 +63,13 @@ class MultiStepContext:
             reduce_op: "SUM" or "MEAN": the output is reduced over the replicas. Also a
                 `VariableAggregation`, as in TF 1.12. In the cross-replica context it
                 may be left out, and the output is kept as it is.
+            aggregation: TF 1.12's name of the same.
 
         Raises:
             AssertionError: In a replica context without a reduction.
             ValueError: ``reduce_op`` is none.
         """
-        how = _reduction(reduce_op)
+        how = _reduction(aggregation if reduce_op is None else reduce_op)
         replica = _replica()
         if replica is None:
             self._keep(name, output, how)

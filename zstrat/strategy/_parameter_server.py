@@ -18,7 +18,7 @@ from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.program import worker_context
-from zstrat.variables import AbstractVariable, ShardedVariable, Variable, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
 from ._extended import StrategyExtended
 from ._placement import PlacementRule, ServerVariables

@@ -22,8 +22,8 @@ from zstrat.variables import DeferredValue, Variable, VariableSpec, handle, join
 from ._drafts import draft
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
 

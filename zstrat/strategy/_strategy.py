@@ -21,6 +21,7 @@ from zstrat.variables import IndexedSlices, recorder
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
+from ._v1 import FirstVersion
 from ._values import (
     PerReplica,
     ValueContext,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from ._options import RunOptions
 
 
-class Strategy(abc.ABC):
+class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
     is_default: bool = False
