@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-import jax
-
 from ._devices import device_named, local_devices
 from ._local_extended import LocalExtended
 from ._local_run import LocalMesh
@@ -14,6 +12,8 @@ from ._strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import jax
 
     from zstrat.program._collective import Team
     from zstrat.variables import Creator
@@ -53,7 +53,7 @@ class CentralStorageStrategy(Strategy):
         self._variables = MirroredVariables(
             self._mesh.devices, self._mesh.team, store=store
         )
-        self._extended = LocalExtended(replicas, [store], self._variables)
+        self._extended = LocalExtended(self, replicas, [store], self._variables)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -96,4 +96,5 @@ def task_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
 
 def _kind(device: jax.Device) -> str:
     # jax calls the platform of AMD's and Nvidia's by their makers.
-    return {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform).lower()
+    kind = str(device.platform).lower()
+    return "gpu" if kind in ("cuda", "rocm") else kind

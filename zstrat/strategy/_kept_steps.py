@@ -26,6 +26,8 @@ from zstrat.program import Function
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
+    Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 MAX_STEPS: Final = 256
 """Functions of one strategy. Each keeps programs of about a megabyte."""
 
@@ -94,10 +96,9 @@ class KeptSteps:
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
     """Whatever says whether the function is still in use."""
-    if isinstance(fn, types.MethodType):
-        fn = fn.__self__
+    held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
     try:
-        return weakref.ref(fn)
+        return weakref.ref(held)
     except TypeError:
         return None
 

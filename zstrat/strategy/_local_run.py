@@ -122,7 +122,8 @@ class LocalMesh:
             whole = self._put(np.stack([np.asarray(array) for array in arrays]))
             return PerReplica.of_whole(whole, self.replicas, stacked=True)
         if self.mesh.size > self.replicas:
-            return self.place_batch(np.concatenate(arrays))
+            joined = self._put(np.concatenate(arrays))
+            return PerReplica.of_whole(joined, self.replicas)
         there = jax.device_put(arrays, list(self.devices), may_alias=False)
         return PerReplica.of_whole(self._joined(there), self.replicas)
 
@@ -184,7 +185,7 @@ class LocalMesh:
         return regroup(leaf.values, self._given_parts, always_wrap=True)
 
     def _given_parts(self, parts: Sequence[Any]) -> Any:
-        if all(type(part) in NUMBERS for part in parts):
-            if len({Plain(part) for part in parts}) == 1:
-                return Plain(parts[0])
+        numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
+        if len(numbers) == len(parts) and len(set(numbers)) == 1:
+            return numbers[0]
         return self._placed(parts)

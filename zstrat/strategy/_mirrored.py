@@ -50,6 +50,7 @@ class MirroredVariables:
         devices: Each has the whole value.
         team: The replicas, of this process alone or of several.
         over: A mesh of the devices, if it has more axes than that of the replicas.
+        store: The device that keeps the values between steps; left out: all of them.
         is_late: Whether the others have been at work.
     """
 
@@ -59,6 +60,7 @@ class MirroredVariables:
         team: Team,
         *,
         over: Mesh | None = None,
+        store: jax.Device | None = None,
         is_late: bool = False,
     ) -> None:
         self._channel = team.channel
@@ -70,7 +72,11 @@ class MirroredVariables:
         whole = None if channel is None else channel.mesh
         if whole is None and over is None and len(devices) > 1:
             over = Mesh(np.array(devices), (AXIS,))
-        self.residence = _Devices(devices[0], over, whole, channel, self._settle)
+        self.residence: Residence = _Devices(
+            devices[0], over, whole, channel, self._settle
+        )
+        if store is not None and [store] != list(devices):
+            self.residence = _Store(store, self.residence)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -185,7 +191,8 @@ class _Devices(Residence):
 
     @property
     def sharding(self) -> Sharding | None:
-        return None if self._apart is None else self._where
+        where: Sharding | None = None if self._apart is None else self._where
+        return where
 
     @property
     def sharding_apart(self) -> Sharding | None:
@@ -211,3 +218,43 @@ class _Devices(Residence):
             return jax.make_array_from_callback(value.shape, where, value.__getitem__)
         placed: jax.Array = jax.device_put(value, where)
         return placed
+
+
+class _Store(Residence):
+    """One device that keeps the values, which travel to others for each step."""
+
+    travels = True
+
+    def __init__(self, device: jax.Device, steps: Residence) -> None:
+        super().__init__(None, steps.copies)
+        self._device = device
+        self._steps = steps
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return self._steps.sharding
+
+    @property
+    def sharding_apart(self) -> Sharding | None:
+        return self._steps.sharding_apart
+
+    def place(self, array: Any) -> jax.Array:
+        # A copy: jax may use the very memory of an array of numpy.
+        placed: jax.Array = jax.device_put(np.array(array, order="C"), self._device)
+        return placed
+
+    def place_apart(self, copies: Any) -> jax.Array:
+        return self.place(copies)
+
+    def mark(self) -> Hashable:
+        return self.parted
+
+    def settle(self) -> None:
+        """Everything is here."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        # Copies: the step overwrites them, and may fail.
+        return jax.device_put(trees, shardings, may_alias=False)
+
+    def returned(self, trees: Any) -> Any:
+        return jax.device_put(trees, self._device)

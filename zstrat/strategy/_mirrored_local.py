@@ -46,8 +46,8 @@ class MirroredStrategy(Strategy):
         found = _chosen(devices)
         self._mesh = LocalMesh(self, found)
         self._variables = MirroredVariables(found, self._mesh.team)
-        self._ops = cross_device_ops or _usual(found)
-        self._extended = LocalExtended(found, found, self._variables)
+        ops = cross_device_ops or _usual(found)
+        self._extended = LocalExtended(self, found, found, self._variables, ops)
 
     @property
     def num_replicas_in_sync(self) -> int:

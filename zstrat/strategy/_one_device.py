@@ -34,7 +34,7 @@ class OneDeviceStrategy(Strategy):
         found = [device_named(device)]
         self._mesh = LocalMesh(self, found)
         self._variables = MirroredVariables(found, self._mesh.team)
-        self._extended = LocalExtended(found, found, self._variables)
+        self._extended = LocalExtended(self, found, found, self._variables)
 
     @property
     def num_replicas_in_sync(self) -> int:

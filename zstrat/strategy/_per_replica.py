@@ -193,5 +193,5 @@ def _loose(shard: jax.Array, stacked: bool) -> jax.Array:
         if device.platform == "cpu":
             view = np.asarray(shard)
             return jnp.asarray(view[0] if stacked else view)
-        view = jax.dlpack.from_dlpack(shard)
-        return view[0] if stacked else view
+        loose: jax.Array = jax.dlpack.from_dlpack(shard)
+        return loose[0] if stacked else loose

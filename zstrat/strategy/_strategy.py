@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zstrat.program import _replicas
 from zstrat.program._collective import Team
-from zstrat.variables import AbstractVariable
 
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
 from ._one_program import as_one_program
 from ._regroup import regroup
+from ._v1 import FirstVersion
 from ._values import (
     ValueContext,
     gather_values,
@@ -38,43 +38,11 @@ if TYPE_CHECKING:
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
-
-class Extended(abc.ABC):
-    """The less common face of a strategy, as TF has it (``strategy.extended``)."""
-
-    experimental_require_static_shapes = False
-
-    @property
-    @abc.abstractmethod
-    def worker_devices(self) -> tuple[str, ...]:
-        """TF's names of the devices that the replicas of one worker run on."""
-
-    @property
-    @abc.abstractmethod
-    def parameter_devices(self) -> tuple[str, ...]:
-        """TF's names of the places where variables are created."""
-
-    @abc.abstractmethod
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        """Whether ``v`` was created in the scope of this very strategy."""
-
-    @abc.abstractmethod
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        """Variables created inside go where that one is.
-
-        Raises:
-            ValueError: It was not created in this strategy's scope.
-            RuntimeError: Entered outside of this strategy's scope.
-        """
-
-    def value_container(self, value: AbstractVariable) -> AbstractVariable:
-        """The variable that ``value`` is a component of: itself."""
-        return value
+    from ._extended import StrategyExtended
+    from ._options import RunOptions
 
 
-class Strategy(abc.ABC):
+class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
     is_default: bool = False
@@ -86,7 +54,7 @@ class Strategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def extended(self) -> Extended: ...
+    def extended(self) -> StrategyExtended: ...
 
     @property
     def cluster_resolver(self) -> Any:
@@ -124,7 +92,7 @@ class Strategy(abc.ABC):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls ``fn`` once per local replica, in a replica context.
 
@@ -138,35 +106,35 @@ class Strategy(abc.ABC):
             ValueError: ``args`` is no list or tuple; a drawn batch does not split
                 evenly; a variable whose aggregation is NONE is updated by several
                 replicas.
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
         """
         if not isinstance(args, list | tuple):
             raise ValueError(
                 f"positional args must be a list or tuple, got {type(args).__name__}: "
                 "write strategy.run(fn, args=(x,))"
             )
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("run()")
+        _context.require_cross_replica(self, "run()")
         self._used("run")
         del options
         named = {} if kwargs is None else kwargs
         with self.scope():
             return self._run_replicas(fn, args, named)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """One value from the replicas' values, leaf by leaf of a pytree.
 
         ``axis`` None reduces across replicas alone; an integer (or several) also over
         that axis of each replica's value, a mean then counting every element once.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
             ValueError: An unknown operation, an axis outside the rank, or the sum of a
                 value that is not distributed over several replicas.
             TypeError: ``axis`` is no integer.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("reduce()")
+        _context.require_cross_replica(self, "reduce()")
         self._used("reduce")
         op, team = reduction(reduce_op), self._team()
         if team.channel is not None:
@@ -177,12 +145,12 @@ class Strategy(abc.ABC):
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
             NotImplementedError: The value is an IndexedSlices.
             ValueError: Scalars, or shapes that differ in another dimension.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("gather()")
+        _context.require_cross_replica(self, "gather()")
         team = self._team()
         if team.channel is not None:
             return gather_across(team, value, axis)
@@ -199,12 +167,12 @@ class Strategy(abc.ABC):
         containers, the container with a `PerReplica` of each member.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context(
-                "experimental_distribute_values_from_function()"
-            )
+        _context.require_cross_replica(
+            self, "experimental_distribute_values_from_function()"
+        )
         team = self._team()
         numbers = range(team.first, team.first + team.local)
         values = [value_fn(ValueContext(i, team.size)) for i in numbers]

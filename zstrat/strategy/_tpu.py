@@ -98,8 +98,9 @@ class TPUStrategy(Strategy):
         self._variables = MirroredVariables(
             devices.ravel().tolist(), self._mesh.team, over=self._mesh.mesh
         )
+        hosts = len(tasks), len(tasks[0])
         self._extended = TPUExtended(
-            self._logical, assignment, self._variables, (len(tasks), len(tasks[0]))
+            self, self._logical, assignment, self._variables, hosts
         )
 
     @property

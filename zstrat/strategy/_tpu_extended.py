@@ -7,24 +7,24 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final, final
 
 from ._devices import task_names
-from ._strategy import Extended
+from ._extended import StrategyExtended
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
     from zstrat.tpu.experimental import DeviceAssignment
     from zstrat.variables import AbstractVariable
 
     from ._logical_devices import LogicalDevices
     from ._mirrored import MirroredVariables
+    from ._strategy import Strategy
 
 _logical: Final[ContextVar[int]] = ContextVar("zstrat_logical_device", default=0)
 """Law of the file: whoever sets it resets it."""
 
 
 @final
-class TPUExtended(Extended):
+class TPUExtended(StrategyExtended):
     """Devices and hosts of a `TPUStrategy`.
 
     Args:
@@ -38,11 +38,13 @@ class TPUExtended(Extended):
 
     def __init__(
         self,
+        strategy: Strategy,
         devices: LogicalDevices,
         assignment: DeviceAssignment | None,
         variables: MirroredVariables,
         hosts: tuple[int, int],
     ) -> None:
+        super().__init__(strategy)
         self._devices = devices
         self._assignment = assignment
         self._variables = variables
@@ -96,8 +98,3 @@ class TPUExtended(Extended):
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(self._variables.owns(part) for part in v.components)
-
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()

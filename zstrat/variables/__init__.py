@@ -3,6 +3,7 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._apply import apply as apply
+from ._creator import Aside as Aside
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator

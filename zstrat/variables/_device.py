@@ -47,8 +47,11 @@ class Residence(abc.ABC):
     ``mesh`` are the devices of all processes, if values are arrays over them. Steps
     hold the ``lock``; ``steps`` is how many of them have put back new values.
     ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
-    many variables have begun to have them.
+    many variables have begun to have them. ``travels``: values are kept elsewhere than
+    steps run.
     """
+
+    travels: bool = False
 
     def __init__(self, mesh: Mesh | None = None, copies: int = 1) -> None:
         self.mesh = mesh
@@ -85,6 +88,16 @@ class Residence(abc.ABC):
         """Called with the lock held before values are used: they may have to come from
         other processes first."""
 
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
+        prefix of them."""
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """The inverse, of what the step made."""
+        return trees
+
 
 class DeviceHome:
     """One variable on the devices of this process, with the slots of the optimizers
@@ -107,8 +120,9 @@ class DeviceHome:
     # ---- for steps, which hold the lock --------------------------------------------
 
     def value(self) -> jax.Array:
-        """The value, where it lives."""
-        return self._value
+        """The value, where steps run."""
+        here = self.residence
+        return here.sent(self._value, self.sharding) if here.travels else self._value
 
     def slots(self, optimizer: Optimizer) -> Any:
         """What the optimizer keeps beside it, made if it is not there yet."""
@@ -116,7 +130,8 @@ class DeviceHome:
             self._slots[optimizer.id] = self._placed(
                 optimizer.transformation.init(self._first())
             )
-        return self._slots[optimizer.id]
+        here, slots = self.residence, self._slots[optimizer.id]
+        return here.sent(slots, here.sharding) if here.travels else slots
 
     def part(self) -> None:
         """Keeps one copy for each replica from now on, all equal so far."""
@@ -142,11 +157,13 @@ class DeviceHome:
 
     def take_over(self, value: jax.Array) -> None:
         """The value from now on. It is nobody else's."""
-        self._value = value
+        here = self.residence
+        self._value = here.returned(value) if here.travels else value
 
     def take_over_slots(self, optimizer: Optimizer, slots: Any) -> None:
         """What the optimizer keeps from now on."""
-        self._slots[optimizer.id] = slots
+        here = self.residence
+        self._slots[optimizer.id] = here.returned(slots) if here.travels else slots
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -280,7 +297,8 @@ class DeviceHome:
         """The value from outside of the replicas."""
         if not self.is_apart or self._on_read is None:
             return self._first()
-        return aggregated(np.asarray(self._value), self._on_read)
+        seen: np.ndarray = aggregated(np.asarray(self._value), self._on_read)
+        return seen
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
         """Copies that make up the value, or the value."""
