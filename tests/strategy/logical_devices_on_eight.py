@@ -155,6 +155,25 @@ def test_in_loops_and_under_transformations():
     )
 
 
+DEVICES = logical(2, 4)
+CUT = jax.jit(lambda x: DEVICES.split(x, [1, 2, 2]))
+
+
+def cut_again(carry, _):
+    return DEVICES.split(carry, [1, 2, 2]) + 1, None
+
+
+@pytest.mark.parametrize(
+    "fn", [CUT, lambda x: jax.lax.scan(cut_again, x, None, length=2)[0]]
+)
+def test_what_jax_has_traced_elsewhere_is_traced_again_in_a_replica(fn):
+    """Functions that jax keeps traces of, met outside of the mesh first."""
+    jax.eval_shape(jax.vmap(fn, axis_name="replica"), X.reshape(2, 4, 4, 8))
+    jax.jit(fn)(X[:4])
+    result = mapped(DEVICES, lambda x, w: fn(x))(X, W)
+    assert {data.shape for data in on_devices(result)} == {(4, 2, 4)}
+
+
 @pytest.mark.parametrize("split", [[2, 3], [3, 2]])
 def test_six_logical_devices_of_one_replica(split):
     """Both orders of the primes, in the same mesh: row by row."""
@@ -183,7 +202,6 @@ def test_outside_of_a_replica_an_annotation_is_checked_and_no_more():
         words = rf"Received logical device id {number} but there are only total of 4"
         with pytest.raises(ValueError, match=words):
             devices.assigned(X, number)
-
 
     with pytest.raises(TypeError, match="float"):
         devices.assigned(X, 1.0)

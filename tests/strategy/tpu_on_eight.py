@@ -485,6 +485,59 @@ def test_a_variable_is_whole_on_every_core(make):
     assert value.sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize(("shape", "replicas"), [([1, 1, 1, 2], 4), ([1, 2, 2, 2], 1)])
+def test_a_variable_that_is_brought_together_when_it_is_read(make, shape, replicas):
+    strategy = make(shape, replicas)
+    with strategy.scope():
+        total = zs.Variable(
+            0.0,
+            synchronization=zs.VariableSynchronization.ON_READ,
+            aggregation=zs.VariableAggregation.SUM,
+        )
+
+    @zs.function
+    def step_fn(x):
+        total.assign_add(jnp.sum(x))
+
+    for _ in range(2):
+        strategy.run(step_fn, args=(on_replicas(strategy, X),))
+    np.testing.assert_allclose(total.numpy(), 2 * X.sum(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "replicas"), [([1, 1, 1, 2], 4), ([1, 2, 2, 2], 1)])
+def test_arrays_of_any_device_are_arguments(make, shape, replicas):
+    strategy = make(shape, replicas)
+    with strategy.scope():
+        w = zs.Variable(W)
+    elsewhere = jax.device_put(X, jax.devices()[3])
+    step_fn = zs.function(lambda x: x @ w.value())
+    for given in (elsewhere, X, jnp.asarray(X)):
+        result = strategy.run(step_fn, args=(given,))
+        for part in strategy.experimental_local_results(result):
+            np.testing.assert_allclose(part, X @ W, rtol=1e-4, atol=1e-5)
+    again = strategy.run(zs.function(lambda y: y * 2), args=(result,))
+    for part in strategy.experimental_local_results(again):
+        np.testing.assert_allclose(part, 2 * X @ W, rtol=1e-4, atol=1e-5)
+
+
+def test_a_merge_call_is_made_once_for_all_replicas(make):
+    strategy = make([1, 1, 1, 2], 4)
+
+    @zs.function
+    def step(x):
+        def replica(x):
+            context = zs.get_replica_context()
+            return context.merge_call(
+                lambda strategy, x: strategy.reduce("sum", x, axis=0), args=(x,)
+            )
+
+        return strategy.run(replica, args=(x,))
+
+    result = step(on_replicas(strategy, X))
+    for part in strategy.experimental_local_results(result):
+        np.testing.assert_allclose(part, X.sum(0), rtol=1e-4, atol=1e-5)
+
+
 def test_strategies_may_go(make):
     strategy = make([1, 1, 1, 2], 4)
     del strategy
