@@ -338,12 +338,14 @@ def test_a_plain_function_outside_of_a_step_is_refused(resolver):
         with pytest.raises(NotImplementedError, match=words):
             strategy.run(fn)
 
-    @zs.function(eager=True)
-    def step():
-        return strategy.run(lambda: 1)
+    for fn in (lambda: 1, zs.function(lambda: 1)):
 
-    with pytest.raises(NotImplementedError, match=words):
-        step()
+        @zs.function(eager=True)
+        def step(fn=fn):
+            return strategy.run(fn)
+
+        with pytest.raises(NotImplementedError, match=words):
+            step()
 
 
 def test_a_partial_of_a_step_function_is_one(resolver):
@@ -536,6 +538,57 @@ def test_a_merge_call_is_made_once_for_all_replicas(make):
     result = step(on_replicas(strategy, X))
     for part in strategy.experimental_local_results(result):
         np.testing.assert_allclose(part, X.sum(0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_merge_call_of_a_step_of_its_own_is_compiled_too(make):
+    strategy = make([1, 1, 1, 2], 4)
+
+    @zs.function
+    def replica(x):
+        context = zs.get_replica_context()
+        total = context.merge_call(
+            lambda strategy, x: strategy.reduce("sum", x, axis=None), args=(x,)
+        )
+        assert isinstance(total, jax.core.Tracer)
+        return total * 2
+
+    for _ in range(2):
+        result = strategy.run(replica, args=(on_replicas(strategy, X),))
+        for part in strategy.experimental_local_results(result):
+            np.testing.assert_allclose(
+                part, 2 * sum(np.split(X, 4)), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_replicas_with_batches_of_different_sizes_are_one_program(make):
+    strategy = make([1, 1, 1, 2], 4)
+    sizes = [3, 3, 2, 0]
+    parts = np.split(X, np.cumsum(sizes)[:-1])
+    given = strategy.experimental_distribute_values_from_function(
+        lambda context: parts[context.replica_id_in_sync_group]
+    )
+    result = strategy.run(zs.function(lambda x: x * 2), args=(given,))
+    for part, expected in zip(
+        strategy.experimental_local_results(result), parts, strict=True
+    ):
+        np.testing.assert_allclose(part, 2 * expected)
+
+
+def test_python_that_looks_at_a_value_is_refused(make):
+    """Elsewhere it would run replica by replica, on values."""
+    for shape, replicas in (([1, 1, 1, 2], 4), ([1, 2, 2, 2], 1)):
+        strategy = make(shape, replicas)
+        step_fn = zs.function(lambda x: x if x.sum() > 0 else -x)
+        words = "a Python branch .* on a value that is known only when the step runs"
+        with pytest.raises(TypeError, match=words):
+            strategy.run(step_fn, args=(on_replicas(strategy, X),))
+
+
+def test_a_step_of_its_own_returns_what_programs_return(make):
+    strategy = make([1, 1, 1, 2], 4)
+    step_fn = zs.function(lambda: {1, 2})
+    with pytest.raises(TypeError, match=r"is compiled, and it returns a set"):
+        strategy.run(step_fn)
 
 
 def test_strategies_may_go(make):

@@ -59,16 +59,24 @@ class LocalMesh:
         devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
             them, of which each replica has several.
         axes: Names of the axes behind the first one.
+        is_compiled: Whether nothing runs but programs: turns are traced, and what
+            cannot be is refused.
     """
 
     def __init__(
-        self, strategy: Strategy, devices: Any, axes: Sequence[str] = ()
+        self,
+        strategy: Strategy,
+        devices: Any,
+        axes: Sequence[str] = (),
+        *,
+        is_compiled: bool = False,
     ) -> None:
         grid = np.array(devices, dtype=object)
         self.mesh = Mesh(grid, (AXIS, *axes))
         self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
         self.team = Team(len(grid))
         self._strategy = strategy
+        self._is_compiled = is_compiled
         self._rows: Any = SingleDeviceSharding(self.devices[0])
         if grid.size > 1:
             made: Any = NamedSharding  # untyped
@@ -150,22 +158,25 @@ class LocalMesh:
         """What the replicas return, brought together; called in the strategy's scope.
 
         Raises:
+            TypeError: A function that must be compiled returns what no program does.
             Exception: Whatever ``fn`` raises.
         """
         current = recorder.get()
         if current is not None and is_live(current):
             return self._in_turns(fn, args, kwargs)
         if current is not None or is_staging():
-            try:
-                return self._traced(fn, args, kwargs)
-            except (NeedsTurns, UnevenParts):
-                return self._in_turns(fn, args, kwargs)
+            return self._staged(fn, args, kwargs)
         kept = self._kept.of(fn)
         if kept.why_not is None:
             tree = self._given((tuple(args), dict(kwargs)))
             try:
                 return kept.step(*tree[0], **tree[1])
             except NeedsTurns as found:
+                if self._is_compiled:
+                    raise TypeError(
+                        f"{kept.step.name} is compiled, and {found}: a program returns "
+                        "arrays, numbers, strings and None"
+                    ) from None
                 kept.why_not = str(found)
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
@@ -211,10 +222,22 @@ class LocalMesh:
     def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def step(*args: Any, **kwargs: Any) -> Any:
-            result = self._traced(fn, args, kwargs)
-            return jax.tree.map(_returned, result)
+            way = self._staged if self._is_compiled else self._traced
+            return jax.tree.map(_returned, way(fn, args, kwargs))
 
         return step
+
+    def _staged(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """As a part of the program that is being traced, in either way."""
+        try:
+            return self._traced(fn, args, kwargs)
+        except (NeedsTurns, UnevenParts):
+            return self._in_turns(fn, args, kwargs)
 
     def _traced(
         self,

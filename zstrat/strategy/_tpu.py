@@ -94,7 +94,7 @@ class TPUStrategy(Strategy):
             devices, is_spmd=bool(experimental_spmd_xla_partitioning)
         )
         axes = logical_axes(self._logical.count)
-        self._mesh = LocalMesh(self, self._logical.grid, axes)
+        self._mesh = LocalMesh(self, self._logical.grid, axes, is_compiled=True)
         self._variables = MirroredVariables(
             devices.ravel().tolist(), self._mesh.team, over=self._mesh.mesh
         )
@@ -232,10 +232,10 @@ def _require_traced(fn: Callable[..., Any]) -> None:
         return
     while isinstance(fn, functools.partial):
         fn = fn.func
-    if isinstance(fn, Function) and not fn.eager:
+    if isinstance(fn, Function) and not fn.eager and recording is None:
         return
     raise NotImplementedError(
         "TPUStrategy.run(fn, ...) does not support pure eager execution. please make "
         "sure the function passed into `strategy.run` is a `zs.function` or "
-        "`strategy.run` is called inside a `zs.function`"
+        "`strategy.run` is called inside a `zs.function`, which is not eager itself"
     )
