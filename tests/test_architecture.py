@@ -57,6 +57,7 @@ DOORS = {
     "psutil": "zstrat.launch",
     "safetensors": "zstrat.checkpoint",
     "xxhash": "zstrat.checkpoint",
+    "grain": "zstrat.data",
     "orbax": "zstrat.saving",
     "tensorboardX": "zstrat.saving",
     "tomllib": "zstrat.config",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.program import name_node
 from zstrat.variables import AbstractVariable, IndexedSlices
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def _from_children(_: None, values: Any) -> PerReplica:
 
 
 jax.tree_util.register_pytree_node(PerReplica, _children, _from_children)
+name_node(PerReplica, "per replica", PerReplica)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,316 @@
+"""The input side of a strategy: datasets shared out among workers and replicas.
+
+One `Inputs` says who draws here and where elements go; it makes the distributed
+datasets of every strategy. What each replica gets was decided by numbers
+(`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
+
+Law of the file: sources are read, cut and placed on the prefetch thread of their pass,
+agreed upon in the thread that draws.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+import numpy as np
+
+from zstrat.data import (
+    Elements,
+    InputContext,
+    Prefetcher,
+    Worker,
+    allotted,
+    as_dataset,
+    ending,
+)
+from zstrat.program import StepDataset, kept
+
+from ._distributed_dataset import DistributedDataset
+from ._input_options import InputOptions
+from ._pace import Paced
+from ._shares import (
+    Share,
+    per_replica,
+    shares_of_batches,
+    shares_of_elements,
+    shares_of_pipelines,
+)
+from ._values import PerReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from zstrat.data import Allotment, Dataset
+
+    from ._pace import Accord
+
+    Place = Callable[[Share], Any]
+    Shares = Callable[[], Iterator[Share]]
+
+_DATASET: Final = "a distributed dataset"
+_FUNCTION: Final = "a dataset of distribute_datasets_from_function"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Who draws in this process, and where elements go.
+
+    Args:
+        context: This input pipeline among all, and the replicas of all.
+        local: Replicas of this process.
+        place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
+            put rows on devices.
+        accord: Brings the pipelines together; None where there is one alone, or where
+            nobody waits for the others.
+        static_shapes: Every replica needs the same rows in every step: one that has
+            too few ends the data.
+        per_replica: One input function for each replica may be asked for.
+    """
+
+    context: InputContext
+    local: int = 1
+    place: Place = per_replica
+    accord: Accord | None = None
+    static_shapes: bool = False
+    per_replica: bool = False
+
+    def of_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """See `Strategy.experimental_distribute_dataset`."""
+        settled = _settled(options)
+        if settled.is_per_replica:
+            raise not_per_replica()
+        _refuse_distributed(dataset)
+        allotment = allotted(dataset, self._worker())
+        alone = self.context.num_replicas_in_sync == 1
+        is_partial = not (self.static_shapes or allotment.is_infinite)
+
+        def shares() -> Iterator[Share]:
+            with ending(_elements(allotment)) as batches:
+                if alone:
+                    yield from shares_of_elements(batches, 1, is_partial=is_partial)
+                else:
+                    cutter = allotment.cutter()
+                    yield from shares_of_batches(batches, cutter, is_partial=is_partial)
+
+        accord = None if allotment.ends_with_others else self.accord
+        feed = _Feed(shares, self._placing(settled), settled, accord, is_partial)
+        return DistributedDataset(feed.begin, _DATASET)
+
+    def of_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """See `Strategy.distribute_datasets_from_function`."""
+        settled = _settled(options)
+        if not callable(dataset_fn):
+            raise TypeError(
+                "distribute_datasets_from_function takes a function of one "
+                f"InputContext, got {type(dataset_fn).__name__}; a dataset itself is "
+                "what experimental_distribute_dataset takes"
+            )
+        if settled.is_per_replica:
+            return self._of_functions(dataset_fn, settled)
+        made = allotted(_made(dataset_fn, self.context), Worker())
+        is_partial = not (self.static_shapes or made.is_infinite)
+
+        def shares() -> Iterator[Share]:
+            with ending(_elements(made)) as elements:
+                yield from shares_of_elements(
+                    elements, self.local, is_partial=is_partial
+                )
+
+        accord = None if made.is_infinite else self.accord
+        size = made.recipe.size()
+        steps = None
+        if size >= 0:
+            steps = math.ceil(size / self.local) if is_partial else size // self.local
+        feed = _Feed(shares, self._placing(settled), settled, accord, is_partial, steps)
+        return DistributedDataset(feed.begin, _FUNCTION)
+
+    def _of_functions(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+    ) -> DistributedDataset:
+        """One input pipeline for each replica."""
+        if not self.per_replica:
+            raise not_per_replica()
+        contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
+        made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
+        is_partial = not (self.static_shapes or any(each.is_infinite for each in made))
+
+        def shares() -> Iterator[Share]:
+            return shares_of_pipelines(
+                [_elements(each) for each in made], is_partial=is_partial
+            )
+
+        feed = _Feed(shares, self._placing(options), options, None, is_partial)
+        return DistributedDataset(feed.begin, _FUNCTION)
+
+    def _worker(self) -> Worker:
+        context = self.context
+        if context.num_replicas_in_sync % context.num_input_pipelines:
+            raise ValueError(
+                f"num_replicas_in_sync {context.num_replicas_in_sync} must be a "
+                f"multiple of the {context.num_input_pipelines} workers (input "
+                "pipelines): every worker has as many replicas"
+            )
+        return Worker(
+            context.num_input_pipelines, context.input_pipeline_id, self.local
+        )
+
+    def _placing(self, options: InputOptions) -> Place:
+        return self.place if options.fetches else per_replica
+
+
+def not_per_replica() -> NotImplementedError:
+    """The error of an option that only one method has."""
+    return NotImplementedError(
+        "InputReplicationMode.PER_REPLICA is only supported in "
+        "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
+        "the elements of one input function go to the replicas in turn"
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """How to begin a pass of one distributed dataset."""
+
+    shares: Shares
+    place: Place
+    options: InputOptions
+    accord: Accord | None
+    is_partial: bool
+    steps: int | None = None
+
+    def begin(self) -> _Pass:
+        return _Pass(self)
+
+
+@final
+class _Pass:
+    """One pass: its elements as they are drawn, and what they look like."""
+
+    def __init__(self, feed: _Feed) -> None:
+        self._feed = feed
+        maker = _Maker(feed.shares, feed.place)
+        self._maker: Final = maker
+        size = feed.options.experimental_per_replica_buffer_size
+        self._elements: Final[Elements[Any]] = Elements(
+            Prefetcher(maker.elements(), size), _DATASET
+        )
+        self._drawn: Elements[Any] | Paced = self._elements
+        if feed.accord is not None:
+            self._drawn = Paced(
+                self._elements,
+                feed.accord,
+                steps=feed.steps,
+                empty=maker.empty,
+                is_partial=feed.is_partial,
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._drawn)
+
+    def spec(self) -> Any:
+        if self._maker.first is None:
+            self._elements.peek()
+        return self._maker.spec()
+
+    def close(self) -> None:
+        self._drawn.close()
+
+
+@final
+class _Maker:
+    """Makes the elements of a pass, and keeps the first share to describe them."""
+
+    def __init__(self, shares: Shares, place: Place) -> None:
+        self._shares: Final = shares
+        self._place: Final = place
+        self.first: Share | None = None
+        """Without its rows."""
+        self._spec: Any = None
+
+    def elements(self) -> Iterator[Any]:
+        with ending(self._shares()) as shares:
+            for share in shares:
+                if self.first is None:
+                    self._spec = _spec_of(share)
+                    self.first = share.emptied()
+                yield self._place(share)
+                del share  # the reader may be its only owner while the next is made
+
+    def spec(self) -> Any:
+        return self._spec
+
+    def empty(self) -> Any:
+        """What a worker draws that has no more data.
+
+        Raises:
+            ValueError: It never had any, so nobody knows what it looks like.
+        """
+        if self.first is None:
+            raise ValueError(
+                "this worker has no element at all while others have some, so it does "
+                "not know what an empty one looks like: give every worker at least one "
+                "batch, or set the auto_shard_policy to DATA"
+            )
+        return self._place(self.first)
+
+
+def _elements(allotment: Allotment) -> Iterator[Any]:
+    """A pass whose elements nobody writes to while they wait."""
+    elements = allotment.elements()
+    return elements if allotment.is_steady else _copied(elements)
+
+
+def _copied(elements: Iterator[Any]) -> Iterator[Any]:
+    with ending(elements) as source:
+        for element in source:
+            yield jax.tree.map(kept, element)
+
+
+def _spec_of(share: Share) -> Any:
+    specs = [jax.tree.map(_leaf_spec, part) for part in share.parts]
+    return specs[0] if len(specs) == 1 else PerReplica(tuple(specs))
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+    return made(np.shape(leaf), dtype)
+
+
+def _settled(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"`options` must be a zs.InputOptions, got {options!r:.100}")
+    return options
+
+
+def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
+    made = dataset_fn(context)
+    _refuse_distributed(made)
+    try:
+        return as_dataset(made)
+    except TypeError as error:
+        raise TypeError(f"the dataset function {dataset_fn!r}: {error}") from error
+
+
+def _refuse_distributed(dataset: object) -> None:
+    if isinstance(dataset, StepDataset):
+        raise TypeError(
+            "the dataset is distributed already: distribute the dataset that it was "
+            "made of"
+        )
