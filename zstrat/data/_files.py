@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import abc
 import os
+import zipfile
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
 
 import numpy as np
 
@@ -156,14 +157,39 @@ def require_tfrecords() -> None:
 
 
 def load_npy(path: str) -> np.ndarray:
-    """The array of a file, mapped into memory: rows are read when they are used."""
-    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    """The array of a file, mapped into memory: rows are read when they are used.
+
+    Raises:
+        ValueError: It is no file of one array of numbers; names it.
+    """
+    found = _loaded(path, "r")
+    if not isinstance(found, np.ndarray):
+        found.close()
+        raise ValueError(f"{path} is an archive of arrays: read it with from_npz")
+    return np.asarray(found)
 
 
 def load_npz(path: str) -> dict[str, np.ndarray]:
-    """The arrays of an archive by their names."""
-    with np.load(path, allow_pickle=False) as archive:
-        return {name: archive[name] for name in archive.files}
+    """The arrays of an archive by their names.
+
+    Raises:
+        ValueError: It is no archive of arrays of numbers; names it.
+    """
+    found = _loaded(path, None)
+    if isinstance(found, np.ndarray):
+        raise ValueError(f"{path} is one array, no archive: read it with from_npy")
+    with found as archive:
+        try:
+            return {name: archive[name] for name in archive.files}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _loaded(path: str, mode: Literal["r"] | None) -> Any:
+    try:
+        return np.load(path, mmap_mode=mode, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} has no arrays that can be read: {error}") from error
 
 
 def reading(read: Read) -> Read:

@@ -111,7 +111,7 @@ def _of_grain(dataset: Any, grain: Any) -> Foreign:
     try:
         spec = grain.experimental.get_element_spec(dataset)
         shapes = [tuple(leaf.shape) for _, leaf in leaves(spec)]
-    except NotImplementedError:  # some of its transformations do not say
+    except (NotImplementedError, ValueError):  # a transformation does not say
         shapes = None
     count = UNKNOWN
     if isinstance(dataset, grain.MapDataset):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from zstrat.program import Plan
     from zstrat.variables import Creator
 
-    from ._distributed_dataset import DistributedDataset
     from ._input_options import InputOptions
+    from ._inputs import Inputs
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
@@ -319,20 +319,13 @@ class WorkerStrategy(Strategy):
     def extended(self) -> ParameterServerExtended:
         return self._extended
 
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Any],
-        options: InputOptions | None = None,
-    ) -> DistributedDataset:
-        inputs = self._inputs()
+    def _function_inputs(self) -> Inputs:
         worker = worker_context.get()
-        if worker is not None:
-            # TF says pipeline 0 of 1 on every worker, and their data are the same.
-            context = InputContext(
-                worker.worker_count, worker.worker_index, self._replicas
-            )
-            inputs = replace(inputs, context=context)
-        return inputs.of_function(dataset_fn, options)
+        if worker is None:
+            return self._inputs()
+        # TF says pipeline 0 of 1 on every worker, and their data are the same.
+        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
+        return replace(self._inputs(), context=context)
 
     def _creator(self) -> Creator | None:
         return None

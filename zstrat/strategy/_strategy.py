@@ -119,6 +119,10 @@ class Strategy(abc.ABC):
         pipelines, this = team.size // team.local, team.first // team.local
         return Inputs(InputContext(pipelines, this, team.size), team.local)
 
+    def _function_inputs(self) -> Inputs:
+        """The same, as dataset functions are told."""
+        return self._inputs()
+
     def _used(self, method: str) -> None:
         """Told when a method of a step runs; a strategy may warn."""
         del method
@@ -273,7 +277,7 @@ class Strategy(abc.ABC):
         """
         if _context.in_real_replica_context():
             _context.refuse_replica_context("distribute_datasets_from_function()")
-        return self._inputs().of_function(dataset_fn, options)
+        return self._function_inputs().of_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
