@@ -138,7 +138,7 @@ def write_tfrecords(path, records):
 
 
 def test_tfrecords_are_read_by_grain(tmp_path):
-    pytest.importorskip("grain", reason="grain is optional and not installed")
+    pytest.importorskip("grain", reason="grain is not installed")
     write_tfrecords(tmp_path / "a", [b"one\0\0", b""])
     write_tfrecords(tmp_path / "b", [b"three"])
     dataset = zd.TFRecordDataset([tmp_path / "a", tmp_path / "b"])
@@ -148,7 +148,7 @@ def test_tfrecords_are_read_by_grain(tmp_path):
 
 
 def test_a_torn_tfrecord_file_is_named(tmp_path):
-    pytest.importorskip("grain", reason="grain is optional and not installed")
+    pytest.importorskip("grain", reason="grain is not installed")
     write_tfrecords(tmp_path / "torn", [b"whole", b"in two"])
     content = (tmp_path / "torn").read_bytes()
     (tmp_path / "torn").write_bytes(content[:-5])

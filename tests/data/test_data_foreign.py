@@ -105,7 +105,7 @@ def test_scalars_of_it_are_refused_before_they_are_read():
 
 @pytest.fixture
 def grain():
-    return pytest.importorskip("grain", reason="grain is optional and not installed")
+    return pytest.importorskip("grain", reason="grain is not installed")
 
 
 def test_a_dataset_of_grain_says_what_it_knows(grain):

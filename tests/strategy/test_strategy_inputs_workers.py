@@ -1,5 +1,7 @@
 """Datasets of several processes: who reads what, and how all come to one end."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -205,9 +207,7 @@ def test_functions_that_give_less_go_on_with_nothing(kind):
 
 def test_where_shapes_are_static_the_shortest_ends_all():
     def make(inputs):
-        import dataclasses
-
-        static = dataclasses.replace(inputs, static_shapes=True)
+        static = replace(inputs, static_shapes=True)
         return static.of_function(
             lambda context: Dataset.range(2 + 3 * context.input_pipeline_id).batch(1)
         )
