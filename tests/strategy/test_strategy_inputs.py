@@ -26,10 +26,14 @@ def inputs(local=2, workers=1, index=0, **more):
     return Inputs(InputContext(workers, index, workers * local), local, **more)
 
 
+def parts_of(element):
+    """The element of each replica."""
+    return zs.get_strategy().experimental_local_results(element)
+
+
 def values(element):
     """The rows of each replica, as lists."""
-    found = element.values if isinstance(element, PerReplica) else (element,)
-    return [np.asarray(part).tolist() for part in found]
+    return [np.asarray(part).tolist() for part in parts_of(element)]
 
 
 def drawn(dataset):
@@ -67,6 +71,7 @@ def test_a_step_draws_what_a_loop_does(two):
     @zs.function
     def step(iterator):
         both = next(iterator)
+        assert isinstance(both["x"], PerReplica)
         found = two.run(lambda batch: jnp.sum(batch["x"]), args=(both,))
         return two.reduce("sum", found, None)
 
@@ -89,7 +94,7 @@ def test_every_row_comes_once_and_in_order(lengths, size, replicas):
     x = np.arange(total * 2, dtype=np.float32).reshape(total, 2)
     dataset = Dataset.from_tensor_slices({"x": x, "y": np.arange(total)})
     found = list(inputs(replicas).of_dataset(dataset.batch(size)))
-    parts = [p for e in found for p in (e.values if replicas > 1 else (e,))]
+    parts = [part for element in found for part in parts_of(element)]
     np.testing.assert_array_equal(
         np.concatenate([np.zeros((0, 2)), *(part["x"] for part in parts)]), x
     )
@@ -114,12 +119,12 @@ def test_batches_of_unknown_size_are_cut_one_by_one():
             yield {"x": np.arange(size), "pad": np.zeros((size, size))}
 
     found = list(inputs(3).of_dataset(Dataset.from_generator(batches)))
-    assert [[len(p["x"]) for p in each.values] for each in found] == [
+    assert [[len(p["x"]) for p in parts_of(each)] for each in found] == [
         [2, 2, 0],
         [1, 0, 0],
         [2, 2, 1],
     ]
-    assert [p["pad"].shape for p in found[0].values] == [(2, 4), (2, 4), (0, 4)]
+    assert [p.shape for p in found[0]["pad"].values] == [(2, 4), (2, 4), (0, 4)]
 
 
 def test_where_shapes_are_static_a_step_without_all_is_none():
@@ -394,7 +399,7 @@ def test_a_generator_may_fill_its_buffer_again():
 
     options = zs.InputOptions(experimental_per_replica_buffer_size=9)
     found = list(inputs().of_dataset(batches(), options))
-    assert [[p["x"][0].tolist() for p in each.values] for each in found] == [
+    assert [[p.tolist() for p in each["x"][0].values] for each in found] == [
         [[n], [n]] for n in range(5)
     ]
 
@@ -493,13 +498,12 @@ def test_the_element_spec_has_a_part_for_each_replica():
     data = {"x": np.zeros((6, 3), np.float32), "y": np.zeros(6, np.int64)}
     distributed = inputs().of_dataset(Dataset.from_tensor_slices(data).batch(4))
     found = distributed.element_spec
-    one = {"x": spec((2, 3), np.float32), "y": spec((2,), np.int64)}
-    assert isinstance(found, PerReplica)
-    assert found.values == (one, one)
+    assert found["x"].values == (spec((2, 3), np.float32),) * 2
+    assert found["y"].values == (spec((2,), np.int64),) * 2
     iterator = iter(distributed)
-    assert iterator.element_spec.values == (one, one)
+    assert iterator.element_spec["x"].values == found["x"].values
     assert len(list(iterator)) == 2
-    assert distributed.element_spec.values == (one, one)
+    assert distributed.element_spec["y"].values == found["y"].values
 
 
 def test_of_one_replica_it_is_that_of_the_element():

@@ -29,13 +29,13 @@ def test_a_dataset_function_distributes_over_the_replicas_of_its_worker(strategy
     @zs.function
     def step(iterator):
         batch = next(iterator)
-        assert isinstance(batch, zs.PerReplica)
+        assert isinstance(batch["x"], zs.PerReplica)
         sums = strategy.run(lambda batch: jnp.sum(batch["x"]), args=(batch,))
         return strategy.gather(strategy.run(lambda b: b["x"], args=(batch,)), 0), sums
 
     dataset = coordinator.create_per_worker_dataset(dataset_fn)
-    one = {"x": jax.ShapeDtypeStruct((1, 2), np.float32)}
-    assert dataset.element_spec.values == (one, one)
+    one = jax.ShapeDtypeStruct((1, 2), np.float32)
+    assert dataset.element_spec["x"].values == (one, one)
     iterator = iter(dataset)
     values = [coordinator.schedule(step, args=(iterator,)) for _ in range(4)]
     coordinator.join()

@@ -20,6 +20,10 @@ def inputs(local=2):
     return Inputs(InputContext(1, 0, local), local)
 
 
+def parts_of(element):
+    return zs.get_strategy().experimental_local_results(element)
+
+
 def here(grain):
     return grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
@@ -32,7 +36,7 @@ def test_batches_of_grain_are_cut_for_the_replicas(grain):
     order = [int(y) for n in range(len(source)) for y in source[n]["y"]]
     assert sorted(order) == list(range(10))
     for dataset in (source, source.to_iter_dataset(here(grain))):
-        found = [element.values for element in inputs().of_dataset(dataset)]
+        found = [parts_of(element) for element in inputs().of_dataset(dataset)]
         sizes = [[len(part["y"]) for part in parts] for parts in found]
         assert sizes == [[2, 2], [2, 2], [1, 1]]
         rows = [int(y) for parts in found for part in parts for y in part["y"]]
@@ -116,11 +120,11 @@ class StandIn:
 def test_a_dataset_of_tensorflow_is_distributed():
     found = list(inputs(3).of_dataset(StandIn(2)))
     # Of a batch of 4 that is known to be one: 2, 1, 1.
-    assert [[p["x"].tolist() for p in e.values] for e in found] == [
+    assert [[x.tolist() for x in e["x"].values] for e in found] == [
         [[0, 1], [2], [3]],
         [[4, 5], [6], [7]],
     ]
-    assert [p["y"].shape for p in found[0].values] == [(2, 1), (1, 1), (1, 1)]
+    assert [y.shape for y in found[0]["y"].values] == [(2, 1), (1, 1), (1, 1)]
 
 
 def test_a_step_draws_from_a_dataset_of_tensorflow():

@@ -5,7 +5,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.data import Dataset
-from zstrat.program import WorkerContext, dump_code, load, worker_context
+from zstrat.program import WorkerContext, dump_code, load, rebuild, worker_context
 from zstrat.strategy import PerReplica
 from zstrat.wire import BuildResource
 from zstrat.worker._resources import Resources
@@ -113,7 +113,7 @@ def test_a_worker_tells_the_layout_of_what_replicas_get(strategy):
     layout = resources.build(BuildResource(1, 7, "iterator", b"maker", 0))
     assert layout.dtypes == ["float32"] * 2
     assert layout.shapes == [[2, 3]] * 2
-    described = zs.program.rebuild(layout.structure, ["first", "second"])
-    assert isinstance(described, PerReplica)
-    assert described.values == ({"x": "first"}, {"x": "second"})
+    described = rebuild(layout.structure, ["first", "second"])
+    assert isinstance(described["x"], PerReplica)
+    assert described["x"].values == ("first", "second")
     resources.close()

@@ -78,8 +78,8 @@ class DistributedDataset(StepDataset):
 
     @property
     def element_spec(self) -> Any:
-        """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, and with
-        several replicas in this process a `PerReplica` of them.
+        """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, or with
+        several replicas in this process of `PerReplica` of them.
 
         The shapes are those of the first step. Makes its elements, which the next
         ``iter()`` then draws.
@@ -115,7 +115,8 @@ class DistributedIterator(StepIterator):
         return self._pass.spec()
 
     def __next__(self) -> Any:
-        """The next element: of one replica the element itself, else a `PerReplica`.
+        """The next element: of one replica the element itself, else a pytree of the
+        same structure with a `PerReplica` at each leaf.
 
         Raises:
             ValueError: In a replica function.

@@ -33,12 +33,12 @@ from ._input_options import InputOptions
 from ._pace import Paced
 from ._shares import (
     Share,
+    leaf_by_leaf,
     per_replica,
     shares_of_batches,
     shares_of_elements,
     shares_of_pipelines,
 )
-from ._values import PerReplica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -281,8 +281,7 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
 
 
 def _spec_of(share: Share) -> Any:
-    specs = [jax.tree.map(_leaf_spec, part) for part in share.parts]
-    return specs[0] if len(specs) == 1 else PerReplica(tuple(specs))
+    return leaf_by_leaf([jax.tree.map(_leaf_spec, part) for part in share.parts])
 
 
 def _leaf_spec(leaf: Any) -> Any:

@@ -69,10 +69,16 @@ class Share:
 
 
 def per_replica(share: Share) -> Any:
-    """The element itself for one replica, else a `PerReplica` of them, where they are:
-    what a strategy does that does not put elements on devices."""
-    parts = share.parts
-    return parts[0] if len(parts) == 1 else PerReplica(parts)
+    """The element itself for one replica, else one with a `PerReplica` at each leaf, of
+    arrays where they are: for a strategy that does not put elements on devices."""
+    return leaf_by_leaf(share.parts)
+
+
+def leaf_by_leaf(parts: Sequence[Any]) -> Any:
+    """A pytree of `PerReplica` of a pytree for each replica; of one, the pytree."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: PerReplica(leaves), *parts)
 
 
 def shares_of_batches(

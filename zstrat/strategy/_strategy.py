@@ -235,10 +235,10 @@ class Strategy(abc.ABC):
           step while this one runs; ``options`` may ask for more.
 
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
-        one element with one replica in this process, else a `PerReplica`. At the end of
-        the data, replicas without any get batches of no rows as long as others have
-        some, unless the strategy needs static shapes: use ``batch(size,
-        drop_remainder=True)`` there.
+        one element with one replica in this process, else a pytree of its structure
+        with a `PerReplica` at each leaf. At the end of the data, replicas without any
+        get batches of no rows as long as others have some, unless the strategy needs
+        static shapes: use ``batch(size, drop_remainder=True)`` there.
 
         Where workers have different data (FILE, HINT, OFF), they agree on the end, so
         all of them begin passes, and draw, equally often.
