@@ -27,13 +27,13 @@ from zstrat.program._cross import Channel
 
 from ._chosen import ChosenGroup
 from ._distributed import joined
+from ._extended import StrategyExtended
 from ._mirrored import MirroredVariables
 from ._options import CommunicationOptions
-from ._strategy import Extended, Strategy
+from ._strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
@@ -50,16 +50,18 @@ _PATIENCE: Final = 300.0
 
 
 @final
-class MultiWorkerMirroredExtended(Extended):
+class MultiWorkerMirroredExtended(StrategyExtended):
     """Devices and duties of one process among several."""
 
     def __init__(
         self,
+        strategy: Strategy,
         devices: Sequence[jax.Device],
         task: tuple[str, int],
         variables: MirroredVariables,
         should_checkpoint: bool,
     ) -> None:
+        super().__init__(strategy)
         job, index = task
         where = f"/job:{job}/replica:0/task:{index}"
         self._devices = tuple(
@@ -78,6 +80,11 @@ class MultiWorkerMirroredExtended(Extended):
         return self._devices
 
     @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process runs its own program."""
+        return True
+
+    @property
     def should_checkpoint(self) -> bool:
         """Whether this process saves: the chief, or worker 0 where there is none."""
         return self._should_checkpoint
@@ -89,11 +96,6 @@ class MultiWorkerMirroredExtended(Extended):
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(self._variables.owns(part) for part in v.components)
-
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        raise NotImplementedError
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -150,7 +152,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         late = self._channel is not None and self._channel.collective.generation > 0
         self._variables = MirroredVariables(self._local, self._team(), is_late=late)
         self._extended = MultiWorkerMirroredExtended(
-            self._local, task, self._variables, saves
+            self, self._local, task, self._variables, saves
         )
 
     @property

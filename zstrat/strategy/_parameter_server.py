@@ -19,11 +19,11 @@ from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
 from zstrat.data import InputContext
 from zstrat.program import worker_context
-from zstrat.variables import AbstractVariable, ShardedVariable, Variable, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
-from . import _context
+from ._extended import StrategyExtended
 from ._placement import PlacementRule, ServerVariables
-from ._strategy import Extended, Strategy
+from ._strategy import Strategy
 from ._unbuilt import UnbuiltDataset
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 @final
-class ParameterServerExtended(Extended):
+class ParameterServerExtended(StrategyExtended):
     """Devices and places of a parameter-server cluster."""
 
     def __init__(
@@ -54,7 +54,7 @@ class ParameterServerExtended(Extended):
         ps_count: int,
         variables: ServerVariables | None,
     ) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._platform = platform
         self._ps_count = ps_count
         self._variables = variables
@@ -73,27 +73,14 @@ class ParameterServerExtended(Extended):
         owner = self._variables
         return owner is not None and all(owner.owns(part) for part in v.components)
 
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        frame = _context.current()
-        if frame is None or frame.strategy is not self._strategy:
-            raise RuntimeError("colocate_vars_with is used inside strategy.scope()")
-        if isinstance(colocate_with_variable, ShardedVariable):
-            raise ValueError(
-                f"`colocate_vars_with` must only be passed a variable that is on one "
-                f"ps: give a component of {colocate_with_variable!r}, as .variables[0]"
-            )
-        if (
-            self._variables is None
-            or not isinstance(colocate_with_variable, Variable)
-            or not self._variables.owns(colocate_with_variable)
-        ):
-            raise ValueError(
-                f"`colocate_vars_with` must only be passed a variable created in the "
-                f"scope of this strategy, not {colocate_with_variable!r}"
-            )
-        return self._variables.colocated(colocate_with_variable)
+    def value_container(self, value: Any) -> Any:
+        """The sharded variable that ``value`` is a component of, or ``value``."""
+        container = value.sharded_container if isinstance(value, Variable) else None
+        return value if container is None else container
+
+    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        assert self._variables is not None  # it was created in this scope
+        return self._variables.colocated(variable)
 
 
 @final
