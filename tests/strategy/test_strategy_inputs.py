@@ -133,7 +133,12 @@ def test_where_shapes_are_static_a_step_without_all_is_none():
         [[0, 1], [2, 3]],
         [[4, 5], [6, 7]],
     ]
-    made = inputs(2, static_shapes=True).of_function(lambda _: dataset)
+    static = inputs(2, static_shapes=True)
+    with pytest.raises(ValueError, match="3 does not split evenly over 2 replicas"):
+        static.of_dataset(Dataset.range(9).repeat().batch(3))
+    unknown = Dataset.from_generator(lambda: [np.arange(n) for n in (4, 1, 4)])
+    assert drawn(static.of_dataset(unknown)) == [[[0, 1], [2, 3]]]
+    made = static.of_function(lambda _: dataset)
     assert drawn(made) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
 
 
@@ -169,6 +174,15 @@ def test_replicas_are_the_same_number_in_each_worker():
     context = InputContext(2, 0, 3)
     with pytest.raises(ValueError, match="multiple of the 2 workers"):
         Inputs(context, 1).of_dataset(Dataset.range(6).batch(3))
+
+
+def test_batches_smaller_than_the_replicas_go_on_for_ever():
+    iterator = iter(inputs(2).of_dataset(Dataset.range(2).repeat().batch(1)))
+    assert [values(next(iterator)) for _ in range(3)] == [
+        [[0], []],
+        [[1], []],
+        [[0], []],
+    ]
 
 
 # shares

@@ -88,7 +88,9 @@ class Inputs:
         _refuse_distributed(dataset)
         allotment = allotted(dataset, self._worker())
         alone = self.context.num_replicas_in_sync == 1
-        is_partial = not (self.static_shapes or allotment.is_infinite)
+        is_partial = not self.static_shapes
+        if not is_partial:
+            self._require_even(allotment.batch_size)
 
         def shares() -> Iterator[Share]:
             with ending(_elements(allotment)) as batches:
@@ -98,7 +100,8 @@ class Inputs:
                     cutter = allotment.cutter()
                     yield from shares_of_batches(batches, cutter, is_partial=is_partial)
 
-        accord = None if allotment.ends_with_others else self.accord
+        together = allotment.ends_with_others and is_partial
+        accord = None if together or allotment.is_infinite else self.accord
         feed = _Feed(shares, self._placing(settled), settled, accord, is_partial)
         return DistributedDataset(feed.begin, _DATASET)
 
@@ -118,7 +121,7 @@ class Inputs:
         if settled.is_per_replica:
             return self._of_functions(dataset_fn, settled)
         made = allotted(_made(dataset_fn, self.context), Worker())
-        is_partial = not (self.static_shapes or made.is_infinite)
+        is_partial = not self.static_shapes
 
         def shares() -> Iterator[Share]:
             with ending(_elements(made)) as elements:
@@ -142,7 +145,7 @@ class Inputs:
             raise not_per_replica()
         contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
-        is_partial = not (self.static_shapes or any(each.is_infinite for each in made))
+        is_partial = not self.static_shapes
 
         def shares() -> Iterator[Share]:
             return shares_of_pipelines(
@@ -163,6 +166,16 @@ class Inputs:
         return Worker(
             context.num_input_pipelines, context.input_pipeline_id, self.local
         )
+
+    def _require_even(self, batch_size: int | None) -> None:
+        """Refuses batches that cannot give all replicas the same shape."""
+        count = self.context.num_replicas_in_sync
+        if batch_size is not None and batch_size % count:
+            raise ValueError(
+                f"a global batch of {batch_size} does not split evenly over {count} "
+                "replicas, which need the same shapes here: choose a multiple of "
+                f"{count}"
+            )
 
     def _placing(self, options: InputOptions) -> Place:
         return self.place if options.fetches else per_replica

@@ -87,7 +87,8 @@ def shares_of_batches(
     """The batches, cut.
 
     Args:
-        is_partial: Whether a step in which a replica has no rows is a step.
+        is_partial: Whether a step in which a replica has no rows is a step; if not,
+            it ends the data.
 
     Raises (while iterating):
         ValueError: A leaf is a scalar, or the leaves differ in their rows.
@@ -96,8 +97,9 @@ def shares_of_batches(
     for number, batch in enumerate(batches):
         held[number] = batch
         for cut in cutter.take(rows_of(batch)):
-            if is_partial or _is_full(cut):
-                yield _share(cut, held)
+            if not (is_partial or _is_full(cut)):
+                return
+            yield _share(cut, held)
         for old in [n for n in held if n < cutter.oldest]:
             del held[old]
         del batch  # the reader may be its only owner while the next is made
