@@ -606,6 +606,75 @@ def test_a_resolver_of_hosts_without_a_tpu_is_no_obstacle():
     assert strategy.cluster_resolver is resolver
 
 
+# ---- datasets ---------------------------------------------------------------------
+
+
+def rows_fn(context):
+    """The seed's two rows, again and again, one at a time."""
+    del context
+    labels = np.array([[1], [0]], np.int32)
+    rows = zs.data.Dataset.from_tensor_slices((X[:2, :5], labels))
+    return rows.repeat().batch(1, drop_remainder=True)
+
+
+def test_the_seeds_training_loop(resolver):
+    """Every replica draws a row of its own: four times each of two."""
+    strategy = zs.TPUStrategy(resolver)
+    start = RNG.normal(size=(5, 2)).astype(np.float32)
+    with strategy.scope():
+        w = zs.Variable(start)
+        optimizer = zs.Optimizer(optax.sgd(0.1))
+    iterator = iter(strategy.distribute_datasets_from_function(rows_fn))
+
+    def loss(w, features, labels):
+        scores = jax.nn.log_softmax(features @ w)
+        return -jnp.mean(jnp.take_along_axis(scores, labels, axis=1))
+
+    @zs.function
+    def train_step(iterator):
+        def step_fn(inputs):
+            features, labels = inputs
+            gradient = zs.grad(lambda w: loss(w, features, labels))(w)
+            optimizer.apply_gradients(zip([gradient], [w], strict=True))
+
+        strategy.run(step_fn, args=(next(iterator),))
+
+    train_step(iterator)
+    labels = np.array([[1], [0]], np.int32)
+    # The mean over two rows, times two rows, times four of each.
+    gradient = 8 * jax.grad(loss)(start, X[:2, :5], labels)
+    np.testing.assert_allclose(w.numpy(), start - 0.1 * gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_outside_of_a_step_draws_from_a_distributed_dataset(make):
+    strategy = make([1, 1, 1, 2], 4)
+
+    @zs.function
+    def step_fn(inputs):
+        features, _ = inputs
+        output = jnp.add(features, features)
+        return strategy.experimental_assign_to_logical_device(output, 0)
+
+    iterator = iter(strategy.distribute_datasets_from_function(rows_fn))
+    result = strategy.run(step_fn, args=(next(iterator),))
+    np.testing.assert_allclose(
+        whole(strategy, result), 2 * np.tile(X[:2, :5], (2, 1)), rtol=1e-6
+    )
+
+
+def test_batches_that_are_too_short_for_all_replicas_end_the_data(make):
+    """Shapes are static: of ten rows in batches of eight the last two are left out."""
+    strategy = make([1, 1, 1, 2], 4)
+    rows = np.arange(10, dtype=np.float32)
+    dataset = zs.data.Dataset.from_tensor_slices(rows).batch(8)
+    double = zs.function(lambda x: x * 2)
+    found = [
+        whole(strategy, strategy.run(double, args=(x,)))
+        for x in strategy.experimental_distribute_dataset(dataset)
+    ]
+    np.testing.assert_array_equal(np.concatenate(found), 2 * rows[:8])
+
+
 def test_values_that_were_placed_by_hand(resolver):
     """The seed's fourth example of distributed values."""
     strategy = zs.TPUStrategy(resolver)

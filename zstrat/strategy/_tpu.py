@@ -7,6 +7,7 @@ it, compiled by XLA. The same runs on other devices, on the virtual ones of a CP
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
     from zstrat.program._collective import Team
     from zstrat.variables import Creator
+
+    from ._inputs import Inputs
 
 _TENSORS = (
     jax.Array,
@@ -168,6 +171,11 @@ class TPUStrategy(Strategy):
 
     def _team(self) -> Team:
         return self._mesh.team
+
+    def _inputs(self) -> Inputs:
+        return replace(
+            super()._inputs(), place=self._mesh.place_share, static_shapes=True
+        )
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
