@@ -292,13 +292,14 @@ def test_names_say_what_a_thing_is() -> None:
 
 def test_a_public_name_means_one_thing() -> None:
     """Two packages may not show different things under the same name. Those that have
-    TF's old paths do: a name may have meant something else there."""
+    TF's old paths do: a name may have meant something else there. A module of a
+    package (``from . import x``) has its name within that package."""
     origins: dict[str, set[str]] = {}
     for package in PACKAGES - {"zstrat"}:
         if floor_of(package) in ("zstrat.compat", "zstrat.contrib"):
             continue
         for node in trees()[package].body:
-            if isinstance(node, ast.ImportFrom) and node.level:
+            if isinstance(node, ast.ImportFrom) and node.level and node.module:
                 for alias in node.names:
                     name = alias.asname or alias.name
                     origins.setdefault(name, set()).add(f"{package}.{node.module}")
