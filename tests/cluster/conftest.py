@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Web:
-    """``pages`` is path (with the query, if it matters) -> (status, headers, body)."""
+    """``pages`` is path (with the query, if it matters) -> (status, headers, body);
+    ``asked`` is path, query, and headers with their names in small letters."""
 
     pages: dict[str, tuple[int, dict[str, str], str]] = field(default_factory=dict)
     asked: list[tuple[str, dict[str, list[str]], dict[str, str]]] = field(
@@ -42,11 +43,12 @@ def web() -> Iterator[Web]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
-            pages.asked.append((parts.path, parse_qs(parts.query), dict(self.headers)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            pages.asked.append((parts.path, parse_qs(parts.query), headers))
             known = pages.pages.get(self.path) or pages.pages.get(parts.path)
-            status, headers, text = known or (404, {}, "not found")
+            status, named, text = known or (404, {}, "not found")
             self.send_response(status)
-            for name, value in headers.items():
+            for name, value in named.items():
                 self.send_header(name, value)
             body = text.encode()
             self.send_header("Content-Length", str(len(body)))

@@ -1,4 +1,4 @@
-"""Instance groups as Compute Engine answers, by a double and by Google's own library."""
+"""Instance groups as Compute Engine answers, to a double and to Google's library."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ class Request:
 class Service:
     """The "compute" service, with its methods' true names and arguments."""
 
-    def __init__(self, pages: list[list[str]], addresses: dict[str, str | None]) -> None:
+    def __init__(
+        self, pages: list[list[str]], addresses: dict[str, str | None]
+    ) -> None:
         self.pages, self.addresses = pages, addresses
 
     def instanceGroups(self) -> Service:
@@ -73,7 +75,11 @@ class Service:
     def listInstances(
         self, *, project: str, zone: str, instanceGroup: str, body: Any, orderBy: str
     ) -> Request:
-        assert (project, zone, instanceGroup) == ("my-project", "us-east1-d", "my-group")
+        assert (project, zone, instanceGroup) == (
+            "my-project",
+            "us-east1-d",
+            "my-group",
+        )
         assert (body, orderBy) == ({"instanceState": "RUNNING"}, "name")
         return self._page(0)
 
@@ -117,7 +123,9 @@ def test_instances_are_in_the_order_of_their_addresses() -> None:
 
 def test_task() -> None:
     resolver = resolver_for([["a", "b"]], task_type="ps", task_id=1, rpc_layer=None)
-    assert resolver.cluster_spec().as_dict() == {"ps": ["10.1.0.1:8470", "10.1.0.2:8470"]}
+    assert resolver.cluster_spec().as_dict() == {
+        "ps": ["10.1.0.1:8470", "10.1.0.2:8470"]
+    }
     assert resolver.master() == "10.1.0.2:8470"
     resolver.task_id, resolver.rpc_layer = 0, "tcp"
     assert resolver.master() == "tcp://10.1.0.1:8470"
@@ -133,7 +141,9 @@ def test_a_group_without_instances() -> None:
 
 def test_an_instance_without_an_address() -> None:
     resolver = GCEClusterResolver(*GROUP, service=Service([["a"]], {"a": None}))
-    with pytest.raises(RuntimeError, match="'a' of the group 'my-group' has no internal"):
+    with pytest.raises(
+        RuntimeError, match="'a' of the group 'my-group' has no internal"
+    ):
         resolver.cluster_spec()
 
 
@@ -174,8 +184,8 @@ def test_the_true_requests() -> None:
             answer(instance("b", "10.1.0.1")),
         ]
     )
-    with discovery.build("compute", "v1", http=http, static_discovery=True) as service:
-        spec = GCEClusterResolver(*GROUP, service=service).cluster_spec()
+    service = discovery.build("compute", "v1", http=http, static_discovery=True)
+    spec = GCEClusterResolver(*GROUP, service=service).cluster_spec()
     assert spec.job_tasks("worker") == ["10.1.0.1:8470", "10.1.0.2:8470"]
     group = "/instanceGroups/my-group/listInstances?orderBy=name"
     uris = [uri for uri, *_ in http.request_sequence]
@@ -197,9 +207,9 @@ def test_a_group_that_is_not_there() -> None:
     message = "The resource 'projects/my-project/.../my-group' was not found"
     body = {"error": {"code": 404, "message": message, "errors": []}}
     http = HttpMockSequence([({"status": "404"}, json.dumps(body))])
-    with discovery.build("compute", "v1", http=http, static_discovery=True) as service:
-        with pytest.raises(HttpError, match="my-group' was not found"):
-            GCEClusterResolver(*GROUP, service=service).cluster_spec()
+    service = discovery.build("compute", "v1", http=http, static_discovery=True)
+    with pytest.raises(HttpError, match="my-group' was not found"):
+        GCEClusterResolver(*GROUP, service=service).cluster_spec()
 
 
 def test_a_machine_without_credentials(

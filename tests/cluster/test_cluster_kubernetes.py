@@ -145,7 +145,7 @@ def test_the_client_of_this_place(web: Web, kubeconfig: Callable[..., None]) -> 
         "10.0.0.7:2222",
     ]
     assert spec.num_tasks("ps") == 0
-    assert {headers.get("Authorization") for _, _, headers in web.asked} == {
+    assert {headers.get("authorization") for _, _, headers in web.asked} == {
         "Bearer abc"
     }
     resolver.task_type, resolver.task_id = "worker", 2
@@ -167,9 +167,7 @@ def test_a_pod_that_does_not_run(
         KubernetesClusterResolver().cluster_spec()
 
 
-def test_an_account_that_may_not_ask(
-    web: Web, kubeconfig: Callable[..., None]
-) -> None:
+def test_an_account_that_may_not_ask(web: Web, kubeconfig: Callable[..., None]) -> None:
     kubeconfig()
     message = (
         'pods is forbidden: User "system:serviceaccount:default:default" cannot list '

@@ -68,7 +68,7 @@ def test_outside_of_sagemaker(monkeypatch: pytest.MonkeyPatch, name: str) -> Non
 @pytest.mark.parametrize("hosts", ["algo-1", "{}", "[]", "[1]", '"algo-1"'])
 def test_hosts_that_are_no_list(monkeypatch: pytest.MonkeyPatch, hosts: str) -> None:
     monkeypatch.setenv("SM_HOSTS", hosts)
-    with pytest.raises(ValueError, match="^SM_HOSTS: expected a JSON list of names"):
+    with pytest.raises(ValueError, match=r"^SM_HOSTS: expected a JSON list of names"):
         SageMakerClusterResolver().cluster_spec()
 
 

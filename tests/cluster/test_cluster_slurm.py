@@ -264,7 +264,9 @@ def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
     seen: set[tuple[str, str]] = set()
     specs, tasks = [], []
     with pytest.MonkeyPatch.context() as patch:
-        ranks = [(f"n{n + 8}", at) for n, count in enumerate(nodes) for at in range(count)]
+        ranks = [
+            (f"n{n + 8}", at) for n, count in enumerate(nodes) for at in range(count)
+        ]
         for rank, (host, local) in enumerate(ranks):
             patch.setenv("SLURM_PROCID", str(rank))
             patch.setenv("SLURM_STEP_NODELIST", f"n[8-{len(nodes) + 7}]")

@@ -42,13 +42,19 @@ def metadata(web: Web, monkeypatch: pytest.MonkeyPatch) -> Web:
     """A machine with a metadata server, which marks its answers as Google's."""
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY")
     monkeypatch.setenv("GCE_METADATA_HOST", web.host)
-    for entry in ("worker-network-endpoints", "agent-worker-number", "accelerator-type"):
+    for entry in (
+        "worker-network-endpoints",
+        "agent-worker-number",
+        "accelerator-type",
+    ):
         tell(web, f"{ATTRIBUTES}/{entry}", "<!DOCTYPE html><title>404</title>", 404)
     return web
 
 
 def tell(web: Web, path: str, body: str, status: int = 200) -> None:
-    web.put(path, body, status, Metadata_Flavor="Google", Content_Type="application/text")
+    web.put(
+        path, body, status, Metadata_Flavor="Google", Content_Type="application/text"
+    )
 
 
 def node(**others: Any) -> dict[str, Any]:
@@ -118,7 +124,7 @@ def test_local_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("chip", "devices"), [("0x0027", 8), ("0x0063", 4)])
 def test_devices_in_this_machine(tmp_path: Path, chip: str, devices: int) -> None:
-    """As Linux shows the bus: four chips, a network card of Google, and a foreign one."""
+    """As Linux shows the bus: four chips, a card of Google, and somebody else's."""
     cards = [("0x1ae0", chip)] * 4 + [("0x1ae0", "0x0042"), ("0x8086", chip)]
     for number, (vendor, device) in enumerate(cards):
         card = tmp_path / f"0000:00:{number:02x}.0"
@@ -217,7 +223,9 @@ def test_an_address_that_is_none() -> None:
 
 
 @pytest.mark.parametrize("tpu", [None, ""])
-def test_the_environment_in_its_order(monkeypatch: pytest.MonkeyPatch, tpu: Any) -> None:
+def test_the_environment_in_its_order(
+    monkeypatch: pytest.MonkeyPatch, tpu: Any
+) -> None:
     def master() -> str:
         return TPUClusterResolver(tpu).master()
 
@@ -238,7 +246,9 @@ def test_the_environment_in_its_order(monkeypatch: pytest.MonkeyPatch, tpu: Any)
 
 
 def test_a_node_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = '{"tpu_node_name": "my-tpu", "project": "my-project", "zone": "us-central2-b"}'
+    text = (
+        '{"tpu_node_name": "my-tpu", "project": "my-project", "zone": "us-central2-b"}'
+    )
     monkeypatch.setenv("TPU_CONFIG", text)
     service = Service(node())
     TPUClusterResolver(service=service).cluster_spec()
@@ -250,9 +260,11 @@ def test_a_node_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "[]"])
-def test_a_configuration_that_is_none(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_configuration_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
     monkeypatch.setenv("TPU_CONFIG", text)
-    with pytest.raises(ValueError, match="^TPU_CONFIG: expected a JSON object with"):
+    with pytest.raises(ValueError, match=r"^TPU_CONFIG: expected a JSON object with"):
         TPUClusterResolver()
 
 
@@ -283,7 +295,7 @@ def test_a_host_of_a_tpu(metadata: Web, workers: str) -> None:
     assert resolver.task_id == 1
     assert resolver.master() == "grpc://10.164.0.4:8470"
     assert resolver.num_accelerators() == {"TPU": 4}
-    assert all(headers["Metadata-Flavor"] == "Google" for *_, headers in metadata.asked)
+    assert all(headers["metadata-flavor"] == "Google" for *_, headers in metadata.asked)
 
 
 def test_a_machine_of_google_without_a_tpu(metadata: Web) -> None:
@@ -347,7 +359,9 @@ def test_a_tpu_with_a_name() -> None:
 
 def test_project_and_zone_of_this_machine(metadata: Web) -> None:
     tell(metadata, "/computeMetadata/v1/project/project-id", "here")
-    tell(metadata, "/computeMetadata/v1/instance/zone", "projects/12345/zones/eu-west4-a")
+    tell(
+        metadata, "/computeMetadata/v1/instance/zone", "projects/12345/zones/eu-west4-a"
+    )
     service = Service(node())
     TPUClusterResolver("my-tpu", service=service).cluster_spec()
     assert service.names == ["projects/here/locations/eu-west4-a/nodes/my-tpu"]
@@ -372,7 +386,7 @@ def test_a_tpu_that_is_not_ready() -> None:
 def test_a_tpu_that_there_is_not() -> None:
     missing = KeyError("no such node")
     with pytest.raises(
-        ValueError, match="^Could not lookup TPU metadata from name 'my-tpu'.*no such"
+        ValueError, match=r"^Could not lookup TPU metadata from name 'my-tpu'.*no such"
     ) as raised:
         named(Service(missing)).cluster_spec()
     assert raised.value.__cause__ is missing
@@ -385,7 +399,9 @@ def test_a_tpu_without_hosts() -> None:
 
 def test_hosts_with_different_numbers_of_devices() -> None:
     resolver = named(Service(node(acceleratorType="v3-9")))
-    with pytest.raises(RuntimeError, match="^TPU cores on each device is not the same"):
+    with pytest.raises(
+        RuntimeError, match=r"^TPU cores on each device is not the same"
+    ):
         resolver.num_accelerators()
 
 
@@ -422,8 +438,8 @@ def test_the_true_request() -> None:
     from googleapiclient.http import HttpMockSequence
 
     http = HttpMockSequence([({"status": "200"}, json.dumps(node()))])
-    with discovery.build("tpu", "v2", http=http, static_discovery=True) as service:
-        assert named(service).cluster_spec().num_tasks("worker") == 2
+    service = discovery.build("tpu", "v2", http=http, static_discovery=True)
+    assert named(service).cluster_spec().num_tasks("worker") == 2
     [(uri, method, *_)] = http.request_sequence
     assert method == "GET"
     assert uri.startswith(

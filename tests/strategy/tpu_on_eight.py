@@ -591,6 +591,12 @@ def test_a_step_of_its_own_returns_what_programs_return(make):
         strategy.run(step_fn)
 
 
+def test_the_strategy_of_the_first_version(make):
+    strategy = zs.compat.v1.distribute.experimental.TPUStrategy(steps_per_run=2)
+    assert isinstance(strategy, zs.TPUStrategy)
+    assert strategy.num_replicas_in_sync == 8
+
+
 def test_strategies_may_go(make):
     strategy = make([1, 1, 1, 2], 4)
     del strategy

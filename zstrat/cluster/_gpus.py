@@ -1,4 +1,4 @@
-"""How many GPUs this node has for us, and which: what NVIDIA's tools and library say."""
+"""How many GPUs this node has for us, and which: what NVIDIA's tools say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _PATIENCE: Final = 60.0
-"""Seconds for nvidia-smi, which loads the driver first where nothing keeps it loaded."""
+"""Seconds for nvidia-smi, which loads the driver first if nothing keeps it loaded."""
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str] | None:

@@ -154,9 +154,9 @@ class _Client:
                 )
         except client.ApiException as error:
             raise RuntimeError(
-                f"Kubernetes refused to list the pods {label_selector!r}: {error.status} "
-                f"{error.reason}. The account needs the right to list pods in all "
-                "namespaces (a ClusterRole)"
+                f"Kubernetes refused to list the pods {label_selector!r}: "
+                f"{error.status} {error.reason}. The account needs the right to list "
+                "pods in all namespaces (a ClusterRole)"
             ) from error
         except HTTPError as error:
             raise RuntimeError(

@@ -28,8 +28,8 @@ class SageMakerClusterResolver(ClusterResolver):
         port: The same on all hosts.
         task_type, task_id, environment: Go before what SageMaker says.
 
-    Every answer raises RuntimeError where this is no SageMaker job, and ValueError where
-    a variable cannot be read; both name the variable.
+    Every answer raises RuntimeError where this is no SageMaker job, and ValueError if a
+    variable cannot be read; both name the variable.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class SageMakerClusterResolver(ClusterResolver):
         task_id: int | None = None,
         config_proto: object = None,
     ) -> dict[str, int]:
-        """``{"GPU": n}`` by ``SM_NUM_GPUS``: hosts of one job are alike. Empty if n is 0
-        or not known."""
+        """``{"GPU": n}`` by ``SM_NUM_GPUS``: hosts of one job are alike. Empty if n is
+        0 or not known."""
         text = config.environment().get(_GPUS, "0")
         if not (text.isascii() and text.isdecimal()):
             raise ValueError(f"{_GPUS}: expected a number, got {text!r:.80}")
@@ -123,7 +123,7 @@ def _index(env: Mapping[str, str]) -> int:
 def _variable(env: Mapping[str, str], name: str) -> str:
     if name not in env:
         raise RuntimeError(
-            f"Not a SageMaker environment: {name} is not set. It is in the container of "
-            "a training job with the SageMaker training toolkit"
+            f"Not a SageMaker environment: {name} is not set. It is in the container "
+            "of a training job with the SageMaker training toolkit"
         )
     return env[name]

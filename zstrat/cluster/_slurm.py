@@ -204,7 +204,9 @@ def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
         )
 
 
-def _share(env: Mapping[str, str], per_node: int, per_task: int, local: int) -> list[str]:
+def _share(
+    env: Mapping[str, str], per_node: int, per_task: int, local: int
+) -> list[str]:
     """The GPUs of a task, as CUDA_VISIBLE_DEVICES lists them; empty if that is to stay
     as it is."""
     shown = visible_gpus(env)

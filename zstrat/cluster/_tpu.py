@@ -1,4 +1,4 @@
-"""The hosts of a TPU, from Google Cloud, from Kubernetes, or from the machine itself."""
+"""The hosts of a TPU, from Google Cloud, Kubernetes, or the machine itself."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class TPUClusterResolver(ClusterResolver):
 
     Which TPU: ``tpu``, if it is given. Else the variables
     ``KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS``, ``TPU_NAME``, ``TPU_CONFIG`` and
-    ``TPU_WORKER_HOSTNAMES`` of the environment, in this order; else, if this machine is
-    a host of a TPU, that one, by its metadata server. There ``task_id`` is the number of
-    this host, otherwise 0.
+    ``TPU_WORKER_HOSTNAMES`` of the environment, in this order. Else, if this machine is
+    a host of a TPU, that one, by its metadata server. In the last two cases ``task_id``
+    is the number of this host, otherwise 0.
 
     Args:
         tpu: "local" is the TPU in this machine, without a cluster. With a scheme
@@ -238,9 +238,10 @@ class TPUClusterResolver(ClusterResolver):
             host = metadata_host(config.environment())
             project = node.project or ask_metadata(host, "project/project-id")
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
-            name = f"projects/{project}/locations/{zone.split('/')[-1]}/nodes/{node.name}"
+            place = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
-            return nodes.get(name=name).execute()  # type: ignore[no-any-return]
+            found = nodes.get(name=f"{place}/nodes/{node.name}")
+            return found.execute()  # type: ignore[no-any-return]
         except Exception as error:  # whatever it is becomes the cause of TF's words
             raise ValueError(
                 f"Could not lookup TPU metadata from name {node.name!r}. Please "
@@ -261,17 +262,13 @@ def _this_machine(env: Mapping[str, str]) -> Hosts:
     )
     if env.get(_NO_METADATA):
         raise ValueError(words)
-    host, entries = metadata_host(env), []
+    host, path = metadata_host(env), "instance/attributes"
     try:
-        for entry in (
-            "worker-network-endpoints",
-            "agent-worker-number",
-            "accelerator-type",
-        ):
-            entries.append(ask_metadata(host, f"instance/attributes/{entry}"))
+        workers = ask_metadata(host, f"{path}/worker-network-endpoints")
+        own = ask_metadata(host, f"{path}/agent-worker-number")
+        accelerator = ask_metadata(host, f"{path}/accelerator-type")
     except RuntimeError as error:
         raise ValueError(f"{words}. This machine is no host of one: {error}") from error
-    workers, own, accelerator = entries
     if not workers:
         raise ValueError(f"{words}. This machine is no host of one")
     return hosts_of_machine(workers, own, accelerator)

@@ -1,7 +1,7 @@
 """How many TPU devices a host has, as jax counts them.
 
-A device is one core of a v2, v3 or 7x chip, and one chip of the other generations, where
-both cores work as one.
+A device is one core of a v2, v3 or 7x chip, and one chip of the other generations,
+where both cores work as one.
 """
 
 from __future__ import annotations

@@ -107,7 +107,8 @@ def hosts_at(endpoints: str) -> Hosts:
         before, separator, address = endpoint.strip().rpartition("://")
         if not address:
             raise ValueError(
-                f"expected addresses of TPU hosts, as grpc://host:port, got {endpoints!r:.80}"
+                "expected addresses of TPU hosts, as grpc://host:port, "
+                f"got {endpoints!r:.80}"
             )
         scheme = before if separator else scheme
         addresses.append(_with_port(address))
