@@ -56,6 +56,10 @@ _EXPORTS: Final[dict[str, str]] = {
         "zstrat.coordinator",
     ),
     **dict.fromkeys(
+        ("get_tower_context",),
+        "zstrat.contrib.distribute",
+    ),
+    **dict.fromkeys(
         ("ReduceOp",),
         "zstrat.collectives",
     ),
@@ -107,26 +111,46 @@ _EXPORTS: Final[dict[str, str]] = {
     ),
     **dict.fromkeys(
         (
+            "BetweenGraphStrategy",
+            "CentralStorageStrategy",
             "CommunicationImplementation",
             "CommunicationOptions",
             "CrossDeviceOps",
             "DistributedDataset",
+            "DistributedIterator",
+            "DistributedValues",
             "HierarchicalCopyAllReduce",
+            "InputOptions",
+            "InputReplicationMode",
+            "Mirrored",
+            "MirroredStrategy",
+            "MultiStepContext",
             "MultiWorkerMirroredStrategy",
             "NcclAllReduce",
+            "OneDeviceStrategy",
             "ParameterServerStrategy",
             "PerReplica",
             "ReductionToOneDevice",
             "ReplicaContext",
+            "RunOptions",
             "Strategy",
+            "StrategyExtended",
+            "TPUStrategy",
             "ValueContext",
+            "experimental_set_strategy",
             "get_cross_replica_context",
+            "get_loss_reduction",
             "get_replica_context",
             "get_strategy",
+            "get_update_replica_id",
             "has_strategy",
             "in_cross_replica_context",
         ),
         "zstrat.strategy",
+    ),
+    **dict.fromkeys(
+        ("experimental_connect_to_cluster",),
+        "zstrat.tpu",
     ),
     **dict.fromkeys(
         (
@@ -148,10 +172,13 @@ _EXPORTS: Final[dict[str, str]] = {
 _MODULES: Final[dict[str, str]] = {
     "cluster_resolver": "zstrat.cluster",
     "collectives": "zstrat.collectives",
+    "compat": "zstrat.compat",
+    "contrib": "zstrat.contrib",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
     "initializers": "zstrat.initializers",
     "partitioners": "zstrat.variables.partitioners",
+    "tpu": "zstrat.tpu",
 }
 """Public name -> the module that it is."""
 

@@ -84,15 +84,15 @@ def test_a_scope_may_be_entered_again(strategy):
 
 def test_strategies_are_not_mixed(strategy, other):
     with strategy.scope():
-        with pytest.raises(RuntimeError, match="Mixing different strategies"):
+        with pytest.raises(RuntimeError, match="Mixing different"):
             other.scope().__enter__()
-        with pytest.raises(RuntimeError, match="Mixing different strategies"):
+        with pytest.raises(RuntimeError, match="Mixing different"):
             other.run(lambda: None)
         assert get_strategy() is strategy
     assert strategy.run(lambda: state()) == REPLICA
 
     def replica_fn():
-        with pytest.raises(RuntimeError, match="Mixing different strategies"):
+        with pytest.raises(RuntimeError, match="Mixing different"):
             other.scope().__enter__()
 
     strategy.run(replica_fn)

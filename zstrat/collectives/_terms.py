@@ -27,3 +27,17 @@ class ReduceOp(enum.Enum):
         except ValueError:
             names = ", ".join(repr(member.value) for member in cls)
             raise ValueError(f"reduce_op {op!r}: expected one of {names}") from None
+
+    @staticmethod
+    def from_variable_aggregation(aggregation: enum.Enum) -> ReduceOp:
+        """The member of the same name as a `zstrat.VariableAggregation`.
+
+        Raises:
+            ValueError: NONE and ONLY_FIRST_REPLICA are no reductions.
+        """
+        if aggregation.name in ("SUM", "MEAN"):
+            return ReduceOp[aggregation.name]
+        raise ValueError(
+            f"Could not convert from `VariableAggregation` {aggregation.name} to a "
+            "`ReduceOp`: SUM and MEAN are reductions"
+        )

@@ -19,7 +19,13 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.ps import PsClient
-from zstrat.wire import CloseSession, Message, OpenSession, SessionOpened
+from zstrat.wire import (
+    CloseSession,
+    JoinSession,
+    Message,
+    OpenSession,
+    SessionOpened,
+)
 
 from ._arrival import Arrival
 from ._lane import Lane, MakeLink
@@ -47,6 +53,8 @@ class Cluster:
     Args:
         ps: Addresses; a place in it is a task index.
         workers: Task index to address; some indices may be missing.
+        joins: Another program holds the parameter servers, and creates what is there.
+        ends: Whether the session ends with this hold on it.
     """
 
     def __init__(
@@ -57,7 +65,12 @@ class Cluster:
         timeouts: Timeouts,
         make_link: MakeLink,
         prefetch: int = 0,
+        *,
+        joins: bool = False,
+        ends: bool = True,
     ) -> None:
+        self.joins: Final = joins
+        self._ends: Final = ends and not joins
         self.session, self._timeouts = session, timeouts
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
@@ -66,7 +79,11 @@ class Cluster:
 
         def lane(job: str, task: int, index: int, address: str) -> Lane:
             known = addresses if job == "worker" else []
-            opening = OpenSession(session, index, count, known, prefetch)
+            opening: OpenSession | JoinSession
+            if joins:
+                opening = JoinSession(session, [], [])
+            else:
+                opening = OpenSession(session, index, count, known, prefetch)
             return Lane(
                 job,
                 task,
@@ -131,7 +148,7 @@ class Cluster:
         answers = []
         for lane in lanes:
             lane.leave()
-            if lane.is_ready:
+            if lane.is_ready and (self._ends or leave):
                 answers.append(
                     lane.link.submit(goodbye, deadline=loop.time() + patience)
                 )

@@ -24,7 +24,7 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
-from zstrat.wire import Hello, Layout, Message, OpenSession, SessionOpened
+from zstrat.wire import Hello, JoinSession, Layout, Message, OpenSession, SessionOpened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,7 +108,7 @@ class Lane:
         task: int,
         index: int,
         address: str,
-        opening: OpenSession,
+        opening: OpenSession | JoinSession,
         make_link: MakeLink,
         events: LaneEvents,
         *,

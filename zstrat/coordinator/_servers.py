@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.ps import PsUpdate, Ref, RowsRef
-from zstrat.wire import UpdateOp, VariableEntry
+from zstrat.wire import JoinSession, SessionOpened, UpdateOp, VariableEntry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +37,8 @@ draws ten times as many normal numbers on a slow core."""
 class Servers:
     """All methods raise what a lost parameter server raises, and what the servers say.
 
+    Where another program holds the session, what is to be created is waited for.
+
     Cancellation, all methods: what was sent is carried out.
     """
 
@@ -58,6 +60,9 @@ class Servers:
     async def create(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
+        if self._cluster.joins:
+            await self._appear([spec for spec, _ in variables])
+            return
         await self.client.create(
             [
                 (
@@ -75,6 +80,9 @@ class Servers:
         code: bytes,
         timeout: float,
     ) -> None:
+        if self._cluster.joins:
+            await self._appear([spec for spec, _ in entries])
+            return
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
         await self.client.initialize(places, code, deadline=deadline)
@@ -103,7 +111,26 @@ class Servers:
         )
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+        if self._cluster.joins:
+            await self._appear([], optimizer)
+            return
         await self.client.create_optimizer(optimizer, name, code)
+
+    async def _appear(
+        self, specs: Sequence[VariableSpec], optimizer: int | None = None
+    ) -> None:
+        """Waits until the program that holds the session has created these."""
+        client, optimizers = self.client, [] if optimizer is None else [optimizer]
+        keys: dict[int, list[int]] = {}
+        if optimizer is not None:
+            keys = {ps: [] for ps in range(client.count)}
+        for spec in specs:
+            keys.setdefault(spec.ps, []).append(spec.key)
+        session = self._cluster.session
+        await client.each(
+            [(ps, JoinSession(session, mine, optimizers)) for ps, mine in keys.items()],
+            SessionOpened,
+        )
 
 
 def initializing_timeout(

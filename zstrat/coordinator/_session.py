@@ -15,10 +15,11 @@ from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
+from ._joining import session_of
 from ._servers import Servers, initializing_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     import numpy as np
 
@@ -77,33 +78,60 @@ class ClusterSession:
         """
         session = new_incarnation()
         ps, workers = _parameter_servers(spec), _workers(spec)
-        make = make_link or _links(session, settings)
-        portal = Portal(f"zstrat {session:x}")
+        make = make_link or _links(Job.CHIEF, 0, session, settings)
 
-        async def open_() -> Cluster:
-            cluster = Cluster(
-                session,
-                ps,
-                workers,
-                settings.timeouts,
-                make,
-                _prefetch(settings, workers),
-            )
-            try:
-                await cluster.open()
-            except BaseException:
-                await cluster.close(False)
-                raise
-            return cluster
+        async def cluster() -> Cluster:
+            ahead = _prefetch(settings, workers)
+            return Cluster(session, ps, workers, settings.timeouts, make, ahead)
 
-        try:
-            # The cluster keeps its own deadline, and names who missed it.
-            slack = settings.timeouts.connect + settings.timeouts.drain
-            cluster = portal.run(open_(), slack, "connecting to the cluster")
-        except BaseException:
-            portal.close()
-            raise
-        return ClusterSession(cluster, portal, settings)
+        return _opened(Portal(f"zstrat {session:x}"), cluster, settings)
+
+    @staticmethod
+    def hold(
+        spec: ClusterSpec, settings: Settings, *, make_link: MakeLink | None = None
+    ) -> ClusterSession:
+        """Takes the parameter servers for several programs, of which this one creates
+        the variables: what is there stays when it ends.
+
+        Raises:
+            ValueError, DeadlineExceededError, BusyError: As `connect`.
+        """
+        session, ps = new_incarnation(), _parameter_servers(spec)
+        make = make_link or _links(Job.CHIEF, 0, session, settings)
+
+        async def cluster() -> Cluster:
+            return Cluster(session, ps, {}, settings.timeouts, make, ends=False)
+
+        return _opened(Portal(f"zstrat {session:x}"), cluster, settings)
+
+    @staticmethod
+    def join(
+        spec: ClusterSpec,
+        settings: Settings,
+        index: int,
+        *,
+        make_link: MakeLink | None = None,
+    ) -> ClusterSession:
+        """Joins the session of the program that has called `hold`, and waits for it.
+
+        What this program creates, that one has to create as well, in the same order: it
+        is waited for, for ``timeouts.request`` each time.
+
+        Args:
+            index: Of this program among the workers of the cluster.
+
+        Raises:
+            DeadlineExceededError: There is no such program, or a ps does not answer.
+        """
+        ps = _parameter_servers(spec)
+        me = new_incarnation()
+        make = make_link or _links(Job.WORKER, index, me, settings)
+
+        async def cluster() -> Cluster:
+            session = await session_of(make, ps[0], settings.timeouts.connect)
+            return Cluster(session, ps, {}, settings.timeouts, make, joins=True)
+
+        return _opened(Portal(f"zstrat {me:x}"), cluster, settings)
 
     # ---- what it is ------------------------------------------------------------------
 
@@ -280,6 +308,33 @@ class ClusterSession:
         self.portal.close()
 
 
+def _opened(
+    portal: Portal,
+    cluster: Callable[[], Coroutine[Any, Any, Cluster]],
+    settings: Settings,
+) -> ClusterSession:
+    """The session, when all that it needs is there."""
+
+    async def open_() -> Cluster:
+        made = await cluster()
+        try:
+            await made.open()
+        except BaseException:
+            await made.close(False)
+            raise
+        return made
+
+    try:
+        # The cluster keeps its own deadlines, and names who missed them. There are two:
+        # who joins a session waits for it first.
+        slack = 2 * settings.timeouts.connect + settings.timeouts.drain
+        opened = portal.run(open_(), slack, "connecting to the cluster")
+    except BaseException:
+        portal.close()
+        raise
+    return ClusterSession(opened, portal, settings)
+
+
 def _parameter_servers(spec: ClusterSpec) -> list[str]:
     """Their addresses: a variable names its server by its place here."""
     indices = spec.task_indices("ps")
@@ -307,8 +362,8 @@ def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
     return 1 if len(workers) > 1 else 0
 
 
-def _links(session: int, settings: Settings) -> MakeLink:
-    """Links over ZeroMQ, with the coordinator's key if there are keys."""
-    keys = None if settings.keys is None else Security.load(settings.keys, Job.CHIEF)
-    me = hello(Job.CHIEF, 0, session)
+def _links(job: Job, index: int, incarnation: int, settings: Settings) -> MakeLink:
+    """Links over ZeroMQ, with the key of the job if there are keys."""
+    keys = None if settings.keys is None else Security.load(settings.keys, job)
+    me = hello(job, index, incarnation)
     return partial(Link, me=me, settings=settings, security=keys)

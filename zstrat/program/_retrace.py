@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zstrat.variables import DeviceHome
+
 from . import _refusals
 from ._capture import Capture
 from ._feeds import Replay
@@ -156,7 +158,7 @@ def staged(
         [leaf for element in elements for leaf in element.leaves],
         tuple([variable for variable, _ in found.moves.values.values()]),
         tuple(kept.values()),
-        [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads],
+        [_kept(variable) for variable in plan.variables],
         [slots_like(variable, rule) for variable, rule in kept.values()],
         mesh,
     )
@@ -178,6 +180,14 @@ def _levels(
             behind.append(0)
         levels.append(1 + max(behind, default=-1))
     return kept, levels
+
+
+def _kept(variable: Variable) -> jax.ShapeDtypeStruct:
+    """What a step is given of the variable: its value, or a copy for each replica."""
+    shape, home = variable.shape, variable.home
+    if isinstance(home, DeviceHome) and home.is_apart:
+        shape = (home.residence.copies, *shape)
+    return _shaped(shape, variable.spec.numpy_dtype)
 
 
 def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -59,7 +59,7 @@ def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
                 rows_of_component(update.table, number, operands[0]),
                 operands[1],
             )
-        value = _after(value, update.op, operands)
+        value = after(value, update.op, operands)
     return value
 
 
@@ -82,9 +82,8 @@ def reaching(indices: jax.Array) -> jax.Array:
     return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
-def _after(
-    value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]
-) -> jax.Array:
+def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """A value after one update."""
     match op:
         case UpdateOp.ASSIGN:
             return operands[0]

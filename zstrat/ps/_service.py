@@ -5,7 +5,8 @@ requests for variables are served by `zstrat.ps._serving`, those about snapshots
 `zstrat.ps._snapshot_service`.
 
 Who may do what: a coordinator owns the session, creates, deletes and ships optimizers;
-it and the workers pull and push; the evaluator pulls; anybody may inspect.
+it and the workers pull and push; the evaluator pulls; anybody may inspect. A worker
+that is a program of its own joins the session of the one that creates the variables.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from zstrat.wire import (
     InitializeVariables,
     Inspect,
     Job,
+    JoinSession,
     LoadTensors,
     Message,
     OpenSession,
@@ -51,6 +53,7 @@ from zstrat.wire import (
 
 from ._engine import OptimizerEngine
 from ._fold import Folded
+from ._joining import Joining
 from ._requests import Stored
 from ._serving import Serving
 from ._snapshot_service import SnapshotRequest, SnapshotService
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
 
 _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     OpenSession: frozenset({Job.CHIEF}),
+    JoinSession: frozenset({Job.WORKER}),
     CloseSession: frozenset({Job.CHIEF}),
     CreateVariables: frozenset({Job.CHIEF}),
     InitializeVariables: frozenset({Job.CHIEF}),
@@ -82,6 +86,9 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     StoreTensors: frozenset({Job.CHIEF}),
     Inspect: frozenset(Job),
 }
+
+
+_CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
 class Caller(Protocol):
@@ -131,6 +138,7 @@ class PsService:
         self._snapshots = SnapshotService(
             task, self._store, self._serving.turn, check, self._thread
         )
+        self._joining = Joining(task, self._ownership, self._store)
         self._draining = False
         self._failed = 0
 
@@ -145,10 +153,13 @@ class PsService:
             if roles is None or remote.role not in roles:
                 raise _refusal(self._task, remote, message)
             if isinstance(message, Stored):
-                return self._serving.take(message)
+                return self._served(message)
             match message:
                 case OpenSession(session=session):
                     return self._open(session, remote)
+                case JoinSession():
+                    self._require_open()
+                    return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
                 case Inspect():
@@ -161,6 +172,15 @@ class PsService:
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
             raise
+
+    def _served(self, message: Stored) -> Message | Awaitable[Message]:
+        served = self._serving.take(message)
+        if isinstance(message, _CREATING):
+            if isinstance(served, asyncio.Future):
+                served.add_done_callback(lambda _: self._joining.look())
+            else:
+                self._joining.look()
+        return served
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:
@@ -183,6 +203,7 @@ class PsService:
     def lost(self, remote: Caller, reason: str) -> None:
         """A connection ended. What its session has here stays until another opens, but
         for its snapshots: nobody might ever release them."""
+        self._joining.lost(remote)
         if self._ownership.lost(remote):
             self._snapshots.clear()
 
@@ -195,6 +216,7 @@ class PsService:
         Cancellation: what was accepted may not be answered any more.
         """
         self._draining = True
+        self._joining.close(UnavailableError(f"{self._task} is shutting down"))
         deadline = asyncio.get_running_loop().time() + self._settings.timeouts.drain
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -230,11 +252,13 @@ class PsService:
         new = self._ownership.open(session, remote, remote.hello)
         if new:
             self._clear()
+        self._joining.look()
         return SessionOpened(platform="cpu", devices=1, resumed=not new)
 
     def _close(self, session: int, leave: bool) -> Done:
         if self._ownership.close(session):
             self._clear()
+            self._joining.look()
         if leave and self._on_exit is not None:
             on_exit, self._on_exit = self._on_exit, None
             on_exit()

@@ -1,24 +1,28 @@
-"""Which strategy is current, and on which side of it the code runs.
+"""A scope, and what a replica function knows about itself.
 
-Outside everything the code is in the replica context of the default strategy. A scope
-is the cross-replica context of its strategy; the body of ``run`` is the replica
-context. A context variable holds the stack, so each thread and each asyncio task has
-its own.
-
-Law of the file: frames are pushed and popped here alone, and popped in reverse order;
-anything else is an error that names both strategies.
+Both are entered: `_frames` keeps the stack.
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from zstrat.collectives import ReduceOp
 from zstrat.program import _replicas
 from zstrat.variables import creator
 
+from ._frames import Frame as Frame
+from ._frames import current as current
+from ._frames import entered as entered
+from ._frames import in_real_replica_context as in_real_replica_context
+from ._frames import pop as pop
+from ._frames import push as push
+from ._frames import refuse_mixing as refuse_mixing
+from ._frames import refuse_replica_context as refuse_replica_context
+from ._frames import require_cross_replica as require_cross_replica
+from ._frames import require_scope as require_scope
+from ._meetings import gathering, merging, own, reducing
+from ._turns import NeedsTurns, turn
 from ._values import reduction, require_gatherable
 
 if TYPE_CHECKING:
@@ -26,48 +30,9 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import Creator
+    from zstrat.variables import Aside, Creator
 
     from ._strategy import Strategy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Frame:
-    """One entered context; ``replica`` is None in the cross-replica context."""
-
-    strategy: Strategy
-    replica: ReplicaContext | None
-
-
-_frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
-
-
-def current() -> Frame | None:
-    """The innermost context, None outside of all."""
-    frames = _frames.get()
-    return frames[-1] if frames else None
-
-
-def push(frame: Frame) -> None:
-    """Enters a context."""
-    _frames.set((*_frames.get(), frame))
-
-
-def pop(frame: Frame) -> None:
-    """Leaves the context that was entered last.
-
-    Raises:
-        RuntimeError: Another one was entered last.
-    """
-    frames = _frames.get()
-    if not frames or frames[-1] is not frame:
-        inner = frames[-1].strategy if frames else None
-        raise RuntimeError(
-            f"a context of {frame.strategy!r} is left while one of {inner!r} is the "
-            "innermost: leave scopes in the reverse order of entering them, in the "
-            "same thread and task"
-        )
-    _frames.set(frames[:-1])
 
 
 class Scope:
@@ -79,20 +44,17 @@ class Scope:
     def __init__(self, strategy: Strategy, own: Creator | None) -> None:
         self._strategy = strategy
         self._creator = own
-        self._entered: list[tuple[Frame, Creator | None]] = []
+        self._entered: list[tuple[Frame, Aside]] = []
 
     def __enter__(self) -> Strategy:
         outer = current()
         if outer is not None and outer.strategy is not self._strategy:
             if outer.replica is None or not outer.strategy.is_default:
-                raise RuntimeError(
-                    f"Mixing different strategies: {self._strategy!r} is not "
-                    f"{outer.strategy!r}, whose scope this code is in"
-                )
+                refuse_mixing(self._strategy, outer.strategy)
         elif outer is not None and outer.replica is not None:
             refuse_replica_context("scope()")
-        frame = Frame(self._strategy, None)
-        self._entered.append((frame, creator.get()))
+        frame = Frame(self._strategy, update=None if outer is None else outer.update)
+        self._entered.append((frame, creator.put_aside()))
         push(frame)
         creator.set(self._creator)
         return self._strategy
@@ -101,9 +63,7 @@ class Scope:
         frame, before = self._entered[-1]
         pop(frame)
         self._entered.pop()
-        # Not by token: an async generator may be closed in another context than the
-        # one that it was entered in, where tokens are not valid.
-        creator.set(before)
+        creator.put_back(before)
 
 
 class ReplicaContext:
@@ -133,7 +93,12 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """This replica's device; those of all replicas where one trace serves all."""
+        """This replica's device; those of all replicas where one trace serves all.
+
+        Raises:
+            RuntimeError: This is not the replica context that is current.
+        """
+        self._require_current()
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
@@ -153,10 +118,15 @@ class ReplicaContext:
 
         Raises:
             ValueError: ``reduce_op`` is no reduction.
+            RuntimeError: This is not the replica context that is current.
         """
+        del options
+        self._require_current()
         op = reduction(reduce_op)
         if self.num_replicas_in_sync == 1:
             return value
+        if (mine := turn.get()) is not None:
+            return own(mine.meet(reducing(self._strategy._team(), op, value)))
         return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
@@ -169,10 +139,15 @@ class ReplicaContext:
         Raises:
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0.
+            RuntimeError: This is not the replica context that is current.
         """
+        del options
+        self._require_current()
         require_gatherable(value)
         if self.num_replicas_in_sync == 1:
             return value
+        if (mine := turn.get()) is not None:
+            return own(mine.meet(gathering(self._strategy._team(), value, axis)))
         return self._strategy._team().all_gather(value, axis)
 
     def merge_call(
@@ -183,22 +158,42 @@ class ReplicaContext:
     ) -> Any:
         """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context.
 
+        All replicas of this process come here first. Of ``args`` and ``kwargs`` it gets
+        the values of all replicas, merged as those that ``run`` returns; each replica
+        gets its part of what it returns. A replica function that does this runs in
+        turns with the others, not as one program for all.
+
         Raises:
-            NotImplementedError: Several replicas of this process are one program, which
-                has no place between them.
+            RuntimeError: This is not the replica context that is current, or the
+                replicas make different numbers of calls.
         """
+        self._require_current()
+        named = kwargs or {}
+        if (mine := turn.get()) is not None:
+            return mine.meet(merging(self._strategy, merge_fn, args, named))
         if not isinstance(self._replica_id, int):
-            raise NotImplementedError(
-                "merge_call: the replicas of this process are one traced program; use "
-                "all_reduce and all_gather of the replica context, which are part of it"
+            raise NeedsTurns("it calls merge_call")
+        with entered(Frame(self._strategy)), _replicas.merged():
+            return merge_fn(self._strategy, *args, **named)
+
+    def _require_current(self) -> None:
+        frame = current()
+        if frame is None and self._strategy.is_default:
+            return
+        if frame is not None and frame.replica is self:
+            return
+        if frame is None or frame.replica is None:
+            raise RuntimeError(
+                "Need to be inside `call_for_each_replica()`: a replica context is "
+                f"used in the replica function that it was given to, the body of "
+                f"{self._strategy!r}.run"
             )
-        frame = Frame(self._strategy, None)
-        push(frame)
-        try:
-            with _replicas.merged():
-                return merge_fn(self._strategy, *args, **(kwargs or {}))
-        finally:
-            pop(frame)
+        if frame.strategy is not self._strategy:
+            refuse_mixing(self._strategy, frame.strategy)
+        raise RuntimeError(
+            "Mismatching ReplicaContext: this is that of another replica function of "
+            f"{self._strategy!r}; ask get_replica_context()"
+        )
 
     def __enter__(self) -> ReplicaContext:
         frame = Frame(self._strategy, self)
@@ -209,22 +204,3 @@ class ReplicaContext:
     def __exit__(self, *exc: object) -> None:
         pop(self._entered[-1])
         self._entered.pop()
-
-
-def in_real_replica_context() -> bool:
-    """Whether this code is in a replica function of a strategy (not of the default)."""
-    frame = current()
-    return (
-        frame is not None
-        and frame.replica is not None
-        and not frame.strategy.is_default
-    )
-
-
-def refuse_replica_context(what: str) -> NoReturn:
-    """The error of a method that needs the cross-replica context."""
-    raise RuntimeError(
-        f"{what} requires being in cross-replica context, but it is called inside a "
-        "replica function (the body of strategy.run): call it before or after run; "
-        "inside, use get_replica_context().all_reduce"
-    )

@@ -20,7 +20,7 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.variables import AbstractVariable, IndexedSlices
 
-from ._values import PerReplica, reduction
+from ._values import PerReplica, is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -70,7 +70,7 @@ class CrossDeviceOps(abc.ABC):
         del options
         op = reduction(reduce_op)
         values = []
-        for pair in _pairs(value_destination_pairs):
+        for pair in checked_pairs(value_destination_pairs):
             value, destination = pair
             _require_destination(destination)
             values.append(_parts(value))
@@ -83,6 +83,35 @@ class CrossDeviceOps(abc.ABC):
             _joined(op, parts) if is_sparse else next(reduced)
             for parts, is_sparse in zip(values, sparse, strict=True)
         ]
+
+    def reduced(
+        self, op: ReduceOp, pairs: Pairs, replicas: int, options: object = None
+    ) -> list[Any]:
+        """`batch_reduce` of pytrees, of which leaves that are not distributed are the
+        same on all replicas.
+
+        Raises:
+            ValueError: As `reduce`, or such a leaf is to be summed over several
+                replicas.
+        """
+        found: list[Any] = []
+        wanted: list[tuple[int, int]] = []
+        batch: list[tuple[Any, Any]] = []
+        for number, (value, destination) in enumerate(pairs):
+            _require_destination(destination)
+            leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
+            found.append((leaves, treedef))
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, PerReplica):
+                    wanted.append((number, place))
+                    batch.append((leaf, destination))
+                else:
+                    same = reduce_values(op, leaf, None, replicas)
+                    leaves[place] = self.broadcast(same, destination)
+        reduced = self.batch_reduce(op, batch, options)
+        for (number, place), value in zip(wanted, reduced, strict=True):
+            found[number][0][place] = value
+        return [treedef.unflatten(leaves) for leaves, treedef in found]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
         """The value where it is wanted: for a `PerReplica` one for each replica.
@@ -235,7 +264,12 @@ def _joined(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
     return IndexedSlices(values, indices, parts[0].dense_shape)
 
 
-def _pairs(pairs: Pairs) -> Pairs:
+def checked_pairs(pairs: Pairs) -> Pairs:
+    """The pairs, if they are.
+
+    Raises:
+        ValueError: They are no list of pairs.
+    """
     if not isinstance(pairs, list | tuple) or any(
         not isinstance(pair, list | tuple) or len(pair) != 2 for pair in pairs
     ):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, final
 
-from . import _context
+from zstrat.collectives import ReduceOp
+
 from ._context import ReplicaContext
-from ._strategy import Extended, Strategy
+from ._extended import StrategyExtended
+from ._frames import current, install
+from ._strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,7 +24,7 @@ _DEVICE: Final = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
 @final
-class DefaultExtended(Extended):
+class DefaultExtended(StrategyExtended):
     """Everything is here."""
 
     @property
@@ -38,7 +41,8 @@ class DefaultExtended(Extended):
     def colocate_vars_with(
         self, colocate_with_variable: AbstractVariable
     ) -> AbstractContextManager[None]:
-        del colocate_with_variable  # there is only one place
+        """Changes nothing: there is only one place."""
+        del colocate_with_variable
         return contextlib.nullcontext()
 
 
@@ -49,7 +53,7 @@ class DefaultStrategy(Strategy):
     is_default = True
 
     def __init__(self) -> None:
-        self._extended = DefaultExtended()
+        self._extended = DefaultExtended(self)
         self._context = ReplicaContext(self, 0)
 
     @property
@@ -57,7 +61,7 @@ class DefaultStrategy(Strategy):
         return 1
 
     @property
-    def extended(self) -> Extended:
+    def extended(self) -> DefaultExtended:
         return self._extended
 
     @property
@@ -74,8 +78,8 @@ class DefaultStrategy(Strategy):
         """
         if has_strategy():
             raise RuntimeError(
-                f"Must not nest strategy scopes: the default strategy's in that of "
-                f"{get_strategy()!r}"
+                "Must not nest tf.distribute.Strategy scopes: that of the default "
+                f"strategy in that of {get_strategy()!r}"
             )
         yield self
 
@@ -102,7 +106,7 @@ def default_strategy() -> Strategy:
 
 def get_strategy() -> Strategy:
     """The current strategy, the default one outside of every scope."""
-    frame = _context.current()
+    frame = current()
     return _DEFAULT if frame is None else frame.strategy
 
 
@@ -113,14 +117,43 @@ def has_strategy() -> bool:
 
 def in_cross_replica_context() -> bool:
     """Whether this code is in a scope and not in a replica function."""
-    frame = _context.current()
+    frame = current()
     return frame is not None and frame.replica is None
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes a strategy current without ``with strategy.scope()``, for all threads and
+    tasks that enter none; None: the default one.
+
+    Raises:
+        RuntimeError: Called inside a scope or a replica function.
+        TypeError: It is no strategy.
+    """
+    if strategy is None or strategy is _DEFAULT:
+        install(None, None)
+    elif isinstance(strategy, Strategy):
+        install(strategy, strategy._creator())
+    else:
+        raise TypeError(f"expected a strategy or None, got {type(strategy).__name__}")
+
+
+def get_loss_reduction() -> ReduceOp:
+    """What a loss is to be reduced over the replicas with: SUM. (TF has MEAN inside of
+    its estimators.)"""
+    return ReduceOp.SUM
+
+
+def get_update_replica_id() -> int | None:
+    """Which component of a variable the function that ``extended.update`` called is
+    for; None elsewhere."""
+    frame = current()
+    return None if frame is None else frame.update
 
 
 def get_replica_context() -> ReplicaContext | None:
     """The context of the replica function that runs, None directly in a scope. Outside
     of everything: that of the default strategy."""
-    frame = _context.current()
+    frame = current()
     return _DEFAULT.replica_context if frame is None else frame.replica
 
 

@@ -7,9 +7,11 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Self, final
 
 import jax
+import numpy as np
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
@@ -20,26 +22,25 @@ from zstrat.cluster import (
     worker_count,
 )
 from zstrat.collectives import Group
-from zstrat.data import InputContext
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
 from ._chosen import ChosenGroup
 from ._distributed import joined
-from ._inputs import DistributedDataset, of_batches, of_elements
+from ._extended import StrategyExtended
 from ._mirrored import MirroredVariables
 from ._options import CommunicationOptions
-from ._strategy import Extended, Strategy
+from ._strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
     from zstrat.variables import AbstractVariable, Creator
 
+    from ._inputs import Inputs
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
 """Of the group: processes that make one are brought together."""
@@ -49,16 +50,18 @@ _PATIENCE: Final = 300.0
 
 
 @final
-class MultiWorkerMirroredExtended(Extended):
+class MultiWorkerMirroredExtended(StrategyExtended):
     """Devices and duties of one process among several."""
 
     def __init__(
         self,
+        strategy: Strategy,
         devices: Sequence[jax.Device],
         task: tuple[str, int],
         variables: MirroredVariables,
         should_checkpoint: bool,
     ) -> None:
+        super().__init__(strategy)
         job, index = task
         where = f"/job:{job}/replica:0/task:{index}"
         self._devices = tuple(
@@ -77,6 +80,11 @@ class MultiWorkerMirroredExtended(Extended):
         return self._devices
 
     @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process runs its own program."""
+        return True
+
+    @property
     def should_checkpoint(self) -> bool:
         """Whether this process saves: the chief, or worker 0 where there is none."""
         return self._should_checkpoint
@@ -88,11 +96,6 @@ class MultiWorkerMirroredExtended(Extended):
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(self._variables.owns(part) for part in v.components)
-
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        raise NotImplementedError
 
 
 def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
@@ -149,7 +152,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         late = self._channel is not None and self._channel.collective.generation > 0
         self._variables = MirroredVariables(self._local, self._team(), is_late=late)
         self._extended = MultiWorkerMirroredExtended(
-            self._local, task, self._variables, saves
+            self, self._local, task, self._variables, saves
         )
 
     @property
@@ -168,34 +171,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     @property
     def extended(self) -> MultiWorkerMirroredExtended:
         return self._extended
-
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: object = None
-    ) -> DistributedDataset:
-        """A dataset of global batches, of which this process draws its share.
-
-        Every process gives the same dataset. Each batch is cut into one piece for each
-        replica of all processes; the last pieces of a short batch may have no rows.
-
-        Raises (while iterating):
-            ValueError: The elements are no batches.
-        """
-        del options
-        return of_batches(dataset, self._team())
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: object = None,
-    ) -> DistributedDataset:
-        """The dataset that ``dataset_fn`` makes for this process. Each step takes one
-        of its elements for each local replica; nothing is batched or sharded."""
-        del options
-        team = self._team()
-        context = InputContext(
-            team.size // team.local, team.first // team.local, team.size
-        )
-        return of_elements(dataset_fn(context), team)
 
     def reform(self, *, timeout: float | None = None) -> None:
         """Brings the processes together again after one was lost, started anew or not
@@ -252,12 +227,30 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _team(self) -> Team:
         return Team(len(self._local), self._channel)
 
+    def _inputs(self) -> Inputs:
+        channel = self._channel
+        accord = None if channel is None else _Accord(channel)
+        return replace(super()._inputs(), accord=accord)
+
     def __repr__(self) -> str:
         team = self._team()
         return (
             f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
             f"{team.size // team.local}, {team.local} devices>"
         )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Accord:
+    """The processes, brought together by the collective that they reduce with."""
+
+    channel: Channel
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        given = [np.array(numbers, np.int64)]
+        (found,) = self.channel.collective.all_reduce(given, "max")
+        return [int(number) for number in found]
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:

@@ -1,9 +1,10 @@
-"""How processes exchange what they reduce: options of collectives, as TF has them."""
+"""Options, as TF has them: of collectives between processes, and of ``run``."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
 
 
 class CommunicationImplementation(enum.Enum):
@@ -79,6 +80,23 @@ class CommunicationOptions:
             if options.implementation is default.implementation
             else options.implementation,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of ``strategy.run``, which TF's XLA reads: jax compiles for each shape as
+    it comes, so that none of them changes a result.
+
+    Args:
+        experimental_enable_dynamic_batch_size: Whether the last batch may be smaller.
+        experimental_bucketizing_dynamic_shape: Whether shapes are rounded up for the
+            compiler.
+        experimental_xla_options: Others of XLA.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None
 
 
 def _named(name: str) -> CommunicationImplementation:

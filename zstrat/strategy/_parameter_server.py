@@ -17,15 +17,17 @@ import jax
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
+from zstrat.data import InputContext
 from zstrat.program import worker_context
-from zstrat.variables import AbstractVariable, ShardedVariable, Variable, recorder
+from zstrat.variables import AbstractVariable, Variable, recorder
 
-from . import _context
+from ._extended import StrategyExtended
 from ._placement import PlacementRule, ServerVariables
-from ._strategy import Extended, Strategy
+from ._strategy import Strategy
+from ._unbuilt import UnbuiltDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
@@ -33,13 +35,16 @@ if TYPE_CHECKING:
     from zstrat.program import Plan
     from zstrat.variables import Creator
 
+    from ._input_options import InputOptions
+    from ._inputs import Inputs
+
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
 _log: Final = logging.getLogger(__name__)
 
 
 @final
-class ParameterServerExtended(Extended):
+class ParameterServerExtended(StrategyExtended):
     """Devices and places of a parameter-server cluster."""
 
     def __init__(
@@ -49,7 +54,7 @@ class ParameterServerExtended(Extended):
         ps_count: int,
         variables: ServerVariables | None,
     ) -> None:
-        self._strategy = strategy
+        super().__init__(strategy)
         self._platform = platform
         self._ps_count = ps_count
         self._variables = variables
@@ -68,27 +73,14 @@ class ParameterServerExtended(Extended):
         owner = self._variables
         return owner is not None and all(owner.owns(part) for part in v.components)
 
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        frame = _context.current()
-        if frame is None or frame.strategy is not self._strategy:
-            raise RuntimeError("colocate_vars_with is used inside strategy.scope()")
-        if isinstance(colocate_with_variable, ShardedVariable):
-            raise ValueError(
-                f"`colocate_vars_with` must only be passed a variable that is on one "
-                f"ps: give a component of {colocate_with_variable!r}, as .variables[0]"
-            )
-        if (
-            self._variables is None
-            or not isinstance(colocate_with_variable, Variable)
-            or not self._variables.owns(colocate_with_variable)
-        ):
-            raise ValueError(
-                f"`colocate_vars_with` must only be passed a variable created in the "
-                f"scope of this strategy, not {colocate_with_variable!r}"
-            )
-        return self._variables.colocated(colocate_with_variable)
+    def value_container(self, value: Any) -> Any:
+        """The sharded variable that ``value`` is a component of, or ``value``."""
+        container = value.sharded_container if isinstance(value, Variable) else None
+        return value if container is None else container
+
+    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        assert self._variables is not None  # it was created in this scope
+        return self._variables.colocated(variable)
 
 
 @final
@@ -178,6 +170,39 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     @property
     def extended(self) -> ParameterServerExtended:
         return self._extended
+
+    def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """A dataset of global batches, to be shared out among the replicas of each
+        worker, which reads all of it.
+
+        Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
+        on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
+        one input pipeline. On the coordinator it gives a handle that cannot be
+        iterated, which ``create_per_worker_dataset`` takes too.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset, options, is_function=False)
+
+    def distribute_datasets_from_function(  # type: ignore[override]  # as above
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> UnbuiltDataset:
+        """The datasets that ``dataset_fn`` makes, one for each worker, whose replicas
+        take its elements in turn.
+
+        Its `InputContext` has the worker's index and the number of workers, and as
+        ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
+        what it gives there: see `experimental_distribute_dataset`.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset_fn, options, is_function=True)
 
     def delete_variables(self, tree: Any) -> None:
         """Frees the variables, and what optimizers keep beside them, on their ps.
@@ -280,6 +305,14 @@ class WorkerStrategy(Strategy):
     @property
     def extended(self) -> ParameterServerExtended:
         return self._extended
+
+    def _function_inputs(self) -> Inputs:
+        worker = worker_context.get()
+        if worker is None:
+            return self._inputs()
+        # TF says pipeline 0 of 1 on every worker, and their data are the same.
+        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
+        return replace(self._inputs(), context=context)
 
     def _creator(self) -> Creator | None:
         return None

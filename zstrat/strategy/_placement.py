@@ -23,6 +23,7 @@ from ._drafts import draft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
 
@@ -146,15 +147,18 @@ class ServerVariables:
                 "it again in the scope of this one, and define the step function anew"
             )
 
-    @contextlib.contextmanager
-    def colocated(self, variable: Variable) -> Iterator[None]:
-        """New variables go where that one is."""
-        before = _colocated.get()
-        _colocated.set(variable)
-        try:
-            yield
-        finally:
-            _colocated.set(before)
+    def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        """New variables go where that one is, which was created here.
+
+        Raises:
+            ValueError: It is on several ps.
+        """
+        if not isinstance(variable, Variable):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable that is on one "
+                f"ps: give a component of {variable!r}, as .variables[0]"
+            )
+        return _beside(variable)
 
     # ---- the creator of a scope ----------------------------------------------------
 
@@ -292,6 +296,16 @@ class ServerVariables:
     def _made(self, new: Draft, specs: list[VariableSpec]) -> AbstractVariable:
         parts = [handle(spec, self) for spec in specs]
         return parts[0] if new.offsets is None else joined(parts, new.request.name)
+
+
+@contextlib.contextmanager
+def _beside(variable: Variable) -> Iterator[None]:
+    before = _colocated.get()
+    _colocated.set(variable)
+    try:
+        yield
+    finally:
+        _colocated.set(before)
 
 
 def _sent(

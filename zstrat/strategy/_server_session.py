@@ -77,3 +77,7 @@ class ServerSession(Protocol):
         self,
         updates: Sequence[tuple[VariableSpec, UpdateOp, int, Sequence[np.ndarray]]],
     ) -> None: ...
+
+    def close(self) -> None:
+        """Ends the connection. Closing twice is fine."""
+        ...

@@ -9,75 +9,46 @@ from __future__ import annotations
 
 import abc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
-import numpy as np
-
+from zstrat.data import InputContext
 from zstrat.program import _replicas
 from zstrat.program._collective import Team
-from zstrat.variables import AbstractVariable, IndexedSlices, recorder
 
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
+from ._in_turns import in_turns
+from ._inputs import Inputs
+from ._one_program import as_one_program
+from ._regroup import regroup
+from ._turns import NeedsTurns
+from ._v1 import FirstVersion
 from ._values import (
-    PerReplica,
     ValueContext,
     gather_values,
-    is_distributed,
     local_results,
     reduce_values,
     reduction,
     select_replica,
-    split_rows,
-    stack_parts,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+
+    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
-
-class Extended(abc.ABC):
-    """The less common face of a strategy, as TF has it (``strategy.extended``)."""
-
-    experimental_require_static_shapes = False
-
-    @property
-    @abc.abstractmethod
-    def worker_devices(self) -> tuple[str, ...]:
-        """TF's names of the devices that the replicas of one worker run on."""
-
-    @property
-    @abc.abstractmethod
-    def parameter_devices(self) -> tuple[str, ...]:
-        """TF's names of the places where variables are created."""
-
-    @abc.abstractmethod
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        """Whether ``v`` was created in the scope of this very strategy."""
-
-    @abc.abstractmethod
-    def colocate_vars_with(
-        self, colocate_with_variable: AbstractVariable
-    ) -> AbstractContextManager[None]:
-        """Variables created inside go where that one is.
-
-        Raises:
-            ValueError: It was not created in this strategy's scope.
-            RuntimeError: Entered outside of this strategy's scope.
-        """
-
-    def value_container(self, value: AbstractVariable) -> AbstractVariable:
-        """The variable that ``value`` is a component of: itself."""
-        return value
+    from ._distributed_dataset import DistributedDataset
+    from ._extended import StrategyExtended
+    from ._input_options import InputOptions
+    from ._options import RunOptions
 
 
-class Strategy(abc.ABC):
+class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
 
     is_default: bool = False
@@ -89,7 +60,7 @@ class Strategy(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def extended(self) -> Extended: ...
+    def extended(self) -> StrategyExtended: ...
 
     @property
     def cluster_resolver(self) -> Any:
@@ -107,6 +78,16 @@ class Strategy(abc.ABC):
     def _team(self) -> Team:
         """The replicas that compute together."""
         return Team(self.num_replicas_in_sync)
+
+    def _inputs(self) -> Inputs:
+        """Who draws from datasets in this process, and where elements go."""
+        team = self._team()
+        pipelines, this = team.size // team.local, team.first // team.local
+        return Inputs(InputContext(pipelines, this, team.size), team.local)
+
+    def _function_inputs(self) -> Inputs:
+        """The same, as dataset functions are told."""
+        return self._inputs()
 
     def _used(self, method: str) -> None:
         """Told when a method of a step runs; a strategy may warn."""
@@ -127,55 +108,69 @@ class Strategy(abc.ABC):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls ``fn`` once per local replica, in a replica context.
 
-        With one replica this is a call: it returns what ``fn`` returns. With several,
-        ``fn`` is traced and all replicas run as one program: array results come back as
-        `PerReplica`, anything else as it is. Of ``args`` and ``kwargs`` each replica
-        gets its part of a PerReplica value, its share of the rows of arrays drawn from
-        an iterator in this step, and everything else whole.
+        Of ``args`` and ``kwargs`` each replica gets its part of a `PerReplica` value,
+        its share of the rows of arrays drawn from an iterator in this step, and
+        everything else whole. What the replicas return is merged as TF does it: arrays
+        are a `PerReplica`, the same object is that object, containers are merged member
+        by member.
+
+        All replicas run as one program if ``fn`` is a pure function of arrays: it is
+        traced once. In a step (`zs.function`) it is part of the step. The strategies of
+        one process compile it elsewhere, too, and find it again by its code and what it
+        has captured; what Python does in it beside computing (prints, lists that grow)
+        then happens when it is traced, as in ``tf.function``.
+
+        Replicas run one after the other, in turns, if ``fn`` is not pure, that is, if
+
+        - it calls ``merge_call``;
+        - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
+          or a shape of what is computed, or the number of the replica;
+        - it creates variables;
+        - it returns what is neither an array, nor a number or text, nor a variable;
+        - replicas are given arrays of different shapes;
+        - it is a ``zs.function(eager=True)``, or called in one.
+
+        That is found out by tracing, so that what Python does up to there happens once
+        more. In a step each replica is then traced by itself. With one replica, and
+        where variables live on parameter servers, this is a plain call elsewhere.
 
         Raises:
             ValueError: ``args`` is no list or tuple; a drawn batch does not split
-                evenly; a variable whose aggregation is NONE is updated by several
-                replicas.
-            RuntimeError: Called inside a replica function.
+                evenly; a variable of parameter servers whose aggregation is NONE is
+                updated by several replicas.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
         """
         if not isinstance(args, list | tuple):
             raise ValueError(
                 f"positional args must be a list or tuple, got {type(args).__name__}: "
                 "write strategy.run(fn, args=(x,))"
             )
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("run()")
+        _context.require_cross_replica(self, "run()")
         self._used("run")
         del options
         named = {} if kwargs is None else kwargs
-        team = self._team()
         with self.scope():
-            if team.local > 1:
-                return self._run_replicas(fn, args, named, team)
-            args, named = select_replica(0, (tuple(args), named))
-            alone = _replicas.alone(team) if team.channel else nullcontext()
-            with ReplicaContext(self, team.first), alone:
-                return fn(*args, **named)
+            return self._run_replicas(fn, args, named)
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any) -> Any:
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """One value from the replicas' values, leaf by leaf of a pytree.
 
         ``axis`` None reduces across replicas alone; an integer (or several) also over
         that axis of each replica's value, a mean then counting every element once.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
             ValueError: An unknown operation, an axis outside the rank, or the sum of a
                 value that is not distributed over several replicas.
             TypeError: ``axis`` is no integer.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("reduce()")
+        _context.require_cross_replica(self, "reduce()")
         self._used("reduce")
         op, team = reduction(reduce_op), self._team()
         if team.channel is not None:
@@ -186,12 +181,12 @@ class Strategy(abc.ABC):
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
             NotImplementedError: The value is an IndexedSlices.
             ValueError: Scalars, or shapes that differ in another dimension.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context("gather()")
+        _context.require_cross_replica(self, "gather()")
         team = self._team()
         if team.channel is not None:
             return gather_across(team, value, axis)
@@ -201,21 +196,86 @@ class Strategy(abc.ABC):
         """One entry per local replica; ``(value,)`` for what is not distributed."""
         return local_results(value)
 
-    def experimental_distribute_values_from_function(
-        self, value_fn: Callable[[ValueContext], Any]
-    ) -> PerReplica:
-        """A `PerReplica` of what ``value_fn`` returns for each replica's context.
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Shares a dataset of global batches out among all replicas.
+
+        ``dataset`` is a `zs.data.Dataset`, a dataset of grain or tf.data, arrays (a
+        dict or a tuple of them), or any iterable of batches: pytrees of arrays that all
+        have the rows of the batch as their first axis. Every worker gives the same.
+
+        - *Rebatch.* Where the batch size is known, rows are dealt out in batches of the
+          global size divided by the number of replicas, the first ones larger if that
+          has a remainder. Otherwise each batch is cut by itself into equal pieces, the
+          last of which may be shorter. With one replica nothing is cut.
+        - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
+          says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
+        - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
+          step while this one runs; ``options`` may ask for more.
+
+        The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
+        one element with one replica in this process, else a pytree of its structure
+        with a `PerReplica` at each leaf. At the end of the data, replicas without any
+        get batches of no rows as long as others have some, unless the strategy needs
+        static shapes: use ``batch(size, drop_remainder=True)`` there.
+
+        Where workers have different data (FILE, HINT, OFF), they agree on the end, so
+        all of them begin passes, and draw, equally often.
 
         Raises:
-            RuntimeError: Called inside a replica function.
+            ValueError: The dataset is not batched; its policy does not fit (FILE with
+                fewer files than workers); the replicas are not the same number in each
+                worker. Some of it is found while iterating only.
+            TypeError: ``dataset`` is no dataset, or distributed already.
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
         """
-        if _context.in_real_replica_context():
-            _context.refuse_replica_context(
-                "experimental_distribute_values_from_function()"
-            )
+        _context.require_cross_replica(self, "experimental_distribute_dataset()")
+        return self._inputs().of_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """The datasets that ``dataset_fn`` makes, one for each worker.
+
+        It is called once in each worker, at once, with an `InputContext` that says
+        which one that is, and returns what this worker's replicas draw, in batches of
+        the size for one replica (``context.get_per_replica_batch_size``): each step
+        takes one element for each of them. Nothing is batched or sharded. What it may
+        return, and the end of the data: see `experimental_distribute_dataset`.
+
+        Raises:
+            TypeError: It is not callable, or returns no dataset.
+            NotImplementedError: ``options`` asks for PER_REPLICA, which calls
+                ``dataset_fn`` once for each replica, and this is no MirroredStrategy.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
+            Exception: Whatever ``dataset_fn`` raises.
+        """
+        _context.require_cross_replica(self, "distribute_datasets_from_function()")
+        return self._function_inputs().of_function(dataset_fn, options)
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """A `PerReplica` of what ``value_fn`` returns for each replica's context; of
+        containers, the container with a `PerReplica` of each member.
+
+        Raises:
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
+        """
+        _context.require_cross_replica(
+            self, "experimental_distribute_values_from_function()"
+        )
         team = self._team()
         numbers = range(team.first, team.first + team.local)
-        return PerReplica(tuple(value_fn(ValueContext(i, team.size)) for i in numbers))
+        values = [value_fn(ValueContext(i, team.size)) for i in numbers]
+        return regroup(values, always_wrap=True)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -226,112 +286,19 @@ class Strategy(abc.ABC):
         # A strategy stands for a set of devices or a cluster, which there is once.
         return self
 
-    @final
     def _run_replicas(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        team: Team,
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        sorted_out = _Arguments((tuple(args), kwargs), team.local)
-
-        def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
-            own_args, own_kwargs = sorted_out.of_replica(shared, own)
-            with ReplicaContext(self, team.replica_id()):
-                return fn(*own_args, **own_kwargs)
-
-        result = _replicas.replicate(
-            replica,
-            sorted_out.shared,
-            sorted_out.split,
-            team=team,
-            devices=self._devices(),
-        )
-        return jax.tree.map(_per_replica, result, is_leaf=_is_slices)
-
-
-class _Arguments:
-    """Arguments of ``run``, sorted into what is split, shared and not an array."""
-
-    def __init__(self, tree: Any, replicas: int) -> None:
-        self.shared: list[Any] = []
-        self.split: list[Any] = []
-        self._plan: list[tuple[str, Any]] = []
-        self._replicas = replicas
-        tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
-        leaves, self._treedef = jax.tree.flatten(tree)
-        for leaf in leaves:
-            self._sort(leaf)
-
-    def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        """The arguments, made of one replica's arrays."""
-        sources = {"shared": iter(shared), "split": iter(own)}
-        leaves = [
-            leaf if kind == "whole" else next(sources[kind])
-            for kind, leaf in self._plan
-        ]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def _expand(self, node: Any) -> Any:
-        """A PerReplica of pytrees as a pytree of parts."""
-        if not isinstance(node, PerReplica):
-            return node
-        if len(node.values) != self._replicas:
-            raise ValueError(
-                f"a PerReplica argument of strategy.run has {len(node.values)} values; "
-                f"expected one for each of the {self._replicas} replicas"
-            )
-        return jax.tree.map(lambda *parts: _Parts(parts), *node.values)
-
-    def _sort(self, leaf: Any) -> None:
-        if isinstance(leaf, _Parts):
-            self._plan.append(("split", None))
-            self.split.append(stack_parts(leaf.parts))
-        elif _is_batch(leaf):
-            self._plan.append(("split", None))
-            self.split.append(split_rows(leaf, self._replicas))
-        elif isinstance(leaf, jax.Array | np.ndarray):
-            self._plan.append(("shared", None))
-            self.shared.append(leaf)
-        else:
-            self._plan.append(("whole", leaf))
-
-
-class _Parts:
-    """One leaf per replica; opaque to pytrees."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-
-
-def _is_batch(leaf: Any) -> bool:
-    """Whether the array was drawn from an iterator, so that its rows are split."""
-    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
-        return False
-    recording = recorder.get()
-    return recording is not None and recording.drew(leaf)
-
-
-def _is_slices(node: object) -> bool:
-    return isinstance(node, IndexedSlices)
-
-
-def _per_replica(node: Any) -> Any:
-    """An array or an IndexedSlices as one value per replica, all else as it is."""
-    found = [
-        leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, _replicas.Stacked)
-    ]
-    if not found:
-        return node
-    count = found[0].array.shape[0]
-    return PerReplica(tuple(_of_replica(i, node) for i in range(count)))
-
-
-def _of_replica(replica: int, node: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            leaf.array[replica] if isinstance(leaf, _replicas.Stacked) else leaf
-        ),
-        node,
-    )
+        """What the replicas of this process return, brought together."""
+        team = self._team()
+        if team.local > 1:
+            devices = self._devices()
+            mesh = _replicas.mesh_of(devices, team.local)
+            try:
+                return as_one_program(self, team, mesh, fn, args, kwargs)
+            except NeedsTurns:
+                return regroup(in_turns(self, team, devices, fn, args, kwargs))
+        args, kwargs = select_replica(0, (tuple(args), kwargs))
+        alone = _replicas.alone(team) if team.channel else nullcontext()
+        with ReplicaContext(self, team.first), alone:
+            return fn(*args, **kwargs)

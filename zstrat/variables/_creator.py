@@ -1,20 +1,22 @@
 """Who makes variables: a strategy's scope, or nobody (then they live in this process).
 
-A scope installs itself in the context variable `creator`. Law of the file: whoever sets
-it resets it, in the same thread or task.
+A scope sets itself as the `creator` of its thread or task; a strategy that is current
+without a scope is installed for the whole process. Law of the file: whoever sets it
+resets it, in the same thread or task.
 """
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from ._recorder import recorder
 from ._spec import VariableAggregation, VariableSynchronization
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextvars import Token
 
     from ._abstract import AbstractVariable
     from ._optimizer import Optimizer
@@ -50,8 +52,66 @@ class Creator(Protocol):
         ...
 
 
-creator: Final[ContextVar[Creator | None]] = ContextVar("zstrat_creator", default=None)
+Aside: TypeAlias = "Creator | _Unset | None"
+Before: TypeAlias = "Token[Creator | _Unset | None]"
+
+
+class _Unset:
+    """In place of a creator where a thread or task has set none."""
+
+
+_UNSET: Final = _Unset()
+
+
+class CurrentCreator:
+    """A context variable over one value for all threads."""
+
+    def __init__(self) -> None:
+        self._own: ContextVar[Creator | _Unset | None] = ContextVar(
+            "zstrat_creator", default=_UNSET
+        )
+        self._installed: Creator | None = None
+
+    def get(self) -> Creator | None:
+        """That of this thread or task if it has set one, else the installed one."""
+        own = self._own.get()
+        return self._installed if isinstance(own, _Unset) else own
+
+    def set(self, own: Creator | None) -> Before:
+        """Sets that of this thread or task; None: variables live in this process."""
+        return self._own.set(own)
+
+    def reset(self, before: Before) -> None:
+        """Takes one `set` back, in the context that it was made in."""
+        self._own.reset(before)
+
+    def put_aside(self) -> Aside:
+        """What this thread or task has set, for `put_back`: which needs no token, so
+        that an async generator may be closed in another context than it began in."""
+        return self._own.get()
+
+    def put_back(self, aside: Aside) -> None:
+        """Sets what was put aside."""
+        self._own.set(aside)
+
+    def install(self, installed: Creator | None) -> None:
+        """Sets that of all threads and tasks that have set none."""
+        self._installed = installed
+
+
+creator: Final = CurrentCreator()
 """The creator of the scope that this thread or task is in, if any."""
+
+
+class CreatedInStep(ValueError):
+    """A variable is created where a step is being traced."""
+
+
+@runtime_checkable
+class Creating(Protocol):
+    """A recorder of a function that runs with values, and so may create variables."""
+
+    may_create: bool
 
 
 def check(request: Request) -> None:
@@ -60,8 +120,11 @@ def check(request: Request) -> None:
     Raises:
         ValueError: A step is being traced, or a member of an enum is none.
     """
-    if recorder.get() is not None:
-        raise ValueError(
+    current = recorder.get()
+    if current is not None and not (
+        isinstance(current, Creating) and current.may_create
+    ):
+        raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "
             "variables before it, in strategy.scope(), and use them in its body"
         )

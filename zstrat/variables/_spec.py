@@ -36,6 +36,8 @@ class VariableAggregation(enum.Enum):
     SUM = 1
     MEAN = 2
     ONLY_FIRST_REPLICA = 3
+    ONLY_FIRST_TOWER = 3  # noqa: PIE796  # an alias
+    """TF 1.12's name of the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
 from ._task_messages import Failure as Failure
 from ._task_messages import Inspect as Inspect
+from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
@@ -105,6 +106,7 @@ Message = (
     | Statistics
     | OpenSession
     | SessionOpened
+    | JoinSession
     | CloseSession
     | CreateVariables
     | InitializeVariables

@@ -65,12 +65,26 @@ class SessionOpened:
     """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
 
     ``resumed``: the session was open already, and all that it has here is intact.
+    ``session``: its number, in the answer to a `JoinSession`.
     """
 
     kind: ClassVar = 17
     platform: str
     devices: int
     resumed: bool = False
+    session: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSession:
+    """A worker that runs a program of its own asks a ps for the session of the program
+    that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
+    any whose coordinator is there) and all these variables and optimizers are in it."""
+
+    kind: ClassVar = 19
+    session: int
+    keys: list[int]
+    optimizers: list[int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,337 @@
+"""Device assignments: TensorFlow's rules, and that cores are dealt out once."""
+
+import itertools
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from zstrat.tpu._packing import Packing
+from zstrat.tpu.experimental import DeviceAssignment, DeviceOrderMode, Topology
+
+
+def whole(mesh, tasks=1):
+    """A system without holes: places row by row, in as many tasks."""
+    places = list(itertools.product(*map(range, mesh)))
+    return Topology(
+        mesh_shape=mesh, device_coordinates=np.reshape(places, (tasks, -1, 4))
+    )
+
+
+def cores(assignment):
+    return [
+        "".join(map(str, place)) for place in assignment.core_assignment.reshape(-1, 4)
+    ]
+
+
+# ---- the assignment ---------------------------------------------------------------
+
+
+@pytest.fixture
+def assignment():
+    """Two replicas of two cores, on two tasks of two chips."""
+    topology = whole([2, 2, 1, 1], tasks=2)
+    return DeviceAssignment(
+        topology, [[[0, 0, 0, 0], [1, 0, 0, 0]], [[0, 1, 0, 0], [1, 1, 0, 0]]]
+    )
+
+
+def test_what_it_says(assignment):
+    assert (assignment.num_replicas, assignment.num_cores_per_replica) == (2, 2)
+    assert assignment.core_assignment.shape == (2, 2, 4)
+    assert assignment.core_assignment.dtype == np.int32
+    assert assignment.coordinates(1, 0) == (0, 1, 0, 0)
+    assert assignment.topology.num_tasks == 2
+
+
+def test_names_and_numbers(assignment):
+    assert assignment.tpu_ordinal() == 0
+    assert assignment.tpu_ordinal(replica=1, logical_core=1) == 1
+    assert assignment.host_device() == "/task:0/device:CPU:0"
+    assert (
+        assignment.host_device(replica=0, logical_core=1, job="worker")
+        == "/job:worker/task:1/device:CPU:0"
+    )
+    assert assignment.tpu_device(1, 0) == "/task:0/device:TPU:1"
+    assert assignment.tpu_device(1, 1, job="j") == "/job:j/task:1/device:TPU:1"
+
+
+def test_lookup_replicas(assignment):
+    assert assignment.lookup_replicas(0, 0) == [0, 1]
+    assert assignment.lookup_replicas(1, 1) == [0, 1]
+    for task, core in ((0, 1), (7, 0), (0, 2)):
+        words = (
+            f"Can not find any replica in task: {task} contains logical_core: {core}"
+        )
+        with pytest.raises(ValueError, match=words):
+            assignment.lookup_replicas(task, core)
+
+
+def test_it_is_pickled(assignment):
+    found = pickle.loads(pickle.dumps(assignment))
+    np.testing.assert_array_equal(found.core_assignment, assignment.core_assignment)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([[0, 0, 0, 0]], "must be a rank 3 numpy array"),
+        ([[[0, 0, 0]]], r"minor dimension .* equal to topology rank \(4\)"),
+        ([[[0.5, 0, 0, 0]]], "must be integers"),
+        (np.zeros((0, 1, 4), int), "at least one core"),
+        ([[[9, 0, 0, 0]]], r"no device at \(9, 0, 0, 0\)"),
+        ([[[0, 0, 0, 0]], [[0, 0, 0, 0]]], r"both to .*\(0, 0\) and to \(1, 0\)"),
+    ],
+)
+def test_what_it_refuses(given, words):
+    with pytest.raises(ValueError, match=words):
+        DeviceAssignment(whole([2, 1, 1, 1]), given)
+
+
+def test_it_is_of_a_topology():
+    for make in (DeviceAssignment, DeviceAssignment.build):
+        with pytest.raises(ValueError, match="topology must be a Topology object, got"):
+            make("a topology", [[[0, 0, 0, 0]]])
+
+
+# ---- build: what does not fit -----------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["computation_shape", "computation_stride"])
+@pytest.mark.parametrize(
+    ("extents", "words"),
+    [
+        ([1, 1, 1], r"must have shape \[4\]"),
+        (2, r"must have shape \[4\]"),
+        ([1, 1, 1, 1.5], r"must have shape \[4\]"),
+        ([1, 0, 1, 1], "must be positive"),
+        ([1, 1, -1, 1], "must be positive"),
+    ],
+)
+def test_extents_are_four_positive_integers(name, extents, words):
+    with pytest.raises(ValueError, match=f"{name} {words}"):
+        DeviceAssignment.build(whole([2, 2, 1, 2]), **{name: extents})
+
+
+def test_a_footprint_that_does_not_fit():
+    """The seed's example of eight logical devices does not fit a 2x2x1x2 mesh, and does
+    fit one of 1x2x2x2."""
+    words = r"computation footprint \[1, 2, 2, 2\] does not fit in TPU topology shape"
+    with pytest.raises(ValueError, match=words):
+        DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 2, 2, 2])
+    assert DeviceAssignment.build(whole([1, 2, 2, 2]), [1, 2, 2, 2]).num_replicas == 1
+    words = r"computation footprint \[4, 1, 1, 1\] does not fit"
+    with pytest.raises(ValueError, match=words):
+        DeviceAssignment.build(whole([2, 2, 1, 2]), [2, 1, 1, 1], [2, 1, 1, 1])
+
+
+def test_more_replicas_than_fit():
+    words = r"requested 5 replicas but only 4 replicas with shape \[1, 1, 1, 2\]"
+    with pytest.raises(ValueError, match=words):
+        DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 1, 1, 2], num_replicas=5)
+    with pytest.raises(ValueError, match="num_replicas must be positive; got 0"):
+        DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=0)
+
+
+# ---- build: which cores -----------------------------------------------------------
+
+
+def test_one_core():
+    assert cores(DeviceAssignment.build(whole([2, 2, 1, 2]))) == ["0000"]
+
+
+def test_a_serialized_topology():
+    data = whole([2, 2, 1, 2]).serialized()
+    assert DeviceAssignment.build(data, num_replicas=8).num_replicas == 8
+
+
+def test_both_cores_of_a_chip_go_before_another_chip():
+    """Four replicas of one core: two chips along x, and not four."""
+    found = DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=4)
+    assert cores(found) == ["0000", "0001", "1000", "1001"]
+
+
+def test_replicas_go_by_core_then_x_then_y():
+    found = DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=8)
+    assert cores(found) == [
+        "0000",
+        "0001",
+        "1000",
+        "1001",
+        "0100",
+        "0101",
+        "1100",
+        "1101",
+    ]
+
+
+def test_cores_of_a_replica_row_by_row():
+    found = DeviceAssignment.build(
+        whole([2, 2, 1, 2]),
+        [2, 2, 1, 1],
+        num_replicas=2,
+        device_order_mode=DeviceOrderMode.MESH,
+    )
+    assert cores(found) == [
+        "0000",
+        "0100",
+        "1000",
+        "1100",
+        "0001",
+        "0101",
+        "1001",
+        "1101",
+    ]
+
+
+def test_strided_replicas_interlock():
+    found = DeviceAssignment.build(
+        whole([4, 1, 1, 1]), [2, 1, 1, 1], [2, 1, 1, 1], num_replicas=2
+    )
+    assert cores(found) == ["0000", "2000", "1000", "3000"]
+
+
+def test_rings_through_chips_and_through_replicas():
+    """Whole chips, all of them: chips of a replica in a ring with their cores together,
+    replicas in a ring of blocks."""
+    found = DeviceAssignment.build(whole([2, 4, 1, 2]), [2, 2, 1, 2], num_replicas=2)
+    inner = ["00", "10", "11", "01"]
+    expected = [
+        f"{x}{int(y) + up}0{core}" for up in (0, 2) for x, y in inner for core in (0, 1)
+    ]
+    assert cores(found) == expected
+    found = DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 1, 1, 2], num_replicas=4)
+    assert cores(found) == [
+        "0000",
+        "0001",
+        "1000",
+        "1001",
+        "1100",
+        "1101",
+        "0100",
+        "0101",
+    ]
+
+
+def test_mesh_order_where_a_ring_is_possible():
+    found = DeviceAssignment.build(
+        whole([2, 2, 1, 2]),
+        [1, 1, 1, 2],
+        num_replicas=4,
+        device_order_mode=DeviceOrderMode.MESH,
+    )
+    assert cores(found) == [
+        "0000",
+        "0001",
+        "1000",
+        "1001",
+        "0100",
+        "0101",
+        "1100",
+        "1101",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "replicas"),
+    [
+        ([2, 2, 1, 1], None, 2),  # half of each chip
+        ([1, 1, 1, 2], None, 3),  # one chip is left over
+        ([1, 1, 1, 2], [2, 1, 1, 1], 4),  # not side by side
+    ],
+)
+def test_a_ring_that_is_not_possible(shape, stride, replicas):
+    args = (whole([2, 2, 1, 2]), shape, stride, replicas)
+    with pytest.raises(ValueError, match=r"DeviceOrderMode.RING is not possible"):
+        DeviceAssignment.build(*args, device_order_mode=DeviceOrderMode.RING)
+    auto = DeviceAssignment.build(*args)
+    mesh = DeviceAssignment.build(*args, device_order_mode=DeviceOrderMode.MESH)
+    assert cores(auto) == cores(mesh)
+
+
+# ---- build: holes -----------------------------------------------------------------
+
+HOLED = Topology(
+    mesh_shape=[2, 2, 1, 2],
+    device_coordinates=[
+        [[1, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 1]],
+        [[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]],
+    ],
+)
+
+
+def test_cores_of_a_holed_mesh_are_dealt_out_task_by_task():
+    found = DeviceAssignment.build(HOLED, [1, 1, 1, 2], num_replicas=3)
+    assert cores(found) == ["1100", "1101", "0001", "0100", "0101", "0000"]
+
+
+def test_a_holed_mesh_has_no_strides_and_may_have_too_few():
+    with pytest.raises(ValueError, match=r"needs a whole mesh, and 2 devices"):
+        DeviceAssignment.build(HOLED, computation_stride=[2, 1, 1, 1])
+    with pytest.raises(ValueError, match=r"requested 4 replicas of 2 cores.* has 6"):
+        DeviceAssignment.build(HOLED, [1, 1, 1, 2], num_replicas=4)
+
+
+# ---- build: properties ------------------------------------------------------------
+
+
+@st.composite
+def builds(draw):
+    mesh = draw(st.tuples(*[st.integers(1, 4)] * 4))
+    shape = [draw(st.integers(1, size)) for size in mesh]
+    stride = [draw(st.integers(1, m // s)) for m, s in zip(mesh, shape, strict=True)]
+    packed = Packing(mesh, tuple(shape), tuple(stride), 1)
+    replicas = draw(st.integers(1, math.prod(packed.counts)))
+    return mesh, shape, stride, replicas
+
+
+@given(builds(), st.sampled_from([DeviceOrderMode.AUTO, DeviceOrderMode.MESH]))
+def test_no_core_is_given_twice(build, order):
+    mesh, shape, stride, replicas = build
+    found = DeviceAssignment.build(whole(mesh), shape, stride, replicas, order)
+    assert found.core_assignment.shape == (replicas, math.prod(shape), 4)
+    places = found.core_assignment.reshape(-1, 4)
+    assert len(np.unique(places, axis=0)) == len(places)
+    assert (places >= 0).all()
+    assert (places < mesh).all()
+    if len(places) == math.prod(mesh):
+        assert {*map(tuple, places.tolist())} == {*itertools.product(*map(range, mesh))}
+
+
+@given(builds())
+def test_each_replica_is_a_block_of_its_shape(build):
+    mesh, shape, stride, replicas = build
+    found = DeviceAssignment.build(whole(mesh), shape, stride, replicas)
+    for block in found.core_assignment:
+        for axis in range(4):
+            expected = np.arange(shape[axis]) * stride[axis]
+            seen = np.unique(block[:, axis])
+            np.testing.assert_array_equal(seen - seen[0], expected)
+
+
+@given(builds())
+def test_the_grid_of_replicas_has_room_for_all_and_is_no_larger_than_the_mesh(build):
+    mesh, shape, stride, replicas = build
+    packed = Packing(tuple(mesh), tuple(shape), tuple(stride), replicas)
+    assert math.prod(packed.grid()) >= replicas
+    assert all(g <= c for g, c in zip(packed.grid(), packed.counts, strict=True))
+
+
+@given(st.tuples(*[st.sampled_from([1, 2, 4])] * 3), st.integers(1, 2), st.data())
+def test_logical_cores_in_ring_order_are_neighbours(chips, per_chip, data):
+    shape = [
+        data.draw(st.sampled_from([d for d in (1, 2, 4) if d <= n])) for n in chips
+    ]
+    shape.append(per_chip)
+    mesh = [*chips, per_chip]
+    replicas = math.prod(mesh) // math.prod(shape)
+    assume(math.prod(shape) > 1)
+    found = DeviceAssignment.build(
+        whole(mesh), shape, None, replicas, DeviceOrderMode.RING
+    )
+    for block in found.core_assignment.tolist():
+        for (*a, _), (*b, _) in itertools.pairwise(block):
+            assert sum(abs(i - j) for i, j in zip(a, b, strict=True)) <= 1

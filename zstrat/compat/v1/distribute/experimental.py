@@ -1,0 +1,67 @@
+"""``tf.compat.v1.distribute.experimental``: strategies with their arguments of old.
+
+Law of the file: an argument of old becomes one of a strategy of zstrat; nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import zstrat
+from zstrat.cluster import TFConfigClusterResolver, normalize_cluster_spec
+from zstrat.strategy import (
+    BetweenGraphStrategy,
+    CommunicationImplementation,
+    CommunicationOptions,
+)
+from zstrat.strategy import (
+    MultiWorkerMirroredStrategy as _MultiWorkerMirroredStrategy,
+)
+
+if TYPE_CHECKING:
+    from zstrat.cluster import ClusterResolver
+    from zstrat.strategy import Strategy
+
+CollectiveCommunication = CommunicationImplementation
+CollectiveHints = CommunicationOptions
+
+
+def MultiWorkerMirroredStrategy(  # a class of TF
+    communication: CommunicationImplementation = CommunicationImplementation.AUTO,
+    cluster_resolver: ClusterResolver | None = None,
+) -> _MultiWorkerMirroredStrategy:
+    """`zstrat.MultiWorkerMirroredStrategy`, told how to communicate by one word."""
+    options = CommunicationOptions(implementation=communication)
+    return _MultiWorkerMirroredStrategy(cluster_resolver, options)
+
+
+def ParameterServerStrategy(  # a class of TF
+    cluster_resolver: ClusterResolver | None = None,
+) -> Strategy:
+    """`zstrat.BetweenGraphStrategy`, or `zstrat.CentralStorageStrategy` where there is
+    no cluster."""
+    resolver = cluster_resolver or TFConfigClusterResolver()
+    if normalize_cluster_spec(resolver.cluster_spec()):
+        return BetweenGraphStrategy(resolver)
+    local: Any = zstrat.CentralStorageStrategy
+    made: Strategy = local()
+    return made
+
+
+def TPUStrategy(  # a class of TF
+    tpu_cluster_resolver: ClusterResolver | None = None,
+    steps_per_run: int | None = None,
+    device_assignment: Any = None,
+) -> Strategy:
+    """`zstrat.TPUStrategy`. ``steps_per_run`` is taken for TF's sake: a loop of steps
+    on the device is `jax.lax.scan`."""
+    del steps_per_run
+    second: Any = zstrat.TPUStrategy
+    made: Strategy = second(tpu_cluster_resolver, device_assignment)
+    return made
+
+
+def __getattr__(name: str) -> object:
+    if name != "CentralStorageStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return zstrat.CentralStorageStrategy

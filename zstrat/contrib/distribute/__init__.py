@@ -1,0 +1,19 @@
+"""``tf.contrib.distribute`` of TF 1.12: strategies of towers.
+
+A *tower* is a replica, and a *distribution strategy* a strategy, by their old names;
+the engines underneath are strategies of zstrat.
+"""
+
+from zstrat.strategy import MultiStepContext as MultiStepContext
+
+from ._dataset import PerDeviceDataset as PerDeviceDataset
+from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from ._session import SessionConfig as SessionConfig
+from ._strategy import DistributionStrategy as DistributionStrategy
+from ._tower import TowerContext as TowerContext
+from ._tower import get_cross_tower_context as get_cross_tower_context
+from ._tower import get_distribution_strategy as get_distribution_strategy
+from ._tower import get_tower_context as get_tower_context
+from ._tower import has_distribution_strategy as has_distribution_strategy
+from ._tower import in_cross_tower_context as in_cross_tower_context
+from ._tower import require_tower_context as require_tower_context

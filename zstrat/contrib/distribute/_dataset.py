@@ -1,0 +1,61 @@
+"""A dataset for the devices of one program: consecutive elements, one for each."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, final
+
+from zstrat.program import StepIterator
+from zstrat.strategy import PerReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+
+@final
+class PerDeviceDataset:
+    """Each step takes as many elements as there are towers, the first for the first; a
+    remainder is dropped (TF 1.12's rule). Each iterator is a fresh pass."""
+
+    def __init__(self, dataset_fn: Callable[[], Iterable[Any]], towers: int) -> None:
+        self._dataset_fn = dataset_fn
+        self._towers = towers
+
+    def __iter__(self) -> PerDeviceIterator:
+        return PerDeviceIterator(self._elements(), name="a distributed dataset")
+
+    def make_one_shot_iterator(self) -> PerDeviceIterator:
+        """`iter`, by its old name."""
+        return iter(self)
+
+    def make_initializable_iterator(self) -> PerDeviceIterator:
+        """`iter`: there is nothing to initialize."""
+        return iter(self)
+
+    def _elements(self) -> Iterator[Any]:
+        elements = iter(self._dataset_fn())
+        if self._towers == 1:
+            yield from elements
+            return
+        while True:
+            several = tuple(itertools.islice(elements, self._towers))
+            if len(several) < self._towers:
+                return
+            yield PerReplica(several)
+
+
+@final
+class PerDeviceIterator(StepIterator):
+    """What a step draws from: one element for each tower."""
+
+    def get_next(self) -> Any:
+        """The next element.
+
+        Raises:
+            OutOfRangeError: There is none.
+        """
+        return next(self)
+
+    def initialize(self) -> list[Any]:
+        """Nothing: an iterator is ready when it is made."""
+        return []

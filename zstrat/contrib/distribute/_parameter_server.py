@@ -1,0 +1,127 @@
+"""1.12's parameter-server strategy: towers of one program, variables on the ps of a
+cluster, or on this machine where there is none."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver, normalize_cluster_spec
+from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy
+
+from ._session import SessionConfig
+from ._strategy import DistributionStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.strategy import Strategy
+
+_TASK: Final = re.compile(r"/job:(?P<job>\w+)(/replica:\d+)?(/task:(?P<task>\d+))?")
+
+
+@final
+class ParameterServerStrategy(DistributionStrategy):
+    """Towers in sync on the devices of this worker, asynchronous between workers.
+
+    Without a cluster the variables are on the only device of the towers, or on the CPU.
+    With one, which `configure` is told, they go to its parameter servers in turn, and
+    every worker runs the whole program: the chief, or worker 0, creates them.
+
+    Args:
+        num_gpus_per_worker: How many local devices have a tower each, the first ones of
+            jax's; 0: one tower on the CPU.
+
+    Raises:
+        ValueError: There are not so many devices.
+    """
+
+    def __init__(self, num_gpus_per_worker: int = 0) -> None:
+        self._towers = _devices(num_gpus_per_worker)
+        self._task: tuple[str, int] | None = None
+        super().__init__(_local(self._towers))
+
+    @property
+    def between_graph(self) -> bool:
+        return True
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Tells the cluster; variables go to its ps from then on. The first one counts.
+
+        Blocks until all ps answer, and, in a worker that is not the chief, until the
+        chief has come.
+
+        Args:
+            session_config: A `SessionConfig`, into which the filters of devices go; all
+                else is left alone.
+            cluster_spec: A dictionary or a `zstrat.ClusterSpec`.
+
+        Raises:
+            ValueError: ``task_type`` or ``task_id`` is missing, or there is no ps.
+            DeadlineExceededError: A ps does not answer in time, or there is no chief.
+        """
+        if self._task is None and cluster_spec:
+            if task_type is None or task_id is None:
+                raise ValueError(
+                    "When `cluster_spec` is given, must also specify `task_type` and "
+                    "`task_id`."
+                )
+            self._join(normalize_cluster_spec(cluster_spec), task_type, task_id)
+        if self._task is not None and isinstance(session_config, SessionConfig):
+            self._filter(session_config, *self._task)
+
+    def close(self) -> None:
+        """Leaves the parameter servers, which keep what they have for other workers."""
+        if isinstance(self.engine, BetweenGraphStrategy):
+            self.engine.close()
+
+    def _join(self, spec: ClusterSpec, job: str, task: int) -> None:
+        resolver = SimpleClusterResolver(spec, task_type=job, task_id=task)
+        engine = BetweenGraphStrategy(resolver, devices=self._towers)
+        super().__init__(engine)
+        self._task = job, task
+
+    def _filter(self, config: SessionConfig, job: str, task: int) -> None:
+        config.isolate_session_state = False
+        if job in ("chief", "worker"):
+            config.device_filters[:] = [f"/job:{job}/task:{task}", "/job:ps"]
+
+    def _require_here(self, destinations: Any) -> None:
+        several = isinstance(destinations, list | tuple)
+        for each in destinations if several else [destinations]:
+            found = _TASK.match(each) if isinstance(each, str) else None
+            if self._task is None or found is None or found["task"] is None:
+                continue
+            job, task = self._task
+            if found["job"] == job and int(found["task"]) != task:
+                raise ValueError(
+                    f"Cannot reduce to another worker: {each!r}, current worker is "
+                    f"'/job:{job}/task:{task}'"
+                )
+
+
+def _devices(count: int) -> tuple[jax.Device, ...]:
+    if count < 0:
+        raise ValueError(f"num_gpus_per_worker={count}: expected 0 or more")
+    if count == 0:
+        return (jax.local_devices(backend="cpu")[0],)
+    found = jax.local_devices()
+    if len(found) < count:
+        raise ValueError(
+            f"num_gpus_per_worker={count}, but jax has the local devices {found}: give "
+            "at most as many, or make virtual ones of the CPU "
+            f"(jax.config.update('jax_num_cpu_devices', {count}))"
+        )
+    return tuple(found[:count])
+
+
+def _local(towers: Sequence[jax.Device]) -> Strategy:
+    return CentralStorageStrategy(towers)

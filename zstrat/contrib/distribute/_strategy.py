@@ -1,0 +1,340 @@
+"""1.12's face of a strategy of zstrat.
+
+Law of the file: an old method is a new one of the engine, with TF 1.12's arguments and
+complaints; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.collectives import ReduceOp
+from zstrat.program import function
+from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
+from zstrat.variables import AbstractVariable, VariableAggregation
+
+from ._dataset import PerDeviceDataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.strategy import Strategy
+
+_FIRST: Final = VariableAggregation.ONLY_FIRST_TOWER
+
+
+class DistributionStrategy:
+    """A strategy by the name that it had in TF 1.12.
+
+    ``engine``: the strategy that does the work.
+    """
+
+    def __init__(self, engine: Strategy) -> None:
+        self.engine = engine
+        _faces[id(engine)] = self
+
+    # ---- what it is ----------------------------------------------------------------
+
+    @property
+    def between_graph(self) -> bool:
+        """Whether each worker runs a program of its own."""
+        return self.engine.extended.experimental_between_graph
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether ``call_for_each_tower(fn)`` calls ``fn`` once."""
+        return self.num_towers == 1
+
+    @property
+    def num_towers(self) -> int:
+        """Towers of this program."""
+        return self.engine.num_replicas_in_sync
+
+    @property
+    def worker_devices(self) -> list[str]:
+        """TF's names of the towers' devices."""
+        return list(self.engine.extended.worker_devices)
+
+    @property
+    def parameter_devices(self) -> list[str]:
+        """TF's names of the places of variables."""
+        return list(self.engine.extended.parameter_devices)
+
+    @property
+    def worker_device_index(self) -> Any:
+        """The number of each tower's device, to be given to `call_for_each_tower`; the
+        integer 0 if there is one tower."""
+        return 0 if self.is_single_tower else PerReplica(tuple(range(self.num_towers)))
+
+    @property
+    def should_init(self) -> bool:
+        """Whether this program makes the first values of variables."""
+        return self.engine.extended.experimental_should_init
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this program saves."""
+        return self.engine.extended.should_checkpoint
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this program writes metrics."""
+        return self.engine.extended.should_save_summary
+
+    # ---- scope and steps -------------------------------------------------------------
+
+    @contextmanager
+    def scope(self) -> Iterator[DistributionStrategy]:
+        """Makes the strategy current, and enters its cross-tower context.
+
+        Raises (on entering):
+            RuntimeError: Another strategy is current, or a tower runs.
+        """
+        with self.engine.scope():
+            yield self
+
+    def call_for_each_tower(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs ``fn`` once per tower, with its part of each value per tower.
+
+        Args:
+            kwargs: ``run_concurrently=False`` runs the towers one after the other,
+                operation by operation; else they may be one compiled program.
+
+        Returns:
+            What the towers return, merged: one object where all return the same one.
+
+        Raises:
+            RuntimeError: Called in a tower; or towers make different numbers of
+                ``merge_call``.
+        """
+        named = dict(kwargs)
+        if not named.pop("run_concurrently", True):
+            fn = function(fn, eager=True)
+        return self.engine.extended.call_for_each_replica(fn, args, named)
+
+    def run_steps_on_dataset(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Calls ``fn(context, *inputs)`` with ``iterations`` elements, one after the
+        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`."""
+        return self.engine.extended.experimental_run_steps_on_iterator(
+            fn, iterator, iterations, initial_loop_values
+        )
+
+    def distribute_dataset(
+        self, dataset_fn: Callable[[], Iterable[Any]]
+    ) -> PerDeviceDataset:
+        """The dataset that ``dataset_fn`` makes, dealt out to the towers: each step
+        takes one element for each of them."""
+        return PerDeviceDataset(dataset_fn, self.num_towers)
+
+    def initialize(self) -> None:
+        """Nothing is to be done before the first step."""
+
+    def finalize(self) -> None:
+        """Nothing is to be done after the last step."""
+
+    # ---- variables -----------------------------------------------------------------
+
+    def colocate_vars_with(
+        self, colocate_with_variable: AbstractVariable
+    ) -> AbstractContextManager[None]:
+        """Variables created inside go where that one is.
+
+        Raises:
+            ValueError: It was not created in this strategy's scope.
+            RuntimeError: Outside of this strategy's scope.
+        """
+        return self.engine.extended.colocate_vars_with(colocate_with_variable)
+
+    def read_var(self, var: Any) -> Any:
+        """The variable: it is there once."""
+        return var
+
+    def value_container(self, val: Any) -> Any:
+        """The value: what it is a component of is itself."""
+        return val
+
+    def update(
+        self, var: AbstractVariable, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs ``fn(var, *args, **kwargs)`` where the variable is.
+
+        Args:
+            kwargs: ``grouped=False``: each leaf of the result is a list with an entry
+                per component.
+
+        Raises:
+            ValueError: ``var`` is no variable, or an argument has one value per tower,
+                or one on each of several devices.
+            RuntimeError: Called in a tower.
+        """
+        named = dict(kwargs)
+        grouped = bool(named.pop("grouped", True))
+        given = [_single(each) for each in args]
+        named = {name: _single(each) for name, each in named.items()}
+        return self.engine.extended.update(var, fn, given, named, grouped)
+
+    def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
+        """Where what belongs to all of these variables is kept: the device of the first
+        one by name."""
+        return self.engine.extended.non_slot_devices(var_list)
+
+    def update_non_slot(
+        self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`."""
+        named = dict(kwargs)
+        grouped = bool(named.pop("grouped", True))
+        given = [_single(each) for each in args]
+        named = {name: _single(each) for name, each in named.items()}
+        return self.engine.extended.update_non_slot(
+            colocate_with, fn, given, named, grouped
+        )
+
+    # ---- values --------------------------------------------------------------------
+
+    def broadcast(self, tensor: Any, destinations: Any = None) -> Any:
+        """The value on other devices; left out: on those of all towers.
+
+        Raises:
+            ValueError: It is no place.
+            RuntimeError: Called in a tower.
+        """
+        where = self.worker_devices if destinations is None else destinations
+        extended = self.engine.extended
+        if not isinstance(where, list | tuple):
+            return extended.broadcast_to(tensor, where)
+        return _mirrored([extended.broadcast_to(tensor, each) for each in where])
+
+    def reduce(
+        self, aggregation: VariableAggregation, value: Any, destinations: Any
+    ) -> Any:
+        """The towers' values as one.
+
+        Args:
+            aggregation: SUM, MEAN or ONLY_FIRST_TOWER.
+            destinations: Where it is wanted: a variable, a value per tower, TF's name
+                of a device or a list of such names.
+
+        Raises:
+            AssertionError: Another aggregation.
+            ValueError: A destination is on another worker; or the sum of a value that
+                is the same in several towers.
+            RuntimeError: Called in a tower.
+        """
+        return self.batch_reduce(aggregation, [(value, destinations)])[0]
+
+    def batch_reduce(
+        self,
+        aggregation: VariableAggregation,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+    ) -> list[Any]:
+        """`reduce` of several values at once, in order; Raises as it does."""
+        _require_aggregation(aggregation)
+        for _, destinations in value_destination_pairs:
+            self._require_here(destinations)
+        if aggregation is _FIRST:
+            return [
+                self.broadcast(self.unwrap(value)[0], destinations)
+                for value, destinations in value_destination_pairs
+            ]
+        op = ReduceOp.from_variable_aggregation(aggregation)
+        first = [(v, _first_place(d)) for v, d in value_destination_pairs]
+        reduced = self.engine.extended.batch_reduce_to(op, first)
+        return [
+            self.broadcast(value, destinations)
+            if isinstance(destinations, list | tuple)
+            else value
+            for value, (_, destinations) in zip(
+                reduced, value_destination_pairs, strict=True
+            )
+        ]
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """One entry per tower; ``[value]`` for what is one."""
+        return self.engine.unwrap(value)
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Waits until all that ``value`` consists of has been computed."""
+        self.engine.group(value, name)
+
+    # ---- the cluster -----------------------------------------------------------------
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Changes nothing: a strategy of one machine has no cluster."""
+
+    def _require_here(self, destinations: Any) -> None:
+        """Refuses a place on another worker; there are none on one machine."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} over {self.engine!r}>"
+
+
+_faces: weakref.WeakValueDictionary[int, DistributionStrategy] = (
+    weakref.WeakValueDictionary()
+)
+"""The face of an engine, by its id: a face keeps its engine alive."""
+
+
+def face_of(engine: Strategy) -> DistributionStrategy:
+    """The face that was made with this engine, or a new one."""
+    found = _faces.get(id(engine))
+    return DistributionStrategy(engine) if found is None else found
+
+
+def _require_aggregation(aggregation: Any) -> None:
+    if aggregation not in (
+        VariableAggregation.SUM,
+        VariableAggregation.MEAN,
+        _FIRST,
+    ):
+        raise AssertionError(
+            f"aggregation {aggregation!r}: expected VariableAggregation.SUM, MEAN or "
+            "ONLY_FIRST_TOWER"
+        )
+
+
+def _single(value: Any) -> Any:
+    if isinstance(value, PerReplica):
+        raise ValueError(
+            f"You cannot update variable with a PerDevice object {value!r}: specify a "
+            "single value or a Mirrored with a single value"
+        )
+    if isinstance(value, Mirrored):
+        if len(value.values) > 1:
+            raise ValueError(
+                "You cannot update variable with a Mirrored object with multiple "
+                f"components {value!r}: specify a single value or a Mirrored with a "
+                "single value"
+            )
+        return value.values[0]
+    return value
+
+
+def _first_place(destinations: Any) -> Any:
+    if isinstance(destinations, list | tuple):
+        if not destinations:
+            raise ValueError("destinations can not be empty: name a device")
+        return destinations[0]
+    return destinations
+
+
+def _mirrored(values: list[Any]) -> Any:
+    is_one = len(values) == 1 or all(value is values[0] for value in values)
+    return values[0] if is_one else Mirrored(tuple(values))

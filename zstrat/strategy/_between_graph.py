@@ -1,0 +1,214 @@
+"""Programs that share parameter servers: TF's between-graph training.
+
+Every worker runs the whole program, and none coordinates: the chief (worker 0 where
+there is none) creates the variables, and the others, which create the same ones in the
+same order, wait for them. From then on each reads and updates as it comes. The replicas
+of one program are in sync; those of different programs are not.
+
+Law of the file: a variable is told by its place in the order of creation, which must be
+the same in all programs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Self, final
+
+import jax
+
+from zstrat.cluster import (
+    TFConfigClusterResolver,
+    is_chief,
+    normalize_cluster_spec,
+    task_count,
+)
+from zstrat.config import Settings, environment, settings_from
+from zstrat.coordinator import ClusterSession
+
+from ._extended import StrategyExtended
+from ._placement import ServerVariables
+from ._strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.variables import AbstractVariable, Creator
+
+    from ._server_session import ServerSession
+
+    Connect = Callable[[ClusterSpec, Settings, bool, int], ServerSession]
+
+
+@final
+class BetweenGraphExtended(StrategyExtended):
+    """Devices and duties of one program among several."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: str,
+        devices: Sequence[jax.Device],
+        ps_count: int,
+        variables: ServerVariables,
+        *,
+        is_chief: bool,
+    ) -> None:
+        super().__init__(strategy)
+        self._devices = tuple(
+            f"{task}/device:{device.platform.upper()}:{n}"
+            for n, device in enumerate(devices)
+        )
+        self._ps_count = ps_count
+        self._variables = variables
+        self._is_chief = is_chief
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of this program."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return tuple(f"/job:ps/task:{n}" for n in range(self._ps_count))
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this program creates the variables: the chief."""
+        return self._is_chief
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._is_chief
+
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(self._variables.owns(part) for part in v.components)
+
+    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        return self._variables.colocated(variable)
+
+
+def _connect(
+    spec: ClusterSpec, settings: Settings, is_chief: bool, index: int
+) -> ServerSession:
+    if is_chief:
+        return ClusterSession.hold(spec, settings)
+    return ClusterSession.join(spec, settings, index)
+
+
+@final
+class BetweenGraphStrategy(Strategy):
+    """Asynchronous training of several programs with variables on parameter servers.
+
+    Blocks until all ps answer, and, in a program that is not the chief, until the chief
+    has come. Variables created in `scope` go to the ps in turn.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster, and which one this program is.
+            Left out: TF_CONFIG does.
+        devices: The replicas of this program; left out: all of its devices.
+        settings: Timeouts, keys and limits; from the environment if left out.
+        connect: Opens the session; another one in tests.
+
+    Raises:
+        ValueError: The cluster has no ps, or it is not clear which task this is, or it
+            is none that trains.
+        DeadlineExceededError: A ps does not answer in time, or there is no chief.
+        BusyError: Another program holds the ps.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        settings: Settings | None = None,
+        connect: Connect = _connect,
+    ) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        spec, job, index = _task(resolver)
+        settings = settings_from(environment()) if settings is None else settings
+        is_first = is_chief(spec, job, index)
+        self._resolver = resolver
+        self._local = tuple(jax.local_devices() if devices is None else devices)
+        self._session = connect(spec, settings, is_first, index)
+        ps_count = task_count(spec, "ps")
+        self._variables = ServerVariables(self._session, ps_count)
+        self._extended = BetweenGraphExtended(
+            self,
+            f"/job:{job}/replica:0/task:{index}",
+            self._local,
+            ps_count,
+            self._variables,
+            is_chief=is_first,
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of this program: others train at their own pace."""
+        return len(self._local)
+
+    @property
+    def extended(self) -> BetweenGraphExtended:
+        return self._extended
+
+    def close(self) -> None:
+        """Leaves the parameter servers, which keep what they have for the others.
+        Closing twice is fine; ``with`` closes at its end."""
+        self._session.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._local
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.BetweenGraphStrategy: {self._extended.worker_devices[0]}, "
+            f"{len(self._extended.parameter_devices)} ps>"
+        )
+
+
+def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if not job or index is None:
+        raise ValueError(
+            "When `cluster_spec` is given, you must also specify `task_type` and "
+            "`task_id`: they say which program of the cluster this is"
+        )
+    if not task_count(spec, "ps"):
+        raise ValueError(
+            f"The cluster spec needs to have `ps` jobs, and has {spec.jobs}"
+        )
+    if job not in ("chief", "worker"):
+        raise ValueError(
+            f"the task {job}:{index} does not train: start a ps with zs.Server or "
+            "zstrat-ps, and this program as the chief or a worker"
+        )
+    return spec, job, index

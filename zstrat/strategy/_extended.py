@@ -1,0 +1,347 @@
+"""The other face of a strategy: what algorithms need that know of replicas.
+
+``strategy.extended`` has the methods of both versions of TF's class. What they do is
+the same for all strategies; a subclass, which is final, says which devices there are
+and where variables go.
+
+Law of the file: these methods are for the cross-replica context. A variable that is one
+array for all replicas is one component, so what is done to every copy is done once.
+"""
+
+from __future__ import annotations
+
+import abc
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+
+from zstrat.variables import AbstractVariable, recorder
+
+from ._across import reduce_across
+from ._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
+from ._frames import (
+    Frame,
+    current,
+    entered,
+    require_cross_replica,
+    require_scope,
+)
+from ._multi_step import MultiStepContext
+from ._values import is_distributed, reduce_values, reduction
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.collectives import ReduceOp
+
+    from ._strategy import Strategy
+
+    Pairs = Sequence[tuple[Any, Any]]
+
+
+class StrategyExtended(abc.ABC):
+    """The less common methods of a strategy, as TF has them."""
+
+    experimental_require_static_shapes: bool = False
+    """Whether the last batches of a dataset must be as large as all others."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    # ---- what a strategy says ------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def worker_devices(self) -> tuple[str, ...]:
+        """TF's names of the devices that the replicas of one worker run on."""
+
+    @property
+    @abc.abstractmethod
+    def parameter_devices(self) -> tuple[str, ...]:
+        """TF's names of the places where variables are created."""
+
+    @abc.abstractmethod
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        """Whether ``v`` was created in the scope of this very strategy."""
+
+    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        """New variables go where that one is, which was created in this scope."""
+        del variable  # all variables of most strategies are in one place
+        return nullcontext()
+
+    def _cross_device_ops(self) -> CrossDeviceOps:
+        """What brings the values of the local devices together."""
+        return _TO_ONE_DEVICE
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether each process runs a program of its own."""
+        return False
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this process makes the first values of variables."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process saves."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes metrics."""
+        return True
+
+    # ---- variables -----------------------------------------------------------------
+
+    def colocate_vars_with(
+        self, colocate_with_variable: AbstractVariable
+    ) -> AbstractContextManager[None]:
+        """Variables created inside go where that one is.
+
+        Raises:
+            ValueError: It was not created in this strategy's scope.
+            RuntimeError: Outside of this strategy's scope.
+        """
+        require_scope(self._strategy, "colocate_vars_with()")
+        if not isinstance(
+            colocate_with_variable, AbstractVariable
+        ) or not self.variable_created_in_scope(colocate_with_variable):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable created in this "
+                f"tf.distribute.Strategy.scope(), not {colocate_with_variable!r}"
+            )
+        return self._colocated(colocate_with_variable)
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that ``value`` is a component of, or ``value``."""
+        return value
+
+    def read_var(self, v: Any) -> Any:
+        """The value of a variable; the aggregate, if each replica has its own.
+
+        Raises:
+            ValueError: ``v`` is no variable.
+        """
+        return _variable(v, "read").value()
+
+    def update(
+        self,
+        var: AbstractVariable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(component, *args, **kwargs)`` in the update context, for each
+        component of ``var``: once for a variable that is one array for all replicas.
+
+        In a replica function this is a ``merge_call``: each replica calls it.
+
+        Args:
+            args, kwargs: Of mirrored values each component gets its own.
+            group: Whether what ``fn`` returns comes back as it is; if not, each leaf of
+                it is a list with one entry per component.
+
+        Raises:
+            ValueError: ``var`` is no variable, or there is a value per replica among
+                the arguments: reduce it first.
+            RuntimeError: In the scope of another strategy.
+        """
+        _variable(var, "update")
+        named = dict(kwargs or {})
+        frame = current()
+        if (
+            frame is not None
+            and frame.replica is not None
+            and frame.strategy is self._strategy
+            and not frame.strategy.is_default
+        ):
+            return frame.replica.merge_call(
+                lambda _, *merged, **rest: self.update(var, fn, merged, rest, group),
+                args,
+                named,
+            )
+        require_cross_replica(self._strategy, "update()")
+        with self._strategy.scope():
+            return self._updated(lambda *a, **k: fn(var, *a, **k), args, named, group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Calls ``fn(*args, **kwargs)`` in the update context, for what an optimizer
+        keeps that belongs to no variable alone.
+
+        Args:
+            colocate_with: What `non_slot_devices` returned.
+            args, kwargs, group: As in `update`.
+
+        Raises:
+            ValueError: There is a value per replica among the arguments.
+            RuntimeError: In a replica function, or in the scope of another strategy.
+        """
+        del colocate_with  # values of this process are where it is
+        require_cross_replica(self._strategy, "update_non_slot()")
+        with self._strategy.scope():
+            return self._updated(fn, args, dict(kwargs or {}), group)
+
+    def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
+        """Where what belongs to all of these variables is kept: the device of the first
+        one by name."""
+        return min(var_list, key=lambda variable: variable.name).components[0].device
+
+    # ---- values --------------------------------------------------------------------
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: object = None,
+    ) -> Any:
+        """The sum or mean of the replicas' values, on other devices.
+
+        Args:
+            value: A pytree of values, distributed or not.
+            destinations: Where the result is wanted: a value per replica or a variable
+                (where it lives), an array, or TF's name of a device.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy.
+            ValueError: An unknown operation or destination, or the sum of a value that
+                is the same on several replicas.
+            AssertionError: ``destinations`` is a list or tuple.
+        """
+        return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Pairs,
+        options: object = None,
+    ) -> list[Any]:
+        """`reduce_to` of several values at once, in order; Raises as it does."""
+        require_cross_replica(self._strategy, "reduce_to()")
+        op = reduction(reduce_op)
+        pairs = checked_pairs(value_destination_pairs)
+        for _, destination in pairs:
+            _require_one_place(destination)
+        team = self._strategy._team()
+        values = [value for value, _ in pairs]
+        if team.channel is not None:
+            return list(reduce_across(team, op, values, None))
+        if recorder.get() is not None:
+            # Part of a program, which knows by itself where things are.
+            return list(reduce_values(op, values, None, team.size))
+        return self._cross_device_ops().reduced(op, pairs, team.size, options)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The value on other devices; Python numbers stay what they are.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy.
+            AssertionError: ``destinations`` is None, a list or a tuple.
+            ValueError: It is no place.
+        """
+        require_cross_replica(self._strategy, "broadcast_to()")
+        _require_one_place(destinations)
+        if isinstance(tensor, int | float):
+            return tensor
+        return self._cross_device_ops().broadcast(tensor, destinations)
+
+    # ---- steps ---------------------------------------------------------------------
+
+    def call_for_each_replica(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """The same as ``strategy.run``.
+
+        Raises:
+            RuntimeError: In a replica function, or in the scope of another strategy.
+        """
+        require_cross_replica(self._strategy, "call_for_each_replica()")
+        return self._strategy.run(fn, args, dict(kwargs or {}))
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: Iterator[Any],
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Calls ``fn(context, *inputs)`` with one element after the other.
+
+        Args:
+            fn: Gets a `MultiStepContext`, and the members of an element that is a tuple
+                one by one, or the element.
+            iterations: How many elements.
+            initial_loop_values: What ``last_step_outputs`` has where no step says
+                anything.
+
+        Returns:
+            The context.
+
+        Raises:
+            OutOfRangeError, StopIteration: There are fewer elements.
+            RuntimeError: In a replica function, or in the scope of another strategy.
+        """
+        require_cross_replica(self._strategy, "experimental_run_steps_on_iterator()")
+        context = MultiStepContext(self._strategy, dict(initial_loop_values or {}))
+        with self._strategy.scope():
+            for _ in range(iterations):
+                inputs = next(iterator)
+                members = inputs if isinstance(inputs, tuple) else (inputs,)
+                fn(context, *members)
+        return context
+
+    def _updated(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        group: bool,
+    ) -> Any:
+        """What `fn` returns in the update context of the one component."""
+        given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
+        if any(is_distributed(leaf) for leaf in given):
+            raise ValueError(
+                "update: a value per replica among the arguments; they may contain "
+                "mirrored values alone: bring it together with reduce_to first"
+            )
+        with entered(Frame(self._strategy, update=0)):
+            result = fn(*args, **kwargs)
+        return result if group else _listed(result)
+
+
+def _listed(result: Any) -> Any:
+    """Each leaf as the list of what there is of it."""
+    return jax.tree.map(lambda leaf: [leaf], result, is_leaf=lambda x: x is None)
+
+
+def _variable(var: Any, verb: str) -> AbstractVariable:
+    if not isinstance(var, AbstractVariable):
+        raise ValueError(f"You can not {verb} `var` {var!r}. It must be a Variable.")
+    return var
+
+
+def _require_one_place(destination: Any) -> None:
+    # TF's assertions, which hold under python -O too.
+    if destination is None or isinstance(destination, list | tuple):
+        raise AssertionError(
+            f"destinations {destination!r}: expected one distributed value, variable, "
+            "array or name of a device; batch_reduce_to takes several values at once"
+        )
+
+
+_TO_ONE_DEVICE: Final = ReductionToOneDevice()

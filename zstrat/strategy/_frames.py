@@ -1,0 +1,165 @@
+"""Which strategy is current, and on which side of it the code runs.
+
+Outside everything the code is in the replica context of the default strategy. A scope
+is the cross-replica context of its strategy; the body of ``run`` is the replica
+context; what ``extended.update`` calls is in the update context, which is a
+cross-replica context that knows its copy. A context variable holds the stack, so each
+thread and each asyncio task has its own; beneath all of them is the strategy that
+`experimental_set_strategy` made current, if any.
+
+Law of the file: frames are pushed and popped here alone, and popped in reverse order;
+anything else is an error that names both strategies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from zstrat.variables import creator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.variables import Creator
+
+    from ._context import ReplicaContext
+    from ._strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frame:
+    """One entered context; ``replica`` is None in the cross-replica context, ``update``
+    is the copy that an update context is for."""
+
+    strategy: Strategy
+    replica: ReplicaContext | None = None
+    update: int | None = None
+
+
+_frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
+
+
+class _Beneath:
+    """What is current where nothing was entered."""
+
+    frame: Frame | None = None
+
+
+_beneath: Final = _Beneath()
+
+
+def current() -> Frame | None:
+    """The innermost context, None outside of all."""
+    frames = _frames.get()
+    return frames[-1] if frames else _beneath.frame
+
+
+def push(frame: Frame) -> None:
+    """Enters a context."""
+    _frames.set((*_frames.get(), frame))
+
+
+def pop(frame: Frame) -> None:
+    """Leaves the context that was entered last.
+
+    Raises:
+        RuntimeError: Another one was entered last.
+    """
+    frames = _frames.get()
+    if not frames or frames[-1] is not frame:
+        inner = frames[-1].strategy if frames else None
+        raise RuntimeError(
+            f"a context of {frame.strategy!r} is left while one of {inner!r} is the "
+            "innermost: leave scopes in the reverse order of entering them, in the "
+            "same thread and task"
+        )
+    _frames.set(frames[:-1])
+
+
+def install(strategy: Strategy | None, own: Creator | None) -> None:
+    """Makes the strategy current for all threads and tasks that have entered nothing;
+    None: the default strategy is.
+
+    Raises:
+        RuntimeError: This code has entered something.
+    """
+    if _frames.get():
+        raise RuntimeError(
+            "Must not be called inside a `tf.distribute.Strategy` scope: "
+            "experimental_set_strategy is for programs that enter none"
+        )
+    _beneath.frame = None if strategy is None else Frame(strategy)
+    creator.install(own)
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Inside of it that is the innermost context."""
+    push(frame)
+    try:
+        yield
+    finally:
+        pop(frame)
+
+
+def in_real_replica_context() -> bool:
+    """Whether this code is in a replica function of a strategy (not of the default)."""
+    frame = current()
+    return (
+        frame is not None
+        and frame.replica is not None
+        and not frame.strategy.is_default
+    )
+
+
+def require_cross_replica(strategy: Strategy, what: str) -> None:
+    """Refuses what is done between replicas inside of one, or in the scope of another
+    strategy. Code that has entered nothing may do it.
+
+    Raises:
+        RuntimeError: Says where this code is.
+    """
+    frame = current()
+    if frame is None or frame.strategy.is_default:
+        return
+    if frame.strategy is not strategy:
+        refuse_mixing(strategy, frame.strategy)
+    if frame.replica is not None:
+        refuse_replica_context(what)
+
+
+def require_scope(strategy: Strategy, what: str) -> None:
+    """Refuses what is done in the scope of the strategy alone.
+
+    Raises:
+        RuntimeError: Says where this code is.
+    """
+    frame = current()
+    if frame is None or frame.strategy.is_default:
+        raise RuntimeError(
+            f'Need to be inside "with strategy.scope()" for {strategy!r}: {what} is '
+            "used there"
+        )
+    if frame.strategy is not strategy:
+        refuse_mixing(strategy, frame.strategy)
+
+
+def refuse_mixing(strategy: Strategy, other: Strategy) -> NoReturn:
+    """The error of one strategy in the scope of another one."""
+    raise RuntimeError(
+        f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "
+        f"{other!r}, whose scope this code is in"
+    )
+
+
+def refuse_replica_context(what: str) -> NoReturn:
+    """The error of a method that needs the cross-replica context."""
+    raise RuntimeError(
+        f"{what} requires being in cross-replica context, but it is called inside a "
+        "replica function (the body of strategy.run): call it before or after run, or "
+        "in get_replica_context().merge_call(); inside, use "
+        "get_replica_context().all_reduce"
+    )

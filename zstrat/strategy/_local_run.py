@@ -1,0 +1,311 @@
+"""The replicas of one process on its devices: how ``run`` runs, and how values lie.
+
+A replica function runs in one of two ways, with the same results.
+
+- *As one program* for all replicas, compiled. In a step it is a part of the step;
+  elsewhere a step of its own is made of it, which does nothing but run it, and kept.
+- *In turns* (`_turns`), replica by replica, if it is no pure function of arrays: if it
+  calls ``merge_call``; if Python looks at a value in it (a branch, ``int``, ``numpy``);
+  if it creates variables; if replicas are given, or return, what cannot be one array;
+  if it is a ``zs.function(eager=True)``.
+
+Law of the file: which way it is, is found out by tracing, never by running twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from zstrat.program._collective import AXIS, Team
+from zstrat.program._substitution import is_live
+from zstrat.variables import AbstractVariable, is_staging, recorder
+
+from ._arguments import NUMBERS, Plain, UnevenParts, unwrapped
+from ._in_turns import in_turns
+from ._kept_steps import KeptSteps
+from ._one_program import alone, as_one_program
+from ._per_replica import (
+    DistributedValues,
+    PerReplica,
+    is_distributed,
+    loose,
+    select_replica,
+)
+from ._regroup import regroup
+from ._turns import NeedsTurns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._shares import Share
+    from ._strategy import Strategy
+
+_log: Final = logging.getLogger(__name__)
+
+# jax's stubs leave it untyped.
+_spec: Final[Any] = PartitionSpec
+
+
+class LocalMesh:
+    """The devices of this process that the replicas of one strategy run on.
+
+    Args:
+        strategy: Whose replicas they are.
+        devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
+            them, of which each replica has several.
+        axes: Names of the axes behind the first one.
+        is_compiled: Whether nothing runs but programs: turns are traced, and what
+            cannot be is refused.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Any,
+        axes: Sequence[str] = (),
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        grid = np.array(devices, dtype=object)
+        self.mesh = Mesh(grid, (AXIS, *axes))
+        self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
+        self.team = Team(len(grid))
+        self._strategy = strategy
+        self._is_compiled = is_compiled
+        self._rows: Any = SingleDeviceSharding(self.devices[0])
+        if grid.size > 1:
+            made: Any = NamedSharding  # untyped
+            # One replica has all rows, also of what has none.
+            rows = _spec(AXIS) if len(grid) > 1 else _spec()
+            self._rows = made(self.mesh, rows)
+        self._kept = KeptSteps(self._as_step)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    # ---- how values lie ------------------------------------------------------------
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        """One pytree of those of all replicas, on their devices.
+
+        Args:
+            parts: One pytree of arrays for each replica.
+
+        Returns:
+            A pytree of `PerReplica`: of one array over the devices where the parts have
+            one shape and dtype, else of the parts as they are. With one replica its own
+            pytree, on its device.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, parts[0])
+        return regroup(parts, self._placed, always_wrap=True)
+
+    def place_batch(self, batch: Any) -> Any:
+        """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
+        dealt out in order: replica i gets those from ``i * n`` on.
+
+        Raises:
+            ValueError: The rows of an array do not split evenly.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, batch)
+        return jax.tree.map(
+            lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
+        )
+
+    def place_share(self, share: Share) -> Any:
+        """What the replicas draw in one step, on their devices; as a whole if it splits
+        evenly."""
+        whole = share.whole
+        return self.place(share.parts) if whole is None else self.place_batch(whole)
+
+    def _put(self, array: Any) -> jax.Array:
+        placed: jax.Array = jax.device_put(self._own(array), self._rows)
+        return placed
+
+    def _own(self, array: Any) -> Any:
+        """A copy, where jax would use the very memory of an array of numpy: whoever
+        made it may fill it again."""
+        if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
+            return array
+        return np.array(array, order="C")
+
+    def _placed(self, parts: Sequence[Any]) -> PerReplica:
+        arrays = [
+            part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
+        ]
+        kinds = {(array.shape, array.dtype) for array in arrays}
+        if len(kinds) > 1 or arrays[0].dtype.kind in "OSUmM":
+            return PerReplica(parts)
+        stacked = arrays[0].ndim == 0
+        if stacked:
+            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
+            return PerReplica.of_whole(whole, self.replicas, stacked=True)
+        if self.mesh.size > self.replicas:
+            joined = self._put(np.concatenate(arrays))
+            return PerReplica.of_whole(joined, self.replicas)
+        own = [self._own(array) for array in arrays]
+        there = jax.device_put(own, list(self.devices))
+        return PerReplica.of_whole(self._joined(there), self.replicas)
+
+    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """One array of those that are on the devices, which it keeps."""
+        rows, *rest = arrays[0].shape
+        shape = (rows * self.replicas, *rest)
+        return jax.make_array_from_single_device_arrays(shape, self._rows, list(arrays))
+
+    # ---- how functions run ---------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the replicas return, brought together; called in the strategy's scope.
+
+        Raises:
+            TypeError: A function that must be compiled returns what no program does.
+            Exception: Whatever ``fn`` raises.
+        """
+        current = recorder.get()
+        if current is not None and is_live(current):
+            return self._in_turns(fn, args, kwargs)
+        if current is not None or is_staging():
+            return self._staged(fn, args, kwargs)
+        kept = self._kept.of(fn)
+        if kept.why_not is None:
+            tree = self._given((tuple(args), dict(kwargs)))
+            try:
+                return kept.step(*tree[0], **tree[1])
+            except NeedsTurns as found:
+                if self._is_compiled:
+                    raise TypeError(
+                        f"{kept.step.name} is compiled, and {found}: a program returns "
+                        "arrays, numbers, strings and None"
+                    ) from None
+                kept.why_not = str(found)
+                _log.info("%s runs replica by replica: %s", kept.step.name, found)
+            except UnevenParts:
+                pass  # this time: the last batch of a dataset, say
+        return self._in_turns(fn, args, kwargs)
+
+    def _in_turns(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tree = jax.tree.map(self._near, (tuple(args), dict(kwargs)))
+        results = in_turns(
+            self._strategy, self.team, self.devices, fn, tree[0], tree[1]
+        )
+        return results[0] if self.replicas == 1 else regroup(results, self._merged)
+
+    def _merged(self, parts: Sequence[Any]) -> PerReplica:
+        """What the replicas made in turns: one array, if each part is on the device of
+        its replica."""
+        if not all(isinstance(part, jax.Array) for part in parts):
+            return PerReplica(parts)
+        kinds = {(part.shape, part.dtype) for part in parts}
+        where = [
+            None if isinstance(part, jax.core.Tracer) else part.devices()
+            for part in parts
+        ]
+        if (
+            len(kinds) > 1
+            or parts[0].ndim == 0
+            or where != [{device} for device in self.devices]
+        ):
+            return PerReplica(parts)
+        return PerReplica.of_whole(self._joined(parts), self.replicas)
+
+    @staticmethod
+    def _near(leaf: Any) -> Any:
+        """An array that all devices have, as one that each may compute with."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
+            return leaf
+        return loose(leaf.addressable_shards[0].data)
+
+    def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            way = self._staged if self._is_compiled else self._traced
+            return jax.tree.map(_returned, way(fn, args, kwargs))
+
+        return step
+
+    def _staged(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """As a part of the program that is being traced, in either way."""
+        try:
+            return self._traced(fn, args, kwargs)
+        except (NeedsTurns, UnevenParts):
+            return self._in_turns(fn, args, kwargs)
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if self.replicas == 1:
+            args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
+            return alone(self._strategy, fn, args, kwargs)
+        return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
+
+    def _given(self, tree: Any) -> Any:
+        """The arguments of a step of its own: values per replica on their devices, and
+        Python numbers as what they are."""
+        return jax.tree.map(self._given_leaf, tree, is_leaf=is_distributed)
+
+    def _given_leaf(self, leaf: Any) -> Any:
+        if type(leaf) in NUMBERS:
+            return Plain(leaf)
+        if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
+            return leaf
+        return regroup(leaf.values, self._given_parts, always_wrap=True)
+
+    def _given_parts(self, parts: Sequence[Any]) -> Any:
+        numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
+        if len(numbers) == len(parts) and len(set(numbers)) == 1:
+            return numbers[0]
+        return self._placed(parts)
+
+
+class _Itself:
+    """A variable that a function returns, as a part of the structure of its result."""
+
+    def __init__(self, variable: AbstractVariable) -> None:
+        self.variable = variable
+
+
+jax.tree_util.register_pytree_node(
+    _Itself, lambda node: ((), node.variable), lambda variable, _: variable
+)
+
+
+def _returned(leaf: Any) -> Any:
+    """A leaf of what a function returns that is a step of its own.
+
+    Raises:
+        NeedsTurns: It is nothing that a program returns.
+    """
+    if isinstance(leaf, AbstractVariable):
+        return _Itself(leaf)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
+        return leaf
+    raise NeedsTurns(f"it returns a {type(leaf).__name__}")
+
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes)

@@ -1,0 +1,249 @@
+"""Synchronous training on TPU cores, of which each replica may have several.
+
+Replicas and logical devices are one mesh, and what the replicas do is one program over
+it, compiled by XLA. The same runs on other devices, on the virtual ones of a CPU, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+import numpy as np
+
+from zstrat.cluster import ClusterResolver, TPUClusterResolver
+from zstrat.program import Function
+from zstrat.program._substitution import is_live
+from zstrat.tpu._system import devices_by_task
+from zstrat.tpu.experimental import DeviceAssignment
+from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
+
+from ._local_run import LocalMesh
+from ._logical_devices import LogicalDevices, logical_axes
+from ._mirrored import MirroredVariables
+from ._strategy import Strategy
+from ._tpu_extended import TPUExtended
+from ._values import is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.program._collective import Team
+    from zstrat.variables import Creator
+
+    from ._inputs import Inputs
+
+_TENSORS = (
+    jax.Array,
+    np.ndarray,
+    np.generic,
+    int,
+    float,
+    complex,
+    AbstractVariable,
+    IndexedSlices,
+)
+
+
+@final
+class TPUStrategy(Strategy):
+    """Synchronous training on TPUs.
+
+    Each replica has a copy of every variable, and gradients are summed over the
+    replicas. With a device assignment a replica has several *logical devices*, over
+    which its values may be split.
+
+    TensorFlow can put one operation on one logical device. XLA lays out a program over
+    all devices of a mesh, so here every logical device computes whatever is not split,
+    and an annotation says how a value lies, not who computes it. Values are the same.
+
+    Args:
+        tpu_cluster_resolver: Of the TPU. Left out: the one of this machine.
+        experimental_device_assignment: Which cores each replica has. Left out: each
+            core is a replica.
+        experimental_spmd_xla_partitioning: No value may be assigned to one logical
+            device (which is all that it changes: programs are always SPMD here).
+
+    Raises:
+        TypeError: An argument is not what it should be.
+        ValueError: The assignment is of a system with other devices than there are.
+        NotImplementedError: Replicas are on devices of other processes.
+    """
+
+    def __init__(
+        self,
+        tpu_cluster_resolver: ClusterResolver | None = None,
+        experimental_device_assignment: DeviceAssignment | None = None,
+        experimental_spmd_xla_partitioning: bool = False,
+    ) -> None:
+        resolver, assignment = tpu_cluster_resolver, experimental_device_assignment
+        if resolver is not None and not isinstance(resolver, ClusterResolver):
+            raise TypeError(
+                "tpu_cluster_resolver must be a ClusterResolver or None, got "
+                f"{type(resolver).__name__}"
+            )
+        if assignment is not None and not isinstance(assignment, DeviceAssignment):
+            raise TypeError(
+                "experimental_device_assignment must be a DeviceAssignment or None, "
+                f"got {type(assignment).__name__}: use DeviceAssignment.build"
+            )
+        tasks = devices_by_task()
+        devices = _assigned(tasks, assignment)
+        _require_own(devices)
+        self._resolver = resolver or TPUClusterResolver("local")
+        self._logical = LogicalDevices(
+            devices, is_spmd=bool(experimental_spmd_xla_partitioning)
+        )
+        axes = logical_axes(self._logical.count)
+        self._mesh = LocalMesh(self, self._logical.grid, axes, is_compiled=True)
+        self._variables = MirroredVariables(
+            devices.ravel().tolist(), self._mesh.team, over=self._mesh.mesh
+        )
+        hosts = len(tasks), len(tasks[0])
+        self._extended = TPUExtended(
+            self, self._logical, assignment, self._variables, hosts
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The one that was given, else one of the TPU of this machine."""
+        return self._resolver
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas of the device assignment, or one for each core."""
+        return self._logical.replicas
+
+    @property
+    def extended(self) -> TPUExtended:
+        return self._extended
+
+    def experimental_assign_to_logical_device(
+        self, tensor: Any, logical_device_id: int
+    ) -> Any:
+        """The tensor, which that logical device has.
+
+        jax has no public word for "on this device of the mesh alone". So the value is
+        laid whole on *all* logical devices of the replica, this one among them, and the
+        number is kept as a name in the program that is compiled.
+
+        Args:
+            tensor: An array.
+            logical_device_id: In ``[0, number of logical devices)``.
+
+        Raises:
+            ValueError: The strategy was made with
+                ``experimental_spmd_xla_partitioning=True``, or there is no such
+                logical device.
+        """
+        return self._logical.assigned(tensor, logical_device_id)
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """The tensor, cut into tiles, one on each logical device, row by row.
+
+        The gradient of the result is laid out alike. Where several orders of the
+        devices are needed in one program (of 6: ``[2, 3]`` and ``[3, 2]``), and there
+        are several replicas, one of the splits has the same tiles in another order.
+
+        Args:
+            tensor: An array.
+            partition_dimensions: Into how many parts each dimension is cut.
+
+        Raises:
+            ValueError: It has not one entry for each dimension, one does not divide its
+                dimension, or their product is not the number of logical devices.
+        """
+        return self._logical.split(tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """The tensor, whole on every logical device."""
+        return self._logical.replicated(tensor)
+
+    def _creator(self) -> Creator:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._mesh.devices
+
+    def _team(self) -> Team:
+        return self._mesh.team
+
+    def _inputs(self) -> Inputs:
+        return replace(
+            super()._inputs(), place=self._mesh.place_share, static_shapes=True
+        )
+
+    def _run_replicas(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        _require_traced(fn)
+        result = self._mesh.run(fn, args, kwargs)
+        for leaf in jax.tree.leaves(result, is_leaf=is_distributed):
+            if not isinstance(leaf, _TENSORS) and not is_distributed(leaf):
+                raise TypeError(
+                    f"a function that TPUStrategy runs must return a nest of tensors; "
+                    f"{leaf!r:.80} ({type(leaf).__name__}) is none: return arrays, "
+                    "numbers or None"
+                )
+        return result
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.TPUStrategy: {self._logical.replicas} replicas of "
+            f"{self._logical.count} logical devices>"
+        )
+
+
+def _assigned(
+    tasks: Sequence[Sequence[jax.Device]], assignment: DeviceAssignment | None
+) -> np.ndarray:
+    """The devices ``[replicas, logical devices]``."""
+    if assignment is None:
+        every = [device for devices in tasks for device in devices]
+        return np.array(every, object)[:, None]
+    topology = assignment.topology
+    there = [len(devices) for devices in tasks]
+    if there != [topology.num_tpus_per_task] * topology.num_tasks:
+        raise ValueError(
+            "experimental_device_assignment is of a system with "
+            f"{topology.num_tasks} tasks of {topology.num_tpus_per_task} devices, and "
+            f"the processes of this job have {there}: build it from what "
+            "initialize_tpu_system returns here"
+        )
+    shape = assignment.num_replicas, assignment.num_cores_per_replica
+    found = np.empty(shape, object)
+    for replica, core in np.ndindex(shape):
+        place = assignment.coordinates(replica, core)
+        task = topology.task_ordinal_at_coordinates(place)
+        found[replica, core] = tasks[task][assignment.tpu_ordinal(replica, core)]
+    return found
+
+
+def _require_own(devices: np.ndarray) -> None:
+    others = sorted({d.process_index for d in devices.flat} - {jax.process_index()})
+    if others:
+        raise NotImplementedError(
+            f"TPUStrategy runs on the devices of one process; this is process "
+            f"{jax.process_index()} of jax, and replicas have devices of {others}: "
+            "assign devices of this process alone, or use "
+            "MultiWorkerMirroredStrategy with implementation=XLA over all processes"
+        )
+
+
+def _require_traced(fn: Callable[..., Any]) -> None:
+    recording = recorder.get()
+    if is_staging() or (recording is not None and not is_live(recording)):
+        return
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, Function) and not fn.eager and recording is None:
+        return
+    raise NotImplementedError(
+        "TPUStrategy.run(fn, ...) does not support pure eager execution. please make "
+        "sure the function passed into `strategy.run` is a `zs.function` or "
+        "`strategy.run` is called inside a `zs.function`, which is not eager itself"
+    )

@@ -1,0 +1,111 @@
+"""What TF's first version of strategies had besides: on every strategy here.
+
+Law of the file: no behaviour of its own; each method is another one by its old name.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zstrat.data import Dataset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+class FirstVersion(abc.ABC):
+    """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
+    the class has not."""
+
+    @abc.abstractmethod
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any: ...
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
+
+    def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
+        """An iterator of ``experimental_distribute_dataset(dataset)``."""
+        distributing: Any = self
+        made: Iterator[Any] = iter(
+            distributing.experimental_distribute_dataset(dataset)
+        )
+        return made
+
+    def make_input_fn_iterator(
+        self, input_fn: Callable[[Any], Any], replication_mode: Any = None
+    ) -> Iterator[Any]:
+        """An iterator of ``distribute_datasets_from_function(input_fn)``; `input_fn`
+        may also return a function without arguments that makes the elements one by one.
+
+        Args:
+            replication_mode: PER_WORKER, which is also the default.
+
+        Raises:
+            ValueError: It is another one.
+        """
+        if replication_mode is not None and replication_mode.name != "PER_WORKER":
+            raise ValueError(
+                "Input replication mode not supported: make_input_fn_iterator calls "
+                f"input_fn once per worker, got {replication_mode}"
+            )
+
+        def elements(context: Any) -> Any:
+            made = input_fn(context)
+            return _calls(made) if callable(made) else made
+
+        distributing: Any = self
+        made: Iterator[Any] = iter(
+            distributing.distribute_datasets_from_function(elements)
+        )
+        return made
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: object = None
+    ) -> Dataset:
+        """``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of arrays, row
+        by row. ``session`` is taken for TF's sake."""
+        del session
+        return Dataset.from_tensor_slices(numpy_input)
+
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
+    ) -> Any:
+        """``run(fn, args=(next(input_iterator),))``."""
+        args = () if input_iterator is None else (next(input_iterator),)
+        return self.run(fn, args=args)
+
+    def unwrap(self, value: Any) -> list[Any]:
+        """`experimental_local_results`, as a list."""
+        return list(self.experimental_local_results(value))
+
+    def group(self, value: Any, name: str | None = None) -> None:
+        """Waits until all that ``value`` consists of has been computed. ``name`` is
+        taken for TF's sake."""
+        del name
+        wait: Any = jax.block_until_ready  # untyped
+        wait(self.unwrap(value))
+
+    def configure(
+        self,
+        session_config: Any = None,
+        cluster_spec: Any = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Changes nothing: a strategy is told its cluster when it is made."""
+        del session_config, cluster_spec, task_type, task_id
+
+    def update_config_proto(self, config_proto: Mapping[str, Any] | Any) -> Any:
+        """A copy of the configuration: there is no session that would read it."""
+        return copy.deepcopy(config_proto)
+
+
+def _calls(make: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        yield make()

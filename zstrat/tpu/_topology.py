@@ -1,0 +1,215 @@
+"""A TPU system: its mesh of cores, and which device of which task each core is.
+
+A core is at four coordinates: three of its chip and its own number in it. The mesh may
+have holes, where a chip is broken or belongs to somebody else.
+
+Law of the file: immutable; everything is checked when it is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from ._topology_proto import TopologyMessage, decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RANK: Final = 4
+"""Coordinates of a core: x, y, z of its chip, and which core of the chip it is."""
+
+
+@final
+class Topology:
+    """Which device of which task is where in the mesh of a TPU system.
+
+    Args:
+        serialized: What `serialized` (or TensorFlow's method) returned. The other
+            arguments are not looked at then.
+        mesh_shape: Extents ``[4]`` of the mesh: x, y, z, and cores per chip.
+        device_coordinates: Where device ``d`` of task ``t`` is, ``[tasks, devices per
+            task, 4]``.
+
+    Raises:
+        ValueError: ``mesh_shape`` is not four positive integers;
+            ``device_coordinates`` has another shape or dtype, is outside of the mesh,
+            or names a place twice; or ``serialized`` is no topology.
+    """
+
+    def __init__(
+        self,
+        serialized: bytes | None = None,
+        mesh_shape: Sequence[int] | None = None,
+        device_coordinates: Any = None,
+    ) -> None:
+        if serialized:
+            mesh_shape, device_coordinates = _parsed(serialized)
+        self._mesh_shape = _mesh(mesh_shape)
+        self._coordinates = _coordinates(device_coordinates, self._mesh_shape)
+        self._places = {
+            (*map(int, self._coordinates[task, device]),): (task, device)
+            for task, device in np.ndindex(self._coordinates.shape[:2])
+        }
+        _require_apart(self._coordinates, len(self._places))
+        self._serialized = serialized or None
+
+    @property
+    def mesh_shape(self) -> np.ndarray:
+        """int32 ``[4]``: x, y, z, cores per chip."""
+        return self._mesh_shape
+
+    @property
+    def mesh_rank(self) -> int:
+        """How many coordinates a core has: 4."""
+        return RANK
+
+    @property
+    def device_coordinates(self) -> np.ndarray:
+        """int32 ``[tasks, devices per task, 4]``."""
+        return self._coordinates
+
+    @property
+    def num_tasks(self) -> int:
+        return int(self._coordinates.shape[0])
+
+    @property
+    def num_tpus_per_task(self) -> int:
+        return int(self._coordinates.shape[1])
+
+    @property
+    def missing_devices(self) -> np.ndarray:
+        """Coordinates ``[n, 4]`` in the mesh where there is no device, row-major."""
+        holes = np.ones(self._mesh_shape, bool)
+        holes[tuple(self._coordinates.reshape(-1, RANK).T)] = False
+        return np.argwhere(holes)
+
+    def task_ordinal_at_coordinates(self, device_coordinates: Sequence[int]) -> int:
+        """The task of the device there.
+
+        Raises:
+            ValueError: There is no device; so do the other methods.
+        """
+        return self._at(device_coordinates)[0]
+
+    def tpu_device_ordinal_at_coordinates(
+        self, device_coordinates: Sequence[int]
+    ) -> int:
+        """The number of the device there among those of its task."""
+        return self._at(device_coordinates)[1]
+
+    def cpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """TF's name of the host of the device there: "/job:J/task:T/device:CPU:0",
+        without its first part where ``job`` is None."""
+        return f"{_task(job, self._at(device_coordinates)[0])}/device:CPU:0"
+
+    def tpu_device_name_at_coordinates(
+        self, device_coordinates: Sequence[int], job: str | None = None
+    ) -> str:
+        """TF's name of the device there: "/job:J/task:T/device:TPU:N", without its
+        first part where ``job`` is None."""
+        task, device = self._at(device_coordinates)
+        return f"{_task(job, task)}/device:TPU:{device}"
+
+    def serialized(self) -> bytes:
+        """The topology as bytes, a ``TopologyProto`` of TensorFlow."""
+        if self._serialized is None:
+            self._serialized = encode(
+                TopologyMessage(
+                    tuple(self._mesh_shape.tolist()),
+                    self.num_tasks,
+                    self.num_tpus_per_task,
+                    tuple(self._coordinates.ravel().tolist()),
+                )
+            )
+        return self._serialized
+
+    def _at(self, coordinates: Sequence[int]) -> tuple[int, int]:
+        place = tuple(int(n) for n in coordinates)
+        try:
+            return self._places[place]
+        except KeyError:
+            raise ValueError(
+                f"there is no device at {place} in this TPU system, whose mesh is "
+                f"{self._mesh_shape.tolist()} with "
+                f"{len(self.missing_devices)} missing devices"
+            ) from None
+
+    def __reduce__(self) -> Any:
+        return Topology, (self.serialized(),)
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.tpu Topology: mesh {self._mesh_shape.tolist()}, {self.num_tasks} "
+            f"tasks of {self.num_tpus_per_task} devices>"
+        )
+
+
+def _mesh(mesh_shape: Any) -> np.ndarray:
+    found = np.asarray(() if mesh_shape is None else mesh_shape)
+    if found.shape != (RANK,) or found.dtype.kind not in "iu" or (found < 1).any():
+        raise ValueError(
+            f"`mesh_shape` must be a sequence of {RANK} positive integers (x, y, z, "
+            f"cores per chip); got {mesh_shape!r}"
+        )
+    return _frozen(found)
+
+
+def _coordinates(given: Any, mesh: np.ndarray) -> np.ndarray:
+    found = np.asarray(() if given is None else given)
+    if found.ndim != 3 or found.shape[2] != RANK or found.dtype.kind not in "iu":
+        raise ValueError(
+            "`device_coordinates` must be an array of integers of shape [tasks, "
+            f"devices per task, {RANK}], its minor dimension the rank of the mesh; got "
+            f"{found.dtype} {list(found.shape)}"
+        )
+    for task, device in np.argwhere(((found < 0) | (found >= mesh)).any(axis=2)):
+        raise ValueError(
+            f"`device_coordinates` must be >= 0 and within the mesh {mesh.tolist()}: "
+            f"device {device} of task {task} is at {found[task, device].tolist()}"
+        )
+    return _frozen(found)
+
+
+def _require_apart(coordinates: np.ndarray, places: int) -> None:
+    rows = coordinates.reshape(-1, RANK)
+    if places == len(rows):
+        return
+    places_of, counts = np.unique(rows, axis=0, return_counts=True)
+    twice = places_of[counts > 1][0].tolist()
+    raise ValueError(
+        f"`device_coordinates` names {twice} more than once: every device has a place "
+        "of its own"
+    )
+
+
+def _parsed(serialized: bytes) -> tuple[tuple[int, ...], np.ndarray]:
+    message = decode(serialized)
+    mesh = tuple(_mesh(np.asarray(message.mesh_shape, np.int64)).tolist())
+    sizes = message.num_tasks, message.num_tpu_devices_per_task
+    for name, size in zip(
+        ("num_tasks", "num_tpu_devices_per_task"), sizes, strict=True
+    ):
+        if size < 0:
+            raise ValueError(f"`{name}` must be >= 0; got {size}")
+    if len(message.device_coordinates) != sizes[0] * sizes[1] * RANK:
+        raise ValueError(
+            f"`device_coordinates` must have shape num_tasks ({sizes[0]}) * "
+            f"num_tpu_devices_per_task ({sizes[1]}) * len(mesh_shape) ({RANK}); got "
+            f"{len(message.device_coordinates)} numbers"
+        )
+    numbers = np.asarray(message.device_coordinates, np.int64)
+    return mesh, numbers.reshape(*sizes, RANK)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    made = array.astype(np.int32)
+    made.setflags(write=False)
+    return made
+
+
+def _task(job: str | None, task: int) -> str:
+    return f"/task:{task}" if job is None else f"/job:{job}/task:{task}"
