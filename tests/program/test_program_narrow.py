@@ -65,10 +65,14 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
 
 
 class Here(Residence):
-    """The devices of this process."""
+    """One device of this process."""
+
+    sharding = sharding_apart = None
 
     def place(self, array):
         return jnp.array(array)
+
+    place_apart = place
 
     def mark(self):
         return None
