@@ -150,6 +150,7 @@ _MODULES: Final[dict[str, str]] = {
     "collectives": "zstrat.collectives",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
+    "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
     "partitioners": "zstrat.variables.partitioners",
 }
