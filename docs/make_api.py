@@ -1,6 +1,6 @@
 """Makes docs/api.md: tf.distribute's names, where each lives here, and who shows it.
 
-The names and their places come from docs/names.toml, the files from the code itself, and
+The names and their places come from docs/names.toml, the files from the code, and
 the tests from their marks: a test with ``@pytest.mark.shows("name")`` shows that name.
 Law of the script: a name whose place does not exist, or which no test shows, is a
 failure, and so is a mark for a name that is not in the list.
