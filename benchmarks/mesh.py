@@ -25,7 +25,7 @@ DEVICES, BATCH, STEPS = 8, 64, 300
 
 
 def overhead() -> Reading:
-    """Microseconds of a step beyond the one written by hand, and those of the latter."""
+    """Microseconds of a step beyond the same by hand, and those of the latter."""
     ours, by_hand = _our_step(), _step_by_hand()
     times: list[list[float]] = [[], []]
     for _ in range(20):
