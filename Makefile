@@ -4,12 +4,13 @@
 #   make test     lint, type-check, test
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
 #   make bench    the benchmarks, as a table and as JSON under out/
+#   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make lint | units | clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test lint pytest cluster bench units clean
+.PHONY: help run test lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -33,12 +34,17 @@ lint: $(VENV)/.dev
 	@$(VENV)/bin/ruff format --check --quiet . || \
 	  { echo 'not formatted: run $(VENV)/bin/ruff format .'; exit 1; }
 	@$(VENV)/bin/mypy --no-error-summary
+	@$(PY) docs/make_api.py --check
 
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)
+
+# The table of tf.distribute's names; `make lint` fails where it lacks one.
+api: $(VENV)/.dev
+	@$(PY) docs/make_api.py
 
 # Writes the systemd units as an installation from this checkout would need them.
 units: $(VENV)/.run

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks import collectives, raw, saving, tables
+from benchmarks import collectives, mesh, raw, saving, tables
 from benchmarks.case import Case, Reading, cluster, per_second, rate
 
 if TYPE_CHECKING:
@@ -336,4 +336,5 @@ CASES = [
     *tables.CASES,
     *saving.CASES,
     *collectives.CASES,
+    *mesh.CASES,
 ]

@@ -42,6 +42,7 @@ FLOORS = {
     "zstrat.worker": 5,
     "zstrat.coordinator": 6,
     "zstrat.strategy": 7,
+    "zstrat.experimental": 8,
     "zstrat.launch": 8,
     "zstrat.saving": 8,
     "zstrat.compat": 8,

@@ -176,6 +176,7 @@ _MODULES: Final[dict[str, str]] = {
     "contrib": "zstrat.contrib",
     "data": "zstrat.data",
     "errors": "zstrat.errors",
+    "experimental": "zstrat.experimental",
     "initializers": "zstrat.initializers",
     "partitioners": "zstrat.variables.partitioners",
     "tpu": "zstrat.tpu",

@@ -1,0 +1,10 @@
+"""Names at the paths that they have in ``tf.distribute.experimental``.
+
+Law of the package: nothing is defined here. Each name is the one of `zstrat` itself.
+"""
+
+from zstrat.strategy import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from zstrat.strategy import ParameterServerStrategy as ParameterServerStrategy
+
+from . import coordinator as coordinator
+from . import partitioners as partitioners
