@@ -28,7 +28,8 @@ from ._frames import (
     require_scope,
 )
 from ._multi_step import MultiStepContext
-from ._values import is_distributed, reduce_values, reduction
+from ._per_replica import PerReplica, is_distributed, select_replica
+from ._values import reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -314,13 +315,14 @@ class StrategyExtended(abc.ABC):
     ) -> Any:
         """What `fn` returns in the update context of the one component."""
         given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
-        if any(is_distributed(leaf) for leaf in given):
+        if any(isinstance(leaf, PerReplica) for leaf in given):
             raise ValueError(
                 "update: a value per replica among the arguments; they may contain "
                 "mirrored values alone: bring it together with reduce_to first"
             )
+        own_args, own_kwargs = select_replica(0, (tuple(args), kwargs))
         with entered(Frame(self._strategy, update=0)):
-            result = fn(*args, **kwargs)
+            result = fn(*own_args, **own_kwargs)
         return result if group else _listed(result)
 
 
