@@ -291,7 +291,7 @@ def test_training(home, eager):
 @pytest.mark.parametrize("inside", [True, False], ids=["in a step", "outside"])
 def test_replicas(home, inside, devices):
     """Each looks its own rows up; their gradients are summed."""
-    from zstrat.program._replicas import replicate
+    from zstrat.program._replicas import Spread, mesh_of, replicate
 
     table, w = home.sharded(TABLE, 3), home.variable(W)
     chain = home.variable(np.arange(10, dtype=np.int32)[::-1].copy())
@@ -310,7 +310,11 @@ def test_replicas(home, inside, devices):
 
     def body(ids):
         return replicate(
-            replica, [], [ids], team=Team(2), devices=jax.devices()[:devices]
+            replica,
+            [],
+            [Spread(ids, stacked=True)],
+            team=Team(2),
+            mesh=mesh_of(jax.devices()[:devices], 2),
         ).array
 
     ids = np.array([[3, 6, 3], [0, 3, 9]])

@@ -18,7 +18,8 @@ input, so that it is found out only in the plan which of them can be asked for w
 
 A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
 its own with a `Feed` that reads from the outer one, and hands the inner one's updates
-on as explicit outputs.
+on as explicit outputs. In it, the value of a variable of which each replica has a copy
+is that copy; outside of it, all copies are known, and the value is the first one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
 from ._context import asked
+from ._copies import is_apart, spread
 from ._fresh import current_trace, fresh
-from ._moves import Moves, is_here, rows_of
+from ._moves import Moves, is_here, moved, rows_of
 from ._where import here
 from ._writes import Recorded as Recorded
 from ._writes import Write, written
@@ -69,7 +71,8 @@ class Capture:
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
     order of the body; each variable is read once. ``moves`` are the updates of
-    variables that live here, which are not among ``updates``.
+    variables that live here, which are not among ``updates``. ``own`` are the last
+    values of copies that a replica has updated for itself, by key of the variable.
 
     ``is_region``: of a part of a step, whose updates go on to the capture of the step.
     """
@@ -85,6 +88,7 @@ class Capture:
         self.lookups: list[RecordedLookup] = []
         self.updates: list[Recorded] = []
         self.draws: list[int] = []
+        self.own: dict[int, tuple[Variable, jax.Array]] = {}
         self.moves = Moves(feed)
         self.asked_context = False
         self._is_region = is_region
@@ -121,17 +125,8 @@ class Capture:
         Raises:
             RuntimeError: An optimizer has updated it in this step.
         """
-        key = variable.spec.key
-        known = self._values.get(key)
-        if known is not None:
-            return known
-        if key in self._optimized:
-            raise _refusals.read_after_optimizer(variable.spec, self._optimized[key])
-        value = self._computed(variable)
-        if self._is_home():
-            # A value computed under a transformation belongs to that inner trace.
-            self._values[key] = value
-        return value
+        value = self._current(variable)
+        return value[0] if value.ndim > len(variable.shape) else value
 
     def update(
         self,
@@ -152,6 +147,39 @@ class Capture:
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
         self._note(Recorded((variable,), op, operands, optimizer, here()))
+
+    def update_own(
+        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+    ) -> None:
+        """Makes the next value of a replica's own copy.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or after an optimizer has
+                updated the variable.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, _named(op))
+        key = variable.spec.key
+        self.own[key] = variable, moved(op, operands, self._current(variable))
+        self._values[key] = self.own[key][1]
+        self._scope.enter_context(fresh())
+
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies of a variable, ``[count, ...]``."""
+        return spread(variable, self._current(variable))
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies from now on; made by replicas that are part of this step."""
+        self.moves.put(variable, copies)
+        self._values[variable.spec.key] = copies
+        self._scope.enter_context(fresh())
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Those that it reads, and those whose copies it updates."""
+        found = dict(self.reads)
+        found.update({key: variable for key, (variable, _) in self.own.items()})
+        return list(found.values())
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         """The rows of a table as they are before the step, ``ids.shape + row``.
@@ -240,7 +268,7 @@ class Capture:
         self._scope.enter_context(fresh())
 
     def _move(self, update: Recorded) -> None:
-        self.moves.note(update, self.read)
+        self.moves.note(update, self._current)
         for variable in update.variables:
             key = variable.spec.key
             self._values[key] = self.moves.values[key][1]
@@ -248,6 +276,20 @@ class Capture:
 
     def _is_home(self) -> bool:
         return current_trace() == self._home
+
+    def _current(self, variable: Variable) -> jax.Array:
+        """The value, or all copies of it."""
+        key = variable.spec.key
+        known = self._values.get(key)
+        if known is not None:
+            return known
+        if key in self._optimized:
+            raise _refusals.read_after_optimizer(variable.spec, self._optimized[key])
+        value = self._computed(variable)
+        if self._is_home():
+            # A value computed under a transformation belongs to that inner trace.
+            self._values[key] = value
+        return value
 
     def _computed(self, variable: Variable) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
@@ -262,6 +304,8 @@ class Capture:
         if key in self._base:
             return self._base[key]
         value = self._feed.value(variable.spec)
+        if not self._is_region and is_apart(variable):
+            value = spread(variable, value)
         if self._is_home():
             self._base[key] = value
         return value

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from zstrat.variables import DeviceHome
+
 from . import _refusals
 from ._capture import Capture
 from ._feeds import Discovery, Replay
@@ -210,7 +212,7 @@ def _staged(
         [leaf for element in elements for leaf in element.leaves],
         tuple([variable for variable, _ in found.moves.values.values()]),
         tuple(kept.values()),
-        [_shaped(spec.shape, spec.numpy_dtype) for spec in plan.reads],
+        [_kept(variable) for variable in plan.variables],
         [slots_like(variable, rule) for variable, rule in kept.values()],
         mesh,
     )
@@ -363,6 +365,14 @@ def _shaped(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
         tuple(shape), jax.dtypes.canonicalize_dtype(dtype)
     )
     return shaped
+
+
+def _kept(variable: Variable) -> jax.ShapeDtypeStruct:
+    """What a step is given of the variable: its value, or a copy for each replica."""
+    shape, home = variable.shape, variable.home
+    if isinstance(home, DeviceHome) and home.is_apart:
+        shape = (home.residence.copies, *shape)
+    return _shaped(shape, variable.spec.numpy_dtype)
 
 
 def _refuse_leaks(

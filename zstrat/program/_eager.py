@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.variables import (
+    DeviceHome,
     Gathering,
     is_staging,
     read_parts,
@@ -73,6 +74,14 @@ class Immediate:
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
 
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies of a variable of which each replica has its own."""
+        return jnp.asarray(_apart(variable).copies())
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies from now on."""
+        _apart(variable).put_copies(np.asarray(copies))
+
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         if isinstance(ids, jax.core.Tracer) or is_staging():
             raise _refusals.lookup_not_ready(table)
@@ -118,3 +127,9 @@ class Immediate:
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home
+
+
+def _apart(variable: Variable) -> DeviceHome:
+    home = variable.home
+    assert isinstance(home, DeviceHome)
+    return home

@@ -19,7 +19,7 @@ from ._results import StepUpdate
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, Sharding
 
     from zstrat.variables import Optimizer, Residence, Variable
 
@@ -93,6 +93,17 @@ class Held:
     def are_here(self) -> list[bool]:
         """For each of the plan's reads whether its value lives here."""
         return [isinstance(home, DeviceHome) for home in self._homes]
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of values which all devices of a step have, None if it has one."""
+        shardings = [residence.sharding for residence in self._residences]
+        return next((found for found in shardings if found is not None), None)
+
+    def put_shardings(self) -> tuple[list[Any], list[Any]]:
+        """Those of the next values, and of the slots of each optimizer."""
+        slots = [_home(variable).residence.sharding for variable, _ in self._slots]
+        return [_home(variable).sharding for variable in self._moved], slots
 
     def slots(self) -> list[Any]:
         """What each optimizer keeps beside each variable that it moves."""

@@ -12,7 +12,6 @@ them; what is shared (a count) moves with each update.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -27,7 +26,8 @@ from zstrat.variables import (
 )
 from zstrat.wire._messages import UpdateOp
 
-from ._writes import rows_of_component, written
+from ._copies import is_apart
+from ._writes import after, rows_of_component
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,15 +64,23 @@ class Moves:
         self._feed = feed
 
     def note(self, update: Recorded, current: Callable[[Variable], jax.Array]) -> None:
-        """Makes the next values. ``current`` tells those of now."""
+        """Makes the next values. ``current`` tells those of now; where that are copies
+        of several replicas, ``[count, ...]``, the update is made on each."""
         for number, variable in enumerate(update.variables):
-            if update.optimizer is None:
-                value = _plain(update, number, variable, current)
+            if update.op is UpdateOp.ASSIGN and not is_apart(variable):
+                value = update.operands[0]  # whatever it was before
+            elif update.optimizer is None:
+                value = _plain(update, number, variable, current(variable))
             else:
                 value = self._optimized(update, number, current(variable))
             self.values[variable.spec.key] = (variable, value)
         specs = tuple([variable.spec for variable in update.variables])
         self.notes.append((specs, update.op))
+
+    def put(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies of several replicas, each of which has made its own."""
+        self.values[variable.spec.key] = (variable, copies)
+        self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
 
     def _optimized(self, update: Recorded, number: int, value: jax.Array) -> jax.Array:
         variable, optimizer = update.variables[number], update.optimizer
@@ -82,15 +90,23 @@ class Moves:
             slots = self._feed.slots(variable, optimizer)
         else:
             slots = self.slots[key][2]
-        if update.op is UpdateOp.OPTIMIZE:
-            transformation = optimizer.transformation
-            value, slots = optimized(transformation, update.operands[0], slots, value)
-        else:
+
+        def one(value: jax.Array) -> tuple[jax.Array, Any]:
+            if update.op is UpdateOp.OPTIMIZE:
+                rule = optimizer.transformation
+                return optimized(rule, update.operands[0], slots, value)
             indices, rows = update.operands
             assert update.table is not None
             indices = rows_of_component(update.table, number, indices)
-            value, slots = _rows_moved(optimizer, value, slots, indices, rows)
-        self.slots[key] = variable, optimizer, slots
+            return _rows_moved(optimizer, value, slots, indices, rows)
+
+        if value.ndim > len(variable.shape):
+            # The optimizer keeps one state for all copies, as they get one gradient.
+            value, several = jax.vmap(one)(value)
+            kept = jax.tree.map(lambda leaf: leaf[0], several)
+        else:
+            value, kept = one(value)
+        self.slots[key] = variable, optimizer, kept
         return value
 
 
@@ -121,20 +137,26 @@ def slots_like(variable: Variable, optimizer: Optimizer) -> Any:
     )
 
 
-def _plain(
-    update: Recorded,
-    number: int,
-    variable: Variable,
-    current: Callable[[Variable], jax.Array],
-) -> jax.Array:
-    if update.op is UpdateOp.ASSIGN:
-        return update.operands[0]
-    operands = update.operands
+def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
+    """A whole variable's value after one update without an optimizer."""
+    if op is UpdateOp.ASSIGN:
+        return operands[0]
     if len(operands) > 1:  # negative indices do not count from the end
-        height = variable.shape[0]
-        index = jnp.where(operands[0] < 0, height, operands[0])
-        update = replace(update, operands=(index, *operands[1:]))
-    return written(current(variable), [(update, number)])
+        height = value.shape[0]
+        operands = (jnp.where(operands[0] < 0, height, operands[0]), *operands[1:])
+    return after(value, op, operands)
+
+
+def _plain(
+    update: Recorded, number: int, variable: Variable, value: jax.Array
+) -> jax.Array:
+    operands = update.operands
+    if update.table is not None and len(update.variables) > 1:
+        operands = rows_of_component(update.table, number, operands[0]), operands[1]
+    if value.ndim == len(variable.shape):
+        return moved(update.op, operands, value)
+    each: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)
+    return each
 
 
 def _rows_moved(

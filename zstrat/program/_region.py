@@ -37,7 +37,8 @@ def in_stages(
     ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)``: ``own`` are more arrays
     of which each device is given its part, ``whole`` more shared ones; ``shared`` is
     the number of those without them. What ``fn`` returns first has a part of each
-    device, what it returns second is the same on all.
+    device, and may be given as ``own`` again; what it returns second is the same on
+    all.
     """
     store = _Store()
     for number in itertools.count():

@@ -39,6 +39,13 @@ from zstrat.variables import (
 from ._capture import Capture
 from ._collective import AXIS, Team
 from ._context import asked
+from ._copies import (
+    apart_from_now,
+    copies_of,
+    has_copies,
+    keep_copies,
+    updates_copies,
+)
 from ._cross import within_mesh
 from ._eager import Immediate
 from ._feeds import Discovery, Replay
@@ -62,32 +69,46 @@ ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
 """``(shared, own) -> pytree``: called with the shared arrays and this replica's own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """An array that each replica returned: ``array[i]`` is replica i's. A leaf."""
+def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
+    """The first devices, one for each replica; None if there are fewer."""
+    if len(devices) < count:
+        return None
+    return Mesh(np.array(devices[:count]), (AXIS,))
 
-    array: jax.Array
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """An array of which each replica has its part. A leaf.
+
+    ``array`` is ``[count * n, ...]``, replica i's part being the rows from ``i * n``
+    on; or, if it is ``stacked``, ``[count, ...]``, and replica i's part ``array[i]``.
+    """
+
+    array: Any
+    stacked: bool = False
 
 
 def replicate(
     fn: ReplicaFunction,
     shared: Sequence[Any],
-    split: Sequence[Any],
+    split: Sequence[Spread],
     *,
     team: Team,
-    devices: Sequence[jax.Device] = (),
+    mesh: Mesh | None = None,
 ) -> Any:
-    """Runs ``fn`` once per replica and returns its pytree, each array as `Stacked`.
+    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
 
     Leaves that are no jax arrays are the same object in every replica and stay what
     they are. Reads and updates of variables go through the step that is being traced,
-    or to the variables' homes when none is.
+    or to the variables' homes when none is. A variable of which each replica has a copy
+    of its own is read and updated there (see `_copies`).
 
     Args:
         shared: Arrays that every replica gets whole.
-        split: Arrays ``[count, ...]``; replica i gets row i.
+        split: Arrays of which each replica gets its part.
         team: The replicas, of which this process has at least 2.
-        devices: One per replica; if there are fewer, one device computes all replicas.
+        mesh: Whose axis `AXIS` has a device for each replica; without it one device
+            computes all replicas.
 
     Raises:
         ValueError: An update of a variable whose aggregation is NONE.
@@ -96,38 +117,39 @@ def replicate(
             update, or a draw, inside a replica.
     """
     shared = [jnp.asarray(x) for x in shared]
-    split = [jnp.asarray(x) for x in split]
+    split = [Spread(jnp.asarray(x.array), x.stacked) for x in split]
     count = team.local
     found = _discover(fn, shared, split, team)
-    variables = list(found.reads.values())
     recording = recorder.get()
     outside = Immediate() if recording is None else recording
+    for variable, _ in found.own.values():
+        apart_from_now(variable)
+    own = [v for v in found.variables if has_copies(v, count)]
+    variables = [v for v in found.variables if not has_copies(v, count)]
     if recording is None:
         values = [jnp.asarray(value) for value in read_all(variables)]
     else:
         values = [recording.read(variable) for variable in variables]
-    keys = [variable.spec.key for variable in variables]
-
-    def given(values: Any, rows: Any) -> Replay:
-        return Replay("strategy.run", dict(zip(keys, values, strict=True)), (), rows)
+    copies = [Spread(copies_of(outside, variable), stacked=True) for variable in own]
+    given = _Given(len(split), variables, own)
 
     def mapped(
-        one: Callable[..., Any], rows: Sequence[Any], whole: Sequence[Any] = ()
+        one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
     ) -> Any:
-        own = [*split, *rows]
-        return _mapped(one, count, devices)(values, [*shared, *whole], own)
+        mine = [*split, *copies, *rows]
+        return _mapped(one, count, mesh, mine)(values, [*shared, *whole])
 
-    rows = _looked_up(fn, found, given, mapped, len(split), outside, team)
+    rows = _looked_up(fn, found, given, mapped, outside, team)
     traced: list[_Traced] = []
 
-    def one(values: Any, shared: Any, own: Any) -> tuple[list[Any], list[Any]]:
-        own, rows = own[: len(split)], own[len(split) :]
-        replica = _Replica(given(values, rows), team)
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        replica = _Replica(given.feed(values, mine), team)
         with replica.recording():
-            leaves, treedef = jax.tree.flatten(fn(shared, own))
+            leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
         traced[:] = [_Traced(leaves, treedef, replica.capture)]
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        return arrays, [update.operands for update in replica.capture.updates]
+        changed = [value[None] for _, value in replica.capture.own.values()]
+        return [*arrays, *changed], [x.operands for x in replica.capture.updates]
 
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
@@ -136,6 +158,10 @@ def replicate(
     (region,) = traced
     if region.capture.asked_context and (tell := asked.get()) is not None:
         tell()
+    changed = list(region.capture.own.values())
+    results = len(arrays) - len(changed)
+    for (variable, _), copy in zip(changed, arrays[results:], strict=True):
+        keep_copies(outside, variable, copy.array)
     for update, combined in zip(region.capture.updates, operands, strict=True):
         if update.table is not None:
             index, new = combined
@@ -143,7 +169,41 @@ def replicate(
         else:
             (variable,) = update.variables
             outside.update(variable, update.op, tuple(combined), update.optimizer)
-    return region.result([Stacked(array) for array in arrays])
+    return region.result(arrays[:results])
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a replica is given of its own, in a row: ``arguments`` arrays, its copies of
+    the variables ``own``, and rows that it looks up. All share ``variables``."""
+
+    count: int
+    variables: Sequence[Variable]
+    own: Sequence[Variable]
+
+    def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
+        return mine[: self.count]
+
+    @property
+    def before_rows(self) -> int:
+        return self.count + len(self.own)
+
+    def feed(
+        self,
+        values: Sequence[Any],
+        mine: Sequence[Any],
+        rows: Sequence[Any] | None = None,
+    ) -> Replay:
+        """What the function meets; ``rows`` in place of those among ``mine``."""
+        met = (*self.variables, *self.own)
+        copies = mine[self.count : self.before_rows]
+        known = {
+            variable.spec.key: value
+            for variable, value in zip(met, (*values, *copies), strict=True)
+        }
+        if rows is None:
+            rows = mine[self.before_rows :]
+        return Replay("strategy.run", known, (), rows)
 
 
 @contextlib.contextmanager
@@ -218,6 +278,9 @@ class _Replica:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
+        if optimizer is None and updates_copies(variable, self._team.local):
+            self.capture.update_own(variable, op, operands)
+            return
         combined = self._team.aggregate(variable, op, operands)
         self.capture.update(variable, op, combined, optimizer)
 
@@ -307,9 +370,9 @@ def _is_own(variable: Variable) -> bool:
 
 
 def _discover(
-    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Any], team: Team
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
 ) -> Capture:
-    """What the function reads and looks up.
+    """What the function reads and looks up, and which copies it updates.
 
     The step itself is not asked inside this trace: what it handed out here would belong
     to a trace that ends before the step does.
@@ -325,38 +388,39 @@ def _discover(
     mapped = jax.vmap(
         abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
     )
-    jax.eval_shape(mapped, jnp.int8(0), list(shared), list(split))
+    parts = [_by_replica(x, team.local) for x in split]
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
     return probes[0].capture
 
 
 def _looked_up(
     fn: ReplicaFunction,
     found: Capture,
-    given: Callable[[Any, Any], Replay],
-    mapped: Callable[[Callable[..., Any], Sequence[Any]], Any],
-    own: int,
+    given: _Given,
+    mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
     outside: Recorder,
     team: Team,
-) -> list[jax.Array]:
-    """The rows of the replicas' lookups, ``[count, ...]`` each, looked up in the step.
+) -> list[Spread]:
+    """The rows of the replicas' lookups, looked up in the step.
 
     The replicas compute the ids that need no rows, and nothing else; with these rows
     the ids that need no others; and so on.
     """
     kinds = [_rows_kind(lookup) for lookup in found.lookups]
-    rows: dict[int, jax.Array] = {}
+    rows: dict[int, Spread] = {}
+    before = given.before_rows
     ready: list[int] = []
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = _Replica(given(values, rows), team)
+            replica = _Replica(given.feed(values, mine, rows), team)
             with replica.recording():
-                fn(shared, mine)
+                fn(shared, given.arguments(mine))
             return [lookup.ids for lookup in replica.capture.lookups]
 
-        known = dict(zip(sorted(rows), mine[own:], strict=True))
+        known = dict(zip(sorted(rows), mine[before:], strict=True))
         own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
-        args = (values, shared, mine[:own], own_rows)
+        args = (values, shared, mine[:before], own_rows)
         flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
         unknown = sum(
             1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
@@ -371,7 +435,8 @@ def _looked_up(
         for number, ids in zip(tuple(ready), computed, strict=True):
             lookup = found.lookups[number]
             with claimed(lookup.where):
-                rows[number] = outside.lookup(lookup.table, ids)
+                found_rows = outside.lookup(lookup.table, ids.array)
+            rows[number] = Spread(found_rows, ids.stacked)
     return [rows[n] for n in range(len(kinds))]
 
 
@@ -387,29 +452,52 @@ def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
 
 
 def _mapped(
-    one: Callable[..., Any], count: int, devices: Sequence[jax.Device]
+    one: Callable[..., Any],
+    count: int,
+    mesh: Mesh | None,
+    mine: Sequence[Spread],
 ) -> Callable[..., Any]:
-    """``one`` over all replicas: outputs stacked, update operands as they are (they are
-    equal on every replica)."""
+    """``one`` over all replicas, with these arrays of their own: outputs spread, update
+    operands as they are (they are equal on every replica)."""
     is_nested = within_mesh.get()
-    if len(devices) < count and not is_nested:
-        return jax.vmap(
-            one,
-            in_axes=(None, None, 0),
-            out_axes=(0, None),
-            axis_name=AXIS,
-            axis_size=count,
-        )
+    scalars: list[bool] = []
 
-    def body(values: Any, shared: Any, split: Any) -> Any:
-        arrays, operands = one(values, shared, [x[0] for x in split])
-        return [x[None] for x in arrays], operands
+    def noted(outputs: Any) -> Any:
+        arrays, operands = outputs
+        scalars[:] = [x.ndim == 0 for x in arrays]
+        return arrays, operands
+
+    def spread(arrays: Sequence[Any]) -> list[Spread]:
+        return [Spread(x, flag) for x, flag in zip(arrays, scalars, strict=True)]
+
+    if mesh is None and not is_nested:
+
+        def on_one_device(values: Any, shared: Any) -> Any:
+            arrays, operands = jax.vmap(
+                lambda values, shared, own: noted(one(values, shared, own)),
+                in_axes=(None, None, 0),
+                out_axes=(0, None),
+                axis_name=AXIS,
+                axis_size=count,
+            )(values, shared, [_by_replica(x, count) for x in mine])
+            joined = [
+                x if flag else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+                for x, flag in zip(arrays, scalars, strict=True)
+            ]
+            return spread(joined), operands
+
+        return on_one_device
+
+    def body(values: Any, shared: Any, own: Any) -> Any:
+        parts = [x[0] if y.stacked else x for x, y in zip(own, mine, strict=True)]
+        arrays, operands = noted(one(values, shared, parts))
+        return [x[None] if x.ndim == 0 else x for x in arrays], operands
 
     each, whole = _spec(AXIS), _spec()
-    return jax.shard_map(
+    over = jax.shard_map(
         body,
         # The mesh of all processes is there already, and this is an axis of it.
-        mesh=None if is_nested else Mesh(np.array(devices[:count]), (AXIS,)),
+        mesh=None if is_nested else mesh,
         axis_names={AXIS},
         in_specs=(whole, whole, each),
         out_specs=(each, whole),
@@ -417,3 +505,17 @@ def _mapped(
         # to say when they are summed.
         check_vma=False,
     )
+
+    def on_devices(values: Any, shared: Any) -> Any:
+        arrays, operands = over(values, shared, [x.array for x in mine])
+        return spread(arrays), operands
+
+    return on_devices
+
+
+def _by_replica(value: Spread, count: int) -> Any:
+    """``[count, ...]``, a row for each replica."""
+    array = value.array
+    if value.stacked:
+        return array
+    return array.reshape(count, array.shape[0] // count, *array.shape[1:])

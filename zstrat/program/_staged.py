@@ -65,7 +65,8 @@ class StagedProgram:
         inputs = len(closed.in_avals)
         moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
         name = plan.function.rpartition(".")[2]
-        self._stages = _compiled(cut, name, moved, inputs)
+        self._sharding = self._held.sharding
+        self._stages = _compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = _shared(cut, given)
         self._traced = False
 
@@ -91,6 +92,9 @@ class StagedProgram:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
         """
         held = self._held
+        if self._sharding is not None:
+            inputs = [self._brought(x) for x in inputs]
+            leaves = [self._brought(x) for x in leaves]
         with held.locked():
             slots = jax.tree.leaves(held.slots())
             store = dict(enumerate([*inputs, *leaves, *held.values(), *slots]))
@@ -103,6 +107,27 @@ class StagedProgram:
             results, values, slots, operands = cut_at(outputs, self._shape)
             held.put(values, slots)
         return results, held.updates(operands)
+
+    def _brought(self, array: Any) -> Any:
+        """An argument, on the devices of this step if it is bound to others."""
+        if not isinstance(array, jax.Array) or not array.committed:
+            return array
+        assert self._sharding is not None
+        if array.sharding.device_set == self._sharding.device_set:
+            return array
+        return jax.device_put(array, self._sharding)
+
+    def _out_shardings(self) -> list[Any] | None:
+        """Those of the outputs of the last stage; None: they are where inputs are."""
+        if self._sharding is None:
+            return None
+        results, _, slots, operands = self._shape
+        values, beside = self._held.put_shardings()
+        found: list[Any] = [None] * len(results)
+        found += values
+        for sharding, tree in zip(beside, slots, strict=True):
+            found += [sharding] * len(jax.tree.leaves(tree))
+        return found + [None] * len(jax.tree.leaves(operands))
 
     def _compute(self, part: _Compiled, store: dict[int, Any]) -> list[Any]:
         given_up = [store[number] for number in part.given_up]
@@ -129,7 +154,11 @@ class StagedProgram:
 
 
 def _compiled(
-    cut: Sequence[Stage], name: str, moved: Sequence[int], inputs: int
+    cut: Sequence[Stage],
+    name: str,
+    moved: Sequence[int],
+    inputs: int,
+    out_shardings: list[Any] | None,
 ) -> list[_Compiled]:
     found = []
     for number, stage in enumerate(cut):
@@ -143,7 +172,13 @@ def _compiled(
         found.append(
             _Compiled(
                 stage,
-                _jitted(stage, name, number, given_up, kept),
+                _jitted(
+                    stage,
+                    f"{name}_{number}" if number else name,
+                    given_up,
+                    kept,
+                    out_shardings if is_last else None,
+                ),
                 tuple(given_up),
                 tuple(kept),
                 tuple(sorted(n for n in dead if n >= inputs)),
@@ -154,7 +189,11 @@ def _compiled(
 
 
 def _jitted(
-    stage: Stage, name: str, number: int, given_up: list[int], kept: list[int]
+    stage: Stage,
+    name: str,
+    given_up: list[int],
+    kept: list[int],
+    out_shardings: list[Any] | None,
 ) -> Any:
     def program(first: list[Any], second: list[Any]) -> list[Any]:
         known = dict(zip((*given_up, *kept), (*first, *second), strict=True))
@@ -163,8 +202,10 @@ def _jitted(
         given = {id(value) for value in known.values()}
         return [own(array, given) for array in made]
 
-    program.__name__ = program.__qualname__ = f"{name}_{number}" if number else name
-    return jax.jit(program, donate_argnums=0)
+    program.__name__ = program.__qualname__ = name
+    if out_shardings is None:
+        return jax.jit(program, donate_argnums=0)
+    return jax.jit(program, donate_argnums=0, out_shardings=out_shardings)
 
 
 def _calls(

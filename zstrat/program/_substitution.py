@@ -11,7 +11,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from zstrat.variables import recorder
+from zstrat.variables import KeepsCopies, recorder
 
 from . import _refusals
 from ._eager import Immediate
@@ -116,6 +116,14 @@ class Substitution:
         if self._value_of is None:
             raise Met(self)
         return self._value_of(variable)
+
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies of a variable of which each replica has its own."""
+        assert isinstance(self._outer, KeepsCopies)
+        return self._outer.copies(variable)
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        raise _refusals.update_inside(variable.spec, "an update of copies")
 
     def lookup(
         self, table: Table, ids: jax.Array, via: Sequence[int | None] = ()

@@ -59,7 +59,7 @@ def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
                 rows_of_component(update.table, number, operands[0]),
                 operands[1],
             )
-        value = _after(value, update.op, operands)
+        value = after(value, update.op, operands)
     return value
 
 
@@ -78,9 +78,8 @@ def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.A
     return jnp.where(inside, indices - first, height)
 
 
-def _after(
-    value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]
-) -> jax.Array:
+def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """A value after one update."""
     match op:
         case UpdateOp.ASSIGN:
             return operands[0]

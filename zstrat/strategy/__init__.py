@@ -1,6 +1,7 @@
 """The strategies: where variables live, where steps run, how results meet."""
 
 from ._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
+from ._central_storage import CentralStorageStrategy as CentralStorageStrategy
 from ._context import ReplicaContext as ReplicaContext
 from ._cross_device import CrossDeviceOps as CrossDeviceOps
 from ._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
@@ -16,13 +17,17 @@ from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
 from ._extended import StrategyExtended as StrategyExtended
 from ._inputs import DistributedDataset as DistributedDataset
+from ._mirrored_local import MirroredStrategy as MirroredStrategy
 from ._multi_step import MultiStepContext as MultiStepContext
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._options import CommunicationImplementation as CommunicationImplementation
 from ._options import CommunicationOptions as CommunicationOptions
 from ._options import RunOptions as RunOptions
 from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from ._per_replica import DistributedValues as DistributedValues
+from ._per_replica import Mirrored as Mirrored
+from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
 from ._strategy import Strategy as Strategy
-from ._values import PerReplica as PerReplica
 from ._values import ValueContext as ValueContext

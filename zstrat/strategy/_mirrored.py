@@ -20,6 +20,7 @@ from zstrat.variables import (
     LocalHome,
     Residence,
     Variable,
+    VariableAggregation,
     VariableSynchronization,
     initialize,
     next_id,
@@ -31,6 +32,8 @@ from ._takeover import taken_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
+
+    from jax.sharding import Sharding
 
     from zstrat.program._collective import Team
     from zstrat.program._cross import Channel
@@ -46,18 +49,34 @@ class MirroredVariables:
     Args:
         devices: Each has the whole value.
         team: The replicas, of this process alone or of several.
+        over: A mesh of the devices, if it has more axes than that of the replicas.
+        store: The device that keeps the values between steps; left out: all of them.
         is_late: Whether the others have been at work.
     """
 
     def __init__(
-        self, devices: Sequence[jax.Device], team: Team, *, is_late: bool = False
+        self,
+        devices: Sequence[jax.Device],
+        team: Team,
+        *,
+        over: Mesh | None = None,
+        store: jax.Device | None = None,
+        is_late: bool = False,
     ) -> None:
         self._channel = team.channel
         self._team = team
         self._is_late = is_late
         self._created: list[weakref.ref[Variable]] = []
         self._optimizers: list[Optimizer] = []
-        self.residence = _Devices(devices, team.channel, self._settle)
+        channel = team.channel
+        whole = None if channel is None else channel.mesh
+        if whole is None and over is None and len(devices) > 1:
+            over = Mesh(np.array(devices), (AXIS,))
+        self.residence: Residence = _Devices(
+            devices[0], over, whole, channel, self._settle
+        )
+        if store is not None and [store] != list(devices):
+            self.residence = _Store(store, self.residence)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -118,25 +137,34 @@ class MirroredVariables:
         return next_id()
 
     def _made(self, request: Request, value: np.ndarray) -> Variable:
-        home = self._home(value)
+        is_on_read = request.synchronization is VariableSynchronization.ON_READ
+        home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
-        if request.synchronization is not VariableSynchronization.ON_READ:
+        if not is_on_read:
             return variable
-        if not isinstance(home, DeviceHome) or self._team.local > 1:
+        if not isinstance(home, DeviceHome):
+            raise NotImplementedError(
+                f"variable {request.name!r}: synchronization=ON_READ with numbers of "
+                "64 bits, which jax would cut to 32: create it with a narrower dtype, "
+                "or switch on jax_enable_x64"
+            )
+        if self._team.local > 1 and self.residence.copies == 1:
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with several "
-                "devices in one process, or with 64-bit numbers: use "
+                "devices in one process and implementation=XLA: use "
                 "get_replica_context().all_reduce and a variable that is assigned the "
                 "result"
             )
         return SyncOnReadVariable.made(variable.spec, home, self._team)
 
-    def _home(self, value: np.ndarray) -> DeviceHome | LocalHome:
+    def _home(
+        self, value: np.ndarray, on_read: VariableAggregation | None
+    ) -> DeviceHome | LocalHome:
         seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
         if seen != value.dtype:
             # jax would cut it to 32 bits; steps refuse it, with words.
             return LocalHome(value)
-        return DeviceHome(value, self.residence)
+        return DeviceHome(value, self.residence, on_read)
 
 
 class _Devices(Residence):
@@ -144,32 +172,89 @@ class _Devices(Residence):
 
     def __init__(
         self,
-        devices: Sequence[jax.Device],
+        device: jax.Device,
+        over: Mesh | None,
+        whole: Mesh | None,
         channel: Channel | None,
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(None if channel is None else channel.mesh)
+        super().__init__(whole, 1 if over is None else over.shape[AXIS])
         self._channel = channel
         self._settle = settle
-        self._where: Any = devices[0]
-        if self.mesh is not None or len(devices) > 1:
+        self._where: Any = device
+        self._apart: Any = None
+        mesh = whole or over
+        if mesh is not None:
             made: Any = PartitionSpec  # untyped
-            mesh = self.mesh or Mesh(np.array(devices), (AXIS,))
             self._where = NamedSharding(mesh, made())
+            self._apart = NamedSharding(mesh, made(AXIS))
+
+    @property
+    def sharding(self) -> Sharding | None:
+        where: Sharding | None = None if self._apart is None else self._where
+        return where
+
+    @property
+    def sharding_apart(self) -> Sharding | None:
+        return self._apart
 
     def place(self, array: Any) -> jax.Array:
+        return self._placed(array, self._where)
+
+    def place_apart(self, copies: Any) -> jax.Array:
+        return self._placed(copies, self._apart)
+
+    def mark(self) -> Hashable:
+        return (None if self._channel is None else self._channel.mark, self.parted)
+
+    def settle(self) -> None:
+        self._settle()
+
+    def _placed(self, array: Any, where: Any) -> jax.Array:
         # A copy: jax may use the very memory of an array of numpy.
         value = np.array(array, order="C")
         if self.mesh is not None:
             # Each process gives its own devices a copy; nothing is compared.
-            return jax.make_array_from_callback(
-                value.shape, self._where, value.__getitem__
-            )
-        placed: jax.Array = jax.device_put(value, self._where)
+            return jax.make_array_from_callback(value.shape, where, value.__getitem__)
+        placed: jax.Array = jax.device_put(value, where)
         return placed
 
+
+class _Store(Residence):
+    """One device that keeps the values, which travel to others for each step."""
+
+    travels = True
+
+    def __init__(self, device: jax.Device, steps: Residence) -> None:
+        super().__init__(None, steps.copies)
+        self._device = device
+        self._steps = steps
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return self._steps.sharding
+
+    @property
+    def sharding_apart(self) -> Sharding | None:
+        return self._steps.sharding_apart
+
+    def place(self, array: Any) -> jax.Array:
+        # A copy: jax may use the very memory of an array of numpy.
+        placed: jax.Array = jax.device_put(np.array(array, order="C"), self._device)
+        return placed
+
+    def place_apart(self, copies: Any) -> jax.Array:
+        return self.place(copies)
+
     def mark(self) -> Hashable:
-        return None if self._channel is None else self._channel.mark
+        return self.parted
 
     def settle(self) -> None:
-        self._settle()
+        """Everything is here."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        # Copies: the step overwrites them, and may fail.
+        return jax.device_put(trees, shardings, may_alias=False)
+
+    def returned(self, trees: Any) -> Any:
+        return jax.device_put(trees, self._device)

@@ -1,9 +1,9 @@
-"""Variables of which each process has a value of its own, brought together when read.
+"""Variables of which each replica has a value of its own, brought together when read.
 
 What a replica function counts (examples seen, sums of a metric) is added up here and
-now, without a word to the other processes; who reads the variable outside of replica
-functions gets the sum, the mean, or the first of all values. Reading is a collective
-then: all processes read.
+now, without a word to the others; who reads the variable outside of replica functions
+gets the sum, the mean, or the first of all values. With several processes reading is a
+collective then: all of them read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._cross import Kind, first_of, sum_over
-from zstrat.variables import Variable, VariableAggregation
+from zstrat.variables import (
+    KeepsCopies,
+    Variable,
+    VariableAggregation,
+    aggregated,
+)
 from zstrat.wire import UpdateOp
 
 from . import _context
@@ -51,30 +56,37 @@ class SyncOnReadVariable(Variable):
 
     @property
     def local_value(self) -> np.ndarray:
-        """The value of this process."""
+        """The value of this process: of its replicas together."""
         return self._home.read(self)
 
     def _read_now(self) -> np.ndarray:
-        value = self._home.read(self)
-        if _context.in_real_replica_context() or self._team.channel is None:
-            return value
+        if self._is_mine:
+            return self._home.read(self)
         self._require_readable()
+        value = self._home.read(self)
+        if self._team.channel is None:
+            return value
         kind = Kind.FIRST if self._is_first else Kind.SUM
         whole = np.asarray(self._team.channel.carry_out(kind, [value])[0])
-        found: np.ndarray = self._mean(whole)
-        return found
+        return np.asarray(self._over_processes(whole))
 
     async def _read_now_async(self) -> np.ndarray:
         return self._read_now()
 
     def _traced_value(self, recording: Recorder) -> Any:
-        value = recording.read(self)
-        if _context.in_real_replica_context() or self._team.channel is None:
-            return value
+        if self._is_mine:
+            return recording.read(self)
         self._require_readable()
+        if self._team.local > 1:
+            assert isinstance(recording, KeepsCopies), recording
+            value = aggregated(recording.copies(self), self.aggregation)
+        else:
+            value = recording.read(self)
+        if self._team.channel is None:
+            return value
         if self._is_first:
             return first_of(self._team.channel, [value])[0]
-        return self._mean(sum_over(self._team.channel, [value])[0])
+        return self._over_processes(sum_over(self._team.channel, [value])[0])
 
     def _record(
         self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
@@ -123,10 +135,17 @@ class SyncOnReadVariable(Variable):
             "do it in the replica function"
         )
 
-    def _mean(self, whole: Any) -> Any:
+    @property
+    def _is_mine(self) -> bool:
+        """Whether the value meant is that of the replica that runs."""
+        return _context.in_real_replica_context() or self._team.size == 1
+
+    def _over_processes(self, whole: Any) -> Any:
+        """The value, of the sum of what each process has."""
         if self.aggregation is not VariableAggregation.MEAN:
             return whole
-        return (whole / self._team.size).astype(self.dtype)
+        processes = self._team.size // self._team.local
+        return (whole / processes).astype(self.dtype)
 
     def _require_readable(self) -> None:
         if self.aggregation is VariableAggregation.NONE:

@@ -9,35 +9,31 @@ from __future__ import annotations
 
 import abc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn, final
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from zstrat.program import _replicas
 from zstrat.program._collective import Team
-from zstrat.variables import IndexedSlices, recorder
 
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
+from ._one_program import as_one_program
+from ._regroup import regroup
 from ._v1 import FirstVersion
 from ._values import (
-    PerReplica,
     ValueContext,
     gather_values,
-    is_distributed,
     local_results,
     reduce_values,
     reduction,
     select_replica,
-    split_rows,
-    stack_parts,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
+
+    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
@@ -122,14 +118,8 @@ class Strategy(FirstVersion):
         self._used("run")
         del options
         named = {} if kwargs is None else kwargs
-        team = self._team()
         with self.scope():
-            if team.local > 1:
-                return self._run_replicas(fn, args, named, team)
-            args, named = select_replica(0, (tuple(args), named))
-            alone = _replicas.alone(team) if team.channel else nullcontext()
-            with ReplicaContext(self, team.first), alone:
-                return fn(*args, **named)
+            return self._run_replicas(fn, args, named)
 
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
         """One value from the replicas' values, leaf by leaf of a pytree.
@@ -172,8 +162,9 @@ class Strategy(FirstVersion):
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
-    ) -> PerReplica:
-        """A `PerReplica` of what ``value_fn`` returns for each replica's context.
+    ) -> Any:
+        """A `PerReplica` of what ``value_fn`` returns for each replica's context; of
+        containers, the container with a `PerReplica` of each member.
 
         Raises:
             RuntimeError: Called inside a replica function, or in the scope of another
@@ -184,7 +175,8 @@ class Strategy(FirstVersion):
         )
         team = self._team()
         numbers = range(team.first, team.first + team.local)
-        return PerReplica(tuple(value_fn(ValueContext(i, team.size)) for i in numbers))
+        values = [value_fn(ValueContext(i, team.size)) for i in numbers]
+        return regroup(values, always_wrap=True)
 
     def __copy__(self) -> NoReturn:
         raise RuntimeError(
@@ -195,112 +187,15 @@ class Strategy(FirstVersion):
         # A strategy stands for a set of devices or a cluster, which there is once.
         return self
 
-    @final
     def _run_replicas(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        team: Team,
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        sorted_out = _Arguments((tuple(args), kwargs), team.local)
-
-        def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
-            own_args, own_kwargs = sorted_out.of_replica(shared, own)
-            with ReplicaContext(self, team.replica_id()):
-                return fn(*own_args, **own_kwargs)
-
-        result = _replicas.replicate(
-            replica,
-            sorted_out.shared,
-            sorted_out.split,
-            team=team,
-            devices=self._devices(),
-        )
-        return jax.tree.map(_per_replica, result, is_leaf=_is_slices)
-
-
-class _Arguments:
-    """Arguments of ``run``, sorted into what is split, shared and not an array."""
-
-    def __init__(self, tree: Any, replicas: int) -> None:
-        self.shared: list[Any] = []
-        self.split: list[Any] = []
-        self._plan: list[tuple[str, Any]] = []
-        self._replicas = replicas
-        tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
-        leaves, self._treedef = jax.tree.flatten(tree)
-        for leaf in leaves:
-            self._sort(leaf)
-
-    def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        """The arguments, made of one replica's arrays."""
-        sources = {"shared": iter(shared), "split": iter(own)}
-        leaves = [
-            leaf if kind == "whole" else next(sources[kind])
-            for kind, leaf in self._plan
-        ]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def _expand(self, node: Any) -> Any:
-        """A PerReplica of pytrees as a pytree of parts."""
-        if not isinstance(node, PerReplica):
-            return node
-        if len(node.values) != self._replicas:
-            raise ValueError(
-                f"a PerReplica argument of strategy.run has {len(node.values)} values; "
-                f"expected one for each of the {self._replicas} replicas"
-            )
-        return jax.tree.map(lambda *parts: _Parts(parts), *node.values)
-
-    def _sort(self, leaf: Any) -> None:
-        if isinstance(leaf, _Parts):
-            self._plan.append(("split", None))
-            self.split.append(stack_parts(leaf.parts))
-        elif _is_batch(leaf):
-            self._plan.append(("split", None))
-            self.split.append(split_rows(leaf, self._replicas))
-        elif isinstance(leaf, jax.Array | np.ndarray):
-            self._plan.append(("shared", None))
-            self.shared.append(leaf)
-        else:
-            self._plan.append(("whole", leaf))
-
-
-class _Parts:
-    """One leaf per replica; opaque to pytrees."""
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-
-
-def _is_batch(leaf: Any) -> bool:
-    """Whether the array was drawn from an iterator, so that its rows are split."""
-    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
-        return False
-    recording = recorder.get()
-    return recording is not None and recording.drew(leaf)
-
-
-def _is_slices(node: object) -> bool:
-    return isinstance(node, IndexedSlices)
-
-
-def _per_replica(node: Any) -> Any:
-    """An array or an IndexedSlices as one value per replica, all else as it is."""
-    found = [
-        leaf for leaf in jax.tree.leaves(node) if isinstance(leaf, _replicas.Stacked)
-    ]
-    if not found:
-        return node
-    count = found[0].array.shape[0]
-    return PerReplica(tuple(_of_replica(i, node) for i in range(count)))
-
-
-def _of_replica(replica: int, node: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: (
-            leaf.array[replica] if isinstance(leaf, _replicas.Stacked) else leaf
-        ),
-        node,
-    )
+        """What the replicas of this process return, brought together."""
+        team = self._team()
+        if team.local > 1:
+            mesh = _replicas.mesh_of(self._devices(), team.local)
+            return as_one_program(self, team, mesh, fn, args, kwargs)
+        args, kwargs = select_replica(0, (tuple(args), kwargs))
+        alone = _replicas.alone(team) if team.channel else nullcontext()
+        with ReplicaContext(self, team.first), alone:
+            return fn(*args, **kwargs)

@@ -134,7 +134,7 @@ def _put(
             home.put(next(left), {})
             continue
         place = home.residence.place
-        home.take_over(place(next(left)))
+        home.take_over(home.placed(next(left)))
         for rule in _rules(each, optimizers):
             treedef: Any = jax.tree.structure(home.slots(rule))
             leaves = [place(next(left)) for _ in range(treedef.num_leaves)]

@@ -1,11 +1,13 @@
-"""Values that differ from replica to replica, and what is done to them together.
+"""What is done to the values of all replicas together: reduced, gathered.
 
 Law of the file: pure functions of values. Who may call what in which context is decided
-by the strategies. Works on traced arrays inside a step and on numpy outside of one.
+by the strategies. Works on traced arrays inside a step, on one array over the devices,
+and on numpy.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,13 @@ import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.variables import AbstractVariable, IndexedSlices
+
+from ._per_replica import DistributedValues as DistributedValues
+from ._per_replica import Mirrored as Mirrored
+from ._per_replica import PerReplica as PerReplica
+from ._per_replica import is_distributed as is_distributed
+from ._per_replica import local_results as local_results
+from ._per_replica import select_replica as select_replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,63 +45,12 @@ def reduction(op: ReduceOp | str) -> ReduceOp:
     return found
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PerReplica:
-    """One value (an array or a pytree) per local replica, in replica order.
-
-    A pytree node: a step may return it, and the coordinator fetches it as one.
-    """
-
-    values: tuple[Any, ...]
-
-    def __repr__(self) -> str:
-        lines = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
-        return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
-
-
-def _children(node: PerReplica) -> tuple[tuple[Any, ...], None]:
-    return node.values, None
-
-
-def _from_children(_: None, values: Any) -> PerReplica:
-    return PerReplica(tuple(values))
-
-
-jax.tree_util.register_pytree_node(PerReplica, _children, _from_children)
-
-
 @dataclass(frozen=True, slots=True)
 class ValueContext:
     """What ``experimental_distribute_values_from_function`` tells its function."""
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
-
-
-def is_distributed(node: object) -> bool:
-    """Whether this is a value per replica."""
-    return isinstance(node, PerReplica)
-
-
-def select_replica(replica: int, tree: Any) -> Any:
-    """The pytree as that replica sees it."""
-    return jax.tree.map(
-        lambda node: node.values[replica] if isinstance(node, PerReplica) else node,
-        tree,
-        is_leaf=is_distributed,
-    )
-
-
-def local_results(value: Any) -> tuple[Any, ...]:
-    """One entry per replica; ``(value,)`` if nothing in it is distributed."""
-    if isinstance(value, PerReplica):
-        return value.values
-    found = [
-        n for n in jax.tree.leaves(value, is_leaf=is_distributed) if is_distributed(n)
-    ]
-    if not found:
-        return (value,)
-    return tuple(select_replica(i, value) for i in range(len(found[0].values)))
 
 
 def reduce_values(
@@ -111,7 +69,11 @@ def reduce_values(
     axes = as_axes(axis)
 
     def leaf(node: Any) -> Any:
-        if isinstance(node, PerReplica):
+        if isinstance(node, Mirrored) and op is ReduceOp.MEAN:
+            return _reduce(op, [node.values[0]], axes)
+        if _is_one_array(node):
+            return _reduce_whole(op, node, axes)
+        if isinstance(node, DistributedValues):
             return _joined(lambda parts: _reduce(op, parts, axes), node)
         if replicas == 1:
             return _reduce(op, [node], axes)
@@ -123,6 +85,8 @@ def reduce_values(
 def gather_values(value: Any, axis: int, replicas: int) -> Any:
     """The pytree with the parts of each leaf concatenated along ``axis``.
 
+    Along axis 0 one array over the devices is the result as it is.
+
     Raises:
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0 or other dimensions than the first one has, or a
@@ -130,7 +94,9 @@ def gather_values(value: Any, axis: int, replicas: int) -> Any:
     """
 
     def leaf(node: Any) -> Any:
-        if isinstance(node, PerReplica):
+        if _is_one_array(node):
+            return _gather_whole(node, axis)
+        if isinstance(node, DistributedValues):
             return _joined(lambda parts: concatenate(parts, axis), node)
         if replicas > 1:
             raise ValueError(
@@ -153,49 +119,94 @@ def require_gatherable(value: Any) -> None:
         if isinstance(leaf, IndexedSlices):
             raise NotImplementedError("gather does not support IndexedSlices")
         if not np.ndim(leaf):
-            raise ValueError(
-                "gather: the values must have a rank of at least 1; give scalars an "
-                "axis first (x[None])"
-            )
-
-
-def stack_parts(parts: Sequence[Any]) -> jax.Array:
-    """``[replicas, ...]`` of one array per replica, to be handed to a program.
-
-    Raises:
-        ValueError: The shapes or dtypes differ.
-    """
-    arrays = [jnp.asarray(part) for part in parts]
-    kinds = {(array.shape, array.dtype.name) for array in arrays}
-    if len(kinds) > 1:
-        raise ValueError(
-            "the parts of a PerReplica argument of strategy.run must have one shape "
-            f"and dtype, because all replicas run one program; got {sorted(kinds)}"
-        )
-    return jnp.stack(arrays)
-
-
-def split_rows(array: Any, replicas: int) -> jax.Array:
-    """A drawn batch ``[n, ...]`` as ``[replicas, n / replicas, ...]``.
-
-    Raises:
-        ValueError: The rows do not split evenly.
-    """
-    rows = array.shape[0]
-    if rows % replicas:
-        raise ValueError(
-            f"a batch of {rows} elements does not split evenly over the {replicas} "
-            f"replicas of a worker: use a batch size that {replicas} divides, and "
-            "batch(..., drop_remainder=True) so that the last one does too"
-        )
-    return jnp.reshape(array, (replicas, rows // replicas, *array.shape[1:]))
+            raise _no_rank()
 
 
 def is_whole(node: object) -> bool:
-    return isinstance(node, PerReplica | IndexedSlices)
+    return isinstance(node, DistributedValues | IndexedSlices)
 
 
-def _joined(join: Callable[[Sequence[Any]], Any], value: PerReplica) -> Any:
+def _no_rank() -> ValueError:
+    return ValueError(
+        "gather: the values must have a rank of at least 1; give scalars an axis first "
+        "(x[None])"
+    )
+
+
+# ---- one array for all replicas --------------------------------------------------
+
+
+def _is_one_array(node: Any) -> bool:
+    return isinstance(node, DistributedValues) and isinstance(node.whole, jax.Array)
+
+
+def _part_shape(value: DistributedValues) -> tuple[int, ...]:
+    """The shape of each replica's value."""
+    rows, *rest = value.whole.shape
+    return tuple(rest) if value.is_stacked else (rows // value.replicas, *rest)
+
+
+def _reduce_whole(
+    op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
+) -> jax.Array:
+    shape = _part_shape(value)
+    count = value.replicas
+    if axes is not None:
+        axes = tuple(axis % len(shape) for axis in require_axes(axes, shape))
+        count *= math.prod(shape[axis] for axis in axes)
+    divisor = count if op is ReduceOp.MEAN else None
+    reduce = _summed if _is_traced(value.whole) else _summed_at_once
+    found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
+    return found
+
+
+def _summed(
+    whole: jax.Array,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...] | None,
+    divisor: int | None,
+) -> jax.Array:
+    parts = whole.reshape(shape)
+    if axes is None:
+        total = parts.sum(0, dtype=whole.dtype)
+    else:
+        total = parts.sum((0, *[axis + 1 for axis in axes]))
+    return total if divisor is None else total / divisor
+
+
+_summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_summed)
+
+
+def _gather_whole(value: DistributedValues, axis: int) -> jax.Array:
+    shape = _part_shape(value)
+    if not shape:
+        raise _no_rank()
+    axis = require_axes((axis,), shape)[0] % len(shape)
+    whole: jax.Array = value.whole
+    if axis == 0 and not value.is_stacked:
+        return whole
+    gather = _gathered if _is_traced(whole) else _gathered_at_once
+    found: jax.Array = gather(whole, (value.replicas, *shape), axis)
+    return found
+
+
+def _gathered(whole: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    count, *part = shape
+    part[axis] *= count
+    return jnp.moveaxis(whole.reshape(shape), 0, axis).reshape(part)
+
+
+_gathered_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2))(_gathered)
+
+
+def _is_traced(array: Any) -> bool:
+    return isinstance(array, jax.core.Tracer)
+
+
+# ---- several values --------------------------------------------------------------
+
+
+def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
     """``join`` over the parts, leaf by leaf if they are pytrees."""
     return jax.tree.map(
         lambda *parts: join(parts), *value.values, is_leaf=lambda n: is_whole(n)
@@ -262,8 +273,8 @@ def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
     if op is ReduceOp.MEAN:
         return _reduce(op, [value], axes)
     raise ValueError(
-        f"A non-distributed value ({value!r:.80}) cannot be reduced with SUM: it is "
-        "the same on every replica; reduce what strategy.run returned, or use MEAN"
+        f"A non-DistributedValues value {value!r:.80} cannot be reduced with SUM: it "
+        "is the same on every replica; reduce what strategy.run returned, or use MEAN"
     )
 
 
@@ -287,10 +298,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     arrays = [as_array(part) for part in parts]
     for array in arrays:
         if not array.shape:
-            raise ValueError(
-                "gather: the values must have a rank of at least 1; give scalars an "
-                "axis first (x[None])"
-            )
+            raise _no_rank()
         axis = require_axes((axis,), array.shape)[0]
     rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
     if len(rests) > 1:

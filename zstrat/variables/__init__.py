@@ -9,6 +9,7 @@ from ._creator import Request as Request
 from ._creator import creator as creator
 from ._device import DeviceHome as DeviceHome
 from ._device import Residence as Residence
+from ._device import aggregated as aggregated
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
@@ -29,6 +30,7 @@ from ._module import unwatch as unwatch
 from ._module import watch as watch
 from ._optimizer import Optimizer as Optimizer
 from ._optimizer import next_id as next_id
+from ._recorder import KeepsCopies as KeepsCopies
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
 from ._rows import Gathering as Gathering

@@ -4,6 +4,12 @@ A step takes value and slots as they are, gives them to XLA to be overwritten, a
 back what came out. Outside of steps the variable is read and updated as any other of
 this process.
 
+Where several devices have a replica each, the value is one array that all of them have;
+or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
+which each device has its row. From outside of the replicas the value of such a variable
+is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
+of all of them.
+
 Law of the file: whoever takes the value holds the lock until he has put back another
 one, or nothing of it was given away.
 """
@@ -21,11 +27,12 @@ from zstrat.errors import DataLossError
 
 from ._local import moved
 from ._slots import named_slots, slots_from
+from ._spec import VariableAggregation
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from jax.sharding import Mesh
+    from jax.sharding import Mesh, Sharding
 
     from zstrat.wire import UpdateOp
 
@@ -39,16 +46,38 @@ class Residence(abc.ABC):
 
     ``mesh`` are the devices of all processes, if values are arrays over them. Steps
     hold the ``lock``; ``steps`` is how many of them have put back new values.
+    ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
+    many variables have begun to have them. ``travels``: values are kept elsewhere than
+    steps run.
     """
 
-    def __init__(self, mesh: Mesh | None = None) -> None:
+    travels: bool = False
+
+    def __init__(self, mesh: Mesh | None = None, copies: int = 1) -> None:
         self.mesh = mesh
+        self.copies = copies
+        self.parted = 0
         self.steps = 0
         self.lock = threading.RLock()
 
     @abc.abstractmethod
     def place(self, array: Any) -> jax.Array:
         """Puts a copy of an array where the values live."""
+
+    @abc.abstractmethod
+    def place_apart(self, copies: Any) -> jax.Array:
+        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
+        each device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """That of values, None if they live on one device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding_apart(self) -> Sharding | None:
+        """That of copies, None if they live on one device."""
 
     @abc.abstractmethod
     def mark(self) -> Hashable:
@@ -59,37 +88,82 @@ class Residence(abc.ABC):
         """Called with the lock held before values are used: they may have to come from
         other processes first."""
 
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
+        prefix of them."""
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """The inverse, of what the step made."""
+        return trees
+
 
 class DeviceHome:
     """One variable on the devices of this process, with the slots of the optimizers
     that moved it."""
 
-    def __init__(self, value: np.ndarray, residence: Residence) -> None:
+    def __init__(
+        self,
+        value: np.ndarray,
+        residence: Residence,
+        on_read: VariableAggregation | None = None,
+    ) -> None:
         self.residence = residence
-        self._value = residence.place(value)
+        self.is_apart = False
+        self._on_read = on_read
         self._slots: dict[int, Any] = {}
+        self._value = residence.place(value)
+        if on_read is not None and residence.copies > 1:
+            self.part()
 
     # ---- for steps, which hold the lock --------------------------------------------
 
     def value(self) -> jax.Array:
-        """The value, where it lives."""
-        return self._value
+        """The value, where steps run."""
+        here = self.residence
+        return here.sent(self._value, self.sharding) if here.travels else self._value
 
     def slots(self, optimizer: Optimizer) -> Any:
         """What the optimizer keeps beside it, made if it is not there yet."""
         if optimizer.id not in self._slots:
             self._slots[optimizer.id] = self._placed(
-                optimizer.transformation.init(np.asarray(self._value))
+                optimizer.transformation.init(self._first())
             )
-        return self._slots[optimizer.id]
+        here, slots = self.residence, self._slots[optimizer.id]
+        return here.sent(slots, here.sharding) if here.travels else slots
+
+    def part(self) -> None:
+        """Keeps one copy for each replica from now on, all equal so far."""
+        with self.residence.lock:
+            self.residence.settle()
+            value = np.asarray(self._value)
+            count = self.residence.copies
+            copies = np.broadcast_to(value, (count, *value.shape))
+            self._value = self.residence.place_apart(copies)
+            self.residence.parted += 1
+            self.is_apart = True
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of the value, None if it lives on one device."""
+        here = self.residence
+        return here.sharding_apart if self.is_apart else here.sharding
+
+    def placed(self, array: Any) -> jax.Array:
+        """A copy of an array of the value's form, where the value lives."""
+        here = self.residence
+        return here.place_apart(array) if self.is_apart else here.place(array)
 
     def take_over(self, value: jax.Array) -> None:
         """The value from now on. It is nobody else's."""
-        self._value = value
+        here = self.residence
+        self._value = here.returned(value) if here.travels else value
 
     def take_over_slots(self, optimizer: Optimizer, slots: Any) -> None:
         """What the optimizer keeps from now on."""
-        self._slots[optimizer.id] = slots
+        here = self.residence
+        self._slots[optimizer.id] = here.returned(slots) if here.travels else slots
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -108,8 +182,24 @@ class DeviceHome:
                     "the next one: restore a checkpoint, or take the values of another "
                     "process",
                 )
-            # Of memory that numpy looks at XLA makes no new value in place.
-            return np.asarray(self._value)
+            return self._seen()
+
+    def copies(self) -> np.ndarray:
+        """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
+        to."""
+        with self.residence.lock:
+            self.residence.settle()
+            value = np.asarray(self._value)
+            if self.is_apart:
+                return value
+            return np.broadcast_to(value, (self.residence.copies, *value.shape))
+
+    def put_copies(self, copies: np.ndarray) -> None:
+        """The copies of the replicas from now on."""
+        with self.residence.lock:
+            if not self.is_apart:
+                self.part()
+            self._value = self.residence.place_apart(copies)
 
     async def read_async(self, variable: Variable) -> np.ndarray:
         return self.read(variable)
@@ -123,10 +213,18 @@ class DeviceHome:
     ) -> None:
         with self.residence.lock:
             before = self.read(variable)  # first: slots may come with the value
-            slots = None if optimizer is None else self.slots(optimizer)
-            value, slots = moved(before, slots, op, operands, optimizer)
-            made = np.asarray(value, variable.spec.numpy_dtype)
-            self._value = self.residence.place(made)
+            kept = None if optimizer is None else self.slots(optimizer)
+            dtype = variable.spec.numpy_dtype
+            if self.is_apart:
+                moves = [
+                    moved(row, kept, op, operands, optimizer) for row in self.copies()
+                ]
+                made = np.stack([np.asarray(value, dtype) for value, _ in moves])
+                slots = moves[0][1]
+            else:
+                value, slots = moved(before, kept, op, operands, optimizer)
+                made = np.asarray(value, dtype)
+            self._value = self.placed(made)
             if optimizer is not None:
                 self._slots[optimizer.id] = self._placed(slots)
 
@@ -157,7 +255,7 @@ class DeviceHome:
         with self.residence.lock:
             self.residence.settle()
             slots = {number: named_slots(tree) for number, tree in self._slots.items()}
-            return np.asarray(self._value), slots
+            return self._seen(), slots
 
     def put(
         self,
@@ -176,11 +274,11 @@ class DeviceHome:
             made = {
                 each.id: None
                 if named is None
-                else self._placed(slots_from(each, self._value, named))
+                else self._placed(slots_from(each, self._first(), named))
                 for each, named in slots.items()
             }
             if value is not None:
-                self._value = self.residence.place(np.asarray(value))
+                self._value = self.placed(self._shared_out(np.asarray(value)))
             for number, tree in made.items():
                 self._slots.pop(number, None)
                 if tree is not None:
@@ -188,3 +286,36 @@ class DeviceHome:
 
     def _placed(self, slots: Any) -> Any:
         return jax.tree.map(lambda leaf: self.residence.place(np.asarray(leaf)), slots)
+
+    def _first(self) -> np.ndarray:
+        """The value, or the first copy."""
+        # Of memory that numpy looks at XLA makes no new value in place.
+        value = np.asarray(self._value)
+        return value[0] if self.is_apart else value
+
+    def _seen(self) -> np.ndarray:
+        """The value from outside of the replicas."""
+        if not self.is_apart or self._on_read is None:
+            return self._first()
+        seen: np.ndarray = aggregated(np.asarray(self._value), self._on_read)
+        return seen
+
+    def _shared_out(self, value: np.ndarray) -> np.ndarray:
+        """Copies that make up the value, or the value."""
+        if not self.is_apart:
+            return value
+        count = self.residence.copies
+        if self._on_read is VariableAggregation.SUM:
+            value = np.asarray(value / count, value.dtype)
+        return np.broadcast_to(value, (count, *value.shape))
+
+
+def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
+    """What copies ``[count, ...]`` are together, in their dtype; NONE: the first."""
+    match aggregation:
+        case VariableAggregation.SUM:
+            return copies.sum(0, dtype=copies.dtype)
+        case VariableAggregation.MEAN:
+            return copies.mean(0).astype(copies.dtype)
+        case _:
+            return copies[0]

@@ -8,7 +8,7 @@ file: the context variable is set by captures alone, and always reset by who set
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import jax
@@ -54,6 +54,20 @@ class Recorder(Protocol):
     def drew(self, leaf: object) -> bool:
         """Whether this very object is (a leaf of) an element that the step drew from an
         iterator. Such arrays are split over the replicas of a worker."""
+        ...
+
+
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """A recorder outside of replicas, which knows all copies of a variable of which
+    each replica has its own."""
+
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies, ``[count, ...]``."""
+        ...
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies from now on."""
         ...
 
 

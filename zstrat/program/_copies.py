@@ -1,0 +1,91 @@
+"""Variables of which each replica has a copy of its own.
+
+They are kept as one array ``[count, ...]`` over the devices, a row on each, in their
+`DeviceHome`. A replica reads and updates its row; who stands outside of the replicas
+has the first row, or what the variable's rule makes of all of them.
+
+Law of the file: a variable begins with equal copies as one array that all replicas
+share, and is kept apart from the moment that one of them updates its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    VariableAggregation,
+    VariableSynchronization,
+)
+
+if TYPE_CHECKING:
+    from zstrat.variables import Recorder, Variable
+
+
+def updates_copies(variable: Variable, count: int) -> bool:
+    """Whether each of this many replicas, when it updates the variable, updates its own
+    copy alone."""
+    home = variable.home
+    if not isinstance(home, DeviceHome) or not home.residence.copies == count > 1:
+        return False
+    return is_on_read(variable) or variable.aggregation is VariableAggregation.NONE
+
+
+def has_copies(variable: Variable, count: int) -> bool:
+    """Whether each of this many replicas has its own now."""
+    home = variable.home
+    if not isinstance(home, DeviceHome) or not home.is_apart:
+        return False
+    if home.residence.copies != count:
+        raise ValueError(
+            f"{variable.spec} has one value for each of {home.residence.copies} "
+            f"replicas, and is used by a strategy of {count}: use the strategy that it "
+            "was created with"
+        )
+    return True
+
+
+def is_apart(variable: Variable) -> bool:
+    """Whether each replica has its own now."""
+    home = variable.home
+    return isinstance(home, DeviceHome) and home.is_apart
+
+
+def spread(variable: Variable, value: jax.Array) -> jax.Array:
+    """The copies, ``[count, ...]``, of these or of a value that all of them share."""
+    if value.ndim > len(variable.shape):
+        return value
+    home = variable.home
+    assert isinstance(home, DeviceHome)
+    return jnp.broadcast_to(value, (home.residence.copies, *value.shape))
+
+
+def is_on_read(variable: Variable) -> bool:
+    """Whether its copies are brought together when it is read."""
+    return variable.synchronization is VariableSynchronization.ON_READ
+
+
+def apart_from_now(variable: Variable) -> None:
+    """Keeps a copy for each replica, all equal so far."""
+    home = variable.home
+    assert isinstance(home, DeviceHome)
+    if not home.is_apart:
+        # In a trace, too: what happens to the value is no part of the program.
+        with jax.ensure_compile_time_eval():
+            home.part()
+
+
+def copies_of(recording: Recorder, variable: Variable) -> Any:
+    """All copies, ``[count, ...]``, as the step sees them."""
+    assert isinstance(recording, KeepsCopies), recording
+    return recording.copies(variable)
+
+
+def keep_copies(recording: Recorder, variable: Variable, copies: Any) -> None:
+    """The copies from now on."""
+    assert isinstance(recording, KeepsCopies), recording
+    recording.put_copies(variable, copies)

@@ -1,0 +1,179 @@
+"""What the replicas of one program are given: each its part, or all the same.
+
+Of the arguments of ``run`` a value per replica is split, and so are the rows of what
+was drawn from an iterator in this step; other arrays are shared. What is no array is no
+input of a program: it stays the Python value that it is.
+
+Law of the file: nothing is computed here but the joining of parts that lie in arrays of
+their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program._replicas import Spread
+from zstrat.variables import recorder
+
+from ._per_replica import DistributedValues, Mirrored, is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NUMBERS: Final = (int, float, complex)
+"""Python's; booleans are integers."""
+
+
+class UnevenParts(ValueError):
+    """The replicas' parts of an argument cannot be one array."""
+
+
+class Plain:
+    """A Python number that stays one in a step, of which each value is traced."""
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: complex) -> None:
+        self.value = value
+        self._key = type(value), repr(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def unwrapped(tree: Any) -> Any:
+    """The pytree with the numbers themselves."""
+    return jax.tree.map(_value, tree)
+
+
+class Arguments:
+    """Arguments of ``run``, sorted into what is split, shared and not an array.
+
+    Raises:
+        UnevenParts: Parts of one argument differ in shape, dtype or structure.
+        ValueError: There is not one part for each replica, or drawn rows do not split
+            evenly.
+    """
+
+    def __init__(self, tree: Any, replicas: int) -> None:
+        self.shared: list[Any] = []
+        self.split: list[Spread] = []
+        self._plan: list[tuple[str, Any]] = []
+        self._replicas = replicas
+        tree = jax.tree.map(self._expand, tree, is_leaf=is_distributed)
+        leaves, self._treedef = jax.tree.flatten(tree)
+        for leaf in leaves:
+            self._sort(leaf)
+
+    def of_replica(self, shared: Sequence[Any], own: Sequence[Any]) -> Any:
+        """The arguments, made of one replica's arrays."""
+        sources = {"shared": iter(shared), "split": iter(own)}
+        leaves = [
+            leaf if kind == "whole" else next(sources[kind])
+            for kind, leaf in self._plan
+        ]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+    def _expand(self, node: Any) -> Any:
+        """A value per replica as a pytree of parts."""
+        if not isinstance(node, DistributedValues):
+            return node
+        if node.replicas != self._replicas:
+            raise ValueError(
+                f"a PerReplica argument of strategy.run has {node.replicas} values; "
+                f"expected one for each of the {self._replicas} replicas"
+            )
+        if node.whole is not None:
+            return Spread(node.whole, node.is_stacked)
+        first, *others = node.values
+        if isinstance(node, Mirrored) and all(other is first for other in others):
+            return first
+        structures = {jax.tree.structure(value) for value in node.values}
+        if len(structures) > 1:
+            raise UnevenParts(
+                "the parts of a PerReplica argument of strategy.run must have one "
+                f"structure, because all replicas run one program; got {structures}"
+            )
+        return jax.tree.map(lambda *parts: _Parts(parts), *node.values)
+
+    def _sort(self, leaf: Any) -> None:
+        if isinstance(leaf, _Parts):
+            leaf = _joined(leaf.parts)
+        if isinstance(leaf, Spread):
+            self._plan.append(("split", None))
+            self.split.append(leaf)
+        elif _is_batch(leaf):
+            self._plan.append(("split", None))
+            self.split.append(_rows(leaf, self._replicas))
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            self._plan.append(("shared", None))
+            self.shared.append(leaf)
+        else:
+            self._plan.append(("whole", _value(leaf)))
+
+
+class _Parts:
+    """One leaf per replica; opaque to pytrees."""
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.value if isinstance(leaf, Plain) else leaf
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """One array of those of the replicas, or what is the same for all of them."""
+    first, *others = values = [_value(part) for part in parts]
+    if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
+        other is first or (type(other) is type(first) and other == first)
+        for other in others
+    ):
+        return first
+    if not all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in values):
+        numbers = all(isinstance(value, NUMBERS) for value in values)
+        if not numbers:
+            raise UnevenParts(
+                "the parts of a PerReplica argument of strategy.run are neither arrays "
+                f"nor equal: {values!r:.200}"
+            )
+    arrays = [jnp.asarray(value) for value in values]
+    kinds = {(array.shape, array.dtype.name) for array in arrays}
+    if len(kinds) > 1:
+        raise UnevenParts(
+            "the parts of a PerReplica argument of strategy.run must have one shape "
+            f"and dtype, because all replicas run one program; got {sorted(kinds)}"
+        )
+    if arrays[0].ndim == 0:
+        return Spread(jnp.stack(arrays), stacked=True)
+    return Spread(jnp.concatenate(arrays))
+
+
+def _is_batch(leaf: Any) -> bool:
+    """Whether the array was drawn from an iterator, so that its rows are split."""
+    if not isinstance(leaf, jax.Array) or leaf.ndim == 0:
+        return False
+    recording = recorder.get()
+    return recording is not None and recording.drew(leaf)
+
+
+def _rows(array: Any, replicas: int) -> Spread:
+    rows = array.shape[0]
+    if rows % replicas:
+        raise ValueError(
+            f"a batch of {rows} elements does not split evenly over the {replicas} "
+            f"replicas of a worker: use a batch size that {replicas} divides, and "
+            "batch(..., drop_remainder=True) so that the last one does too"
+        )
+    return Spread(array)

@@ -1,0 +1,109 @@
+"""Variables on one device of this process, replicas on several."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from ._devices import device_named, local_devices
+from ._local_extended import LocalExtended
+from ._local_run import LocalMesh
+from ._mirrored import MirroredVariables
+from ._strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import jax
+
+    from zstrat.program._collective import Team
+    from zstrat.variables import Creator
+
+
+@final
+class CentralStorageStrategy(Strategy):
+    """Synchronous training on several devices that share one copy of the variables.
+
+    Variables are on the only device if there is one, and else on the CPU of the host. A
+    step brings them to the replicas and their next values back.
+
+    Args:
+        compute_devices: Those of the replicas, by TF's names or as devices of jax. Left
+            out: all accelerators of this process, or its CPU.
+        parameter_device: That of the variables; given together with
+            ``compute_devices``.
+
+    Raises:
+        ValueError: One of the two is given alone, a device is not there, or named
+            twice.
+    """
+
+    def __init__(
+        self,
+        compute_devices: Sequence[str | jax.Device] | None = None,
+        parameter_device: str | jax.Device | None = None,
+    ) -> None:
+        replicas = _computing(compute_devices)
+        if parameter_device is not None:
+            store = device_named(parameter_device)
+        elif len(replicas) == 1:
+            store = replicas[0]
+        else:
+            store = _host()
+        self._mesh = LocalMesh(self, replicas)
+        self._variables = MirroredVariables(
+            self._mesh.devices, self._mesh.team, store=store
+        )
+        self._extended = LocalExtended(self, replicas, [store], self._variables)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One for each compute device."""
+        return self._mesh.replicas
+
+    @property
+    def extended(self) -> LocalExtended:
+        return self._extended
+
+    def _creator(self) -> Creator:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._mesh.devices
+
+    def _team(self) -> Team:
+        return self._mesh.team
+
+    def _run_replicas(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._mesh.run(fn, args, kwargs)
+
+    def __repr__(self) -> str:
+        workers = ", ".join(self._extended.worker_devices)
+        store = self._extended.parameter_devices[0]
+        return f"<zstrat.CentralStorageStrategy: {workers}; variables on {store}>"
+
+
+def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
+    if devices is None:
+        there = local_devices()
+        kind = there[0].platform
+        return [x for x in there if x.platform == kind][: 1 if kind == "cpu" else None]
+    if isinstance(devices, str) or not devices:
+        raise ValueError(
+            f"compute_devices {devices!r}: expected a list of one device or more, as "
+            "['GPU:0', 'GPU:1']"
+        )
+    found = [device_named(device) for device in devices]
+    if len(set(found)) < len(found):
+        raise ValueError(
+            f"duplicates in compute_devices {devices!r}: each replica has a device of "
+            "its own"
+        )
+    return found
+
+
+def _host() -> jax.Device:
+    """The CPU of this process, or its first device where jax has none."""
+    there = local_devices()
+    return next((x for x in there if x.platform == "cpu"), there[0])

@@ -1,0 +1,100 @@
+"""Devices by TF's names: which one is meant, and how each is called.
+
+A name may be short (``GPU:0``, ``/gpu:0``, ``/device:CPU:1``) or full
+(``/job:localhost/replica:0/task:0/device:CPU:0``). Numbers count the devices of a kind
+in this process.
+
+Law of the file: decides by what it is given; who asks jax for its devices is said by
+`local_devices`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import TYPE_CHECKING, Final
+
+import jax
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SHORT: Final = re.compile(
+    r"(?:/job:(?P<job>\w+))?(?:/replica:(?P<replica>\d+))?(?:/task:(?P<task>\d+))?"
+    r"/?(?:device:)?(?P<kind>[a-z_]+):(?P<number>\d+|\*)",
+    re.IGNORECASE,
+)
+_LOCAL: Final = ("localhost", "worker", "chief")
+"""Jobs whose task 0 may be this process."""
+
+
+def device_named(
+    name: str | jax.Device, devices: Sequence[jax.Device] | None = None
+) -> jax.Device:
+    """The device that is meant.
+
+    Args:
+        name: TF's name, or a device, which is taken as it is.
+        devices: Those that there are; left out: all of this process.
+
+    Raises:
+        ValueError: It is no name of a device, or there is no such device; says which
+            ones there are.
+    """
+    if isinstance(name, jax.Device):
+        return name
+    found = _SHORT.fullmatch(name) if isinstance(name, str) else None
+    there = local_devices() if devices is None else devices
+    if found is None:
+        raise ValueError(
+            f"{name!r} is no name of a device: expected one like 'GPU:0', "
+            f"'/device:CPU:1' or {task_names(there)[0]!r}, or a jax.Device"
+        )
+    if (found["job"] or "localhost").lower() not in _LOCAL or int(found["task"] or 0):
+        raise ValueError(
+            f"{name!r} is a device of another process; the devices of this one are "
+            f"{', '.join(task_names(there))}"
+        )
+    kind = found["kind"].lower()
+    of_kind = [device for device in there if _kind(device) == kind]
+    number = 0 if found["number"] == "*" else int(found["number"])
+    if number >= len(of_kind):
+        raise ValueError(
+            f"there is no device {name!r} in this process; there are "
+            f"{', '.join(task_names(there))}. Virtual devices of the CPU are made with "
+            "JAX_NUM_CPU_DEVICES=8, before jax is used"
+        )
+    return of_kind[number]
+
+
+def local_devices() -> list[jax.Device]:
+    """All devices of this process that jax knows: of its platform, and the CPUs."""
+    found = list(jax.local_devices())
+    if found and found[0].platform != "cpu":
+        with contextlib.suppress(RuntimeError):  # jax was told to leave the CPU alone
+            found += jax.local_devices(backend="cpu")
+    return found
+
+
+def short_name(device: jax.Device) -> str:
+    """``/device:GPU:0``: its number among those of its kind in this process."""
+    same = [d for d in local_devices() if _kind(d) == _kind(device)]
+    number = same.index(device) if device in same else device.id
+    return f"/device:{_kind(device).upper()}:{number}"
+
+
+def task_name(device: jax.Device, task: str = "/job:localhost") -> str:
+    """The full name of a device of a task, of this process alone as it is."""
+    where = task if "/task:" in task else f"{task}/replica:0/task:0"
+    return f"{where}{short_name(device)}"
+
+
+def task_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
+    """The full names of devices of this process."""
+    return tuple(task_name(device) for device in devices)
+
+
+def _kind(device: jax.Device) -> str:
+    # jax calls the platform of AMD's and Nvidia's by their makers.
+    kind = str(device.platform).lower()
+    return "gpu" if kind in ("cuda", "rocm") else kind

@@ -1,0 +1,189 @@
+"""The replicas of one process on its devices: how ``run`` runs, and how values lie.
+
+A replica function runs in one of two ways, with the same results.
+
+- *As one program* for all replicas, compiled. In a step it is a part of the step;
+  elsewhere a step of its own is made of it, which does nothing but run it, and kept.
+- *In turns* (`_turns`), replica by replica, if it is no pure function of arrays: if it
+  calls ``merge_call``; if Python looks at a value in it (a branch, ``int``, ``numpy``);
+  if it creates variables; if replicas are given, or return, what cannot be one array;
+  if it is a ``zs.function(eager=True)``.
+
+Law of the file: which way it is, is found out by tracing, never by running twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from zstrat.program._collective import AXIS, Team
+from zstrat.variables import is_staging, recorder
+
+from ._arguments import NUMBERS, Plain, unwrapped
+from ._context import ReplicaContext
+from ._kept_steps import KeptSteps
+from ._one_program import as_one_program
+from ._per_replica import (
+    DistributedValues,
+    PerReplica,
+    is_distributed,
+    select_replica,
+)
+from ._regroup import regroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._strategy import Strategy
+
+# jax's stubs leave it untyped.
+_spec: Final[Any] = PartitionSpec
+
+
+class LocalMesh:
+    """The devices of this process that the replicas of one strategy run on.
+
+    Args:
+        strategy: Whose replicas they are.
+        devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
+            them, of which each replica has several.
+        axes: Names of the axes behind the first one.
+    """
+
+    def __init__(
+        self, strategy: Strategy, devices: Any, axes: Sequence[str] = ()
+    ) -> None:
+        grid = np.array(devices, dtype=object)
+        self.mesh = Mesh(grid, (AXIS, *axes))
+        self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
+        self.team = Team(len(grid))
+        self._strategy = strategy
+        self._rows: Any = SingleDeviceSharding(self.devices[0])
+        if grid.size > 1:
+            made: Any = NamedSharding  # untyped
+            self._rows = made(self.mesh, _spec(AXIS))
+        self._kept = KeptSteps(self._as_step)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    # ---- how values lie ------------------------------------------------------------
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        """One pytree of those of all replicas, on their devices.
+
+        Args:
+            parts: One pytree of arrays for each replica.
+
+        Returns:
+            A pytree of `PerReplica`: of one array over the devices where the parts have
+            one shape and dtype, else of the parts as they are. With one replica its own
+            pytree, on its device.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, parts[0])
+        return regroup(parts, self._placed, always_wrap=True)
+
+    def place_batch(self, batch: Any) -> Any:
+        """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
+        dealt out in order: replica i gets those from ``i * n`` on.
+
+        Raises:
+            ValueError: The rows of an array do not split evenly.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, batch)
+        return jax.tree.map(
+            lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
+        )
+
+    def _put(self, array: Any) -> jax.Array:
+        # A copy: whoever made the array may fill it again.
+        placed: jax.Array = jax.device_put(array, self._rows, may_alias=False)
+        return placed
+
+    def _placed(self, parts: Sequence[Any]) -> PerReplica:
+        arrays = [
+            part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
+        ]
+        kinds = {(array.shape, array.dtype) for array in arrays}
+        if len(kinds) > 1 or arrays[0].dtype.kind in "OSUmM":
+            return PerReplica(parts)
+        stacked = arrays[0].ndim == 0
+        if stacked:
+            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
+            return PerReplica.of_whole(whole, self.replicas, stacked=True)
+        if self.mesh.size > self.replicas:
+            joined = self._put(np.concatenate(arrays))
+            return PerReplica.of_whole(joined, self.replicas)
+        there = jax.device_put(arrays, list(self.devices), may_alias=False)
+        return PerReplica.of_whole(self._joined(there), self.replicas)
+
+    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """One array of those that are on the devices, which it keeps."""
+        rows, *rest = arrays[0].shape
+        shape = (rows * self.replicas, *rest)
+        return jax.make_array_from_single_device_arrays(shape, self._rows, list(arrays))
+
+    # ---- how functions run ---------------------------------------------------------
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the replicas return, brought together; called in the strategy's scope.
+
+        Raises:
+            Exception: Whatever ``fn`` raises.
+        """
+        if recorder.get() is not None or is_staging():
+            return self._traced(fn, args, kwargs)
+        kept = self._kept.of(fn)
+        given = self._given((tuple(args), dict(kwargs)))
+        args, kwargs = given
+        return kept.step(*args, **kwargs)
+
+    def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            return self._traced(fn, args, kwargs)
+
+        return step
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if self.replicas == 1:
+            args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
+            with ReplicaContext(self._strategy, 0):
+                return fn(*args, **kwargs)
+        return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
+
+    def _given(self, tree: Any) -> Any:
+        """The arguments of a step of its own: values per replica on their devices, and
+        Python numbers as what they are."""
+        return jax.tree.map(self._given_leaf, tree, is_leaf=is_distributed)
+
+    def _given_leaf(self, leaf: Any) -> Any:
+        if type(leaf) in NUMBERS:
+            return Plain(leaf)
+        if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
+            return leaf
+        return regroup(leaf.values, self._given_parts, always_wrap=True)
+
+    def _given_parts(self, parts: Sequence[Any]) -> Any:
+        numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
+        if len(numbers) == len(parts) and len(set(numbers)) == 1:
+            return numbers[0]
+        return self._placed(parts)

@@ -1,0 +1,100 @@
+"""Synchronous training on the devices of one process, each with a copy of all
+variables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from ._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
+from ._devices import device_named, local_devices
+from ._local_extended import LocalExtended
+from ._local_run import LocalMesh
+from ._mirrored import MirroredVariables
+from ._strategy import Strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import jax
+
+    from zstrat.program._collective import Team
+    from zstrat.variables import Creator
+
+
+@final
+class MirroredStrategy(Strategy):
+    """Synchronous training on several devices of one process.
+
+    Each device has a replica, and a copy of every variable; gradients are summed over
+    the replicas, and each copy gets the same update.
+
+    Args:
+        devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
+            out: all of this process, accelerators if there are any.
+        cross_device_ops: What brings values together outside of steps
+            (``extended.reduce_to``); in steps it is XLA.
+
+    Raises:
+        ValueError: There is no such device, one is named twice, or none at all.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str | jax.Device] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+    ) -> None:
+        found = _chosen(devices)
+        self._mesh = LocalMesh(self, found)
+        self._variables = MirroredVariables(found, self._mesh.team)
+        ops = cross_device_ops or _usual(found)
+        self._extended = LocalExtended(self, found, found, self._variables, ops)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """One for each device."""
+        return self._mesh.replicas
+
+    @property
+    def extended(self) -> LocalExtended:
+        return self._extended
+
+    def _creator(self) -> Creator:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._mesh.devices
+
+    def _team(self) -> Team:
+        return self._mesh.team
+
+    def _run_replicas(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._mesh.run(fn, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<zstrat.MirroredStrategy: {', '.join(self._extended.worker_devices)}>"
+
+
+def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
+    if devices is None:
+        there = local_devices()
+        return [device for device in there if device.platform == there[0].platform]
+    if isinstance(devices, str) or not devices:
+        raise ValueError(
+            f"devices {devices!r}: expected a list of one device or more, as "
+            "['GPU:0', 'GPU:1']; without it all devices are used"
+        )
+    found = [device_named(device) for device in devices]
+    if len(set(found)) < len(found):
+        raise ValueError(
+            f"duplicates in devices {devices!r}: each replica has a device of its own"
+        )
+    return found
+
+
+def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
+    """What TF takes: an all-reduce on GPUs, one device elsewhere."""
+    if any(device.platform == "cpu" for device in devices):
+        return ReductionToOneDevice()
+    return NcclAllReduce()

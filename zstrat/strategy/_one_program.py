@@ -1,0 +1,82 @@
+"""A replica function as one program for all replicas of this process.
+
+It is traced once, with a traced number of the replica, and mapped over the devices
+(`zstrat.program._replicas`). What a replica makes stays on its device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zstrat.program import _replicas
+from zstrat.variables import IndexedSlices
+
+from ._arguments import Arguments
+from ._context import ReplicaContext
+from ._per_replica import PerReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.program._collective import Team
+
+    from ._strategy import Strategy
+
+
+def as_one_program(
+    strategy: Strategy,
+    team: Team,
+    mesh: Mesh | None,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What the replicas return: each array as a `PerReplica`, all else as it is.
+
+    Args:
+        mesh: The replicas' devices; None: one device computes all of them.
+
+    Raises:
+        UnevenParts: Replicas are given arrays of different shapes.
+        Exception: Whatever ``fn`` raises while it is traced.
+    """
+    sorted_out = Arguments((tuple(args), dict(kwargs)), team.local)
+
+    def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
+        own_args, own_kwargs = sorted_out.of_replica(shared, own)
+        with ReplicaContext(strategy, team.replica_id()):
+            return fn(*own_args, **own_kwargs)
+
+    result = _replicas.replicate(
+        replica, sorted_out.shared, sorted_out.split, team=team, mesh=mesh
+    )
+    count = team.local
+    return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=_is_slices)
+
+
+def _is_slices(node: object) -> bool:
+    return isinstance(node, IndexedSlices)
+
+
+def _per_replica(node: Any, count: int) -> Any:
+    """An array or an IndexedSlices as one value per replica, all else as it is."""
+    if isinstance(node, _replicas.Spread):
+        return PerReplica.of_whole(node.array, count, stacked=node.stacked)
+    if not any(isinstance(leaf, _replicas.Spread) for leaf in jax.tree.leaves(node)):
+        return node
+    return PerReplica([_of_replica(i, node, count) for i in range(count)])
+
+
+def _of_replica(replica: int, node: Any, count: int) -> Any:
+    return jax.tree.map(
+        lambda leaf: (
+            _per_replica(leaf, count).values[replica]
+            if isinstance(leaf, _replicas.Spread)
+            else leaf
+        ),
+        node,
+    )

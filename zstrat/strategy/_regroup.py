@@ -1,0 +1,144 @@
+"""What the replicas returned, as one value: TF's rules.
+
+Lists, tuples, mappings and pytrees of other classes are merged member by member. What
+is the same object on all replicas is that object; everything else becomes a value per
+replica. `zstrat.strategy._per_replica.select_replica` is the inverse.
+
+Law of the file: nothing is copied. Arrays of equal shapes, each on the device of its
+replica, become one array over the devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zstrat.variables import IndexedSlices
+
+from ._per_replica import DistributedValues, Mirrored, PerReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    Wrap = Callable[[Sequence[Any]], DistributedValues]
+
+
+def regroup(
+    values: Sequence[Any], wrap: Wrap = PerReplica, *, always_wrap: bool = False
+) -> Any:
+    """One value of those of all replicas, in replica order.
+
+    Args:
+        wrap: Makes the value per replica.
+        always_wrap: Also of what is the same object everywhere.
+
+    Raises:
+        ValueError: The replicas' values have different structures.
+    """
+    first = values[0]
+    members = _members(first)
+    if members is not None:
+        columns = zip(*[_members_like(first, value) for value in values], strict=True)
+        merged = [regroup(column, wrap, always_wrap=always_wrap) for column in columns]
+        return _rebuilt(first, merged)
+    if not always_wrap and all(value is first for value in values[1:]):
+        return first
+    return wrap(values)
+
+
+def assert_mirrored(tree: Any) -> Any:
+    """The pytree, if no value in it differs between replicas.
+
+    Raises:
+        TypeError: One does.
+    """
+    for node in jax.tree.leaves(tree, is_leaf=_is_distributed):
+        if isinstance(node, DistributedValues) and not isinstance(node, Mirrored):
+            raise TypeError(
+                f"Expecting a mirrored value, the same on all replicas, got {node!r}"
+            )
+    return tree
+
+
+def select_replica_mirrored(replica: int, tree: Any) -> Any:
+    """The pytree as that replica sees it; values may not differ between replicas.
+
+    Raises:
+        TypeError: One does.
+    """
+    assert_mirrored(tree)
+    return jax.tree.map(
+        lambda node: (
+            node.values[replica] if isinstance(node, DistributedValues) else node
+        ),
+        tree,
+        is_leaf=_is_distributed,
+    )
+
+
+def _is_distributed(node: object) -> bool:
+    return isinstance(node, DistributedValues)
+
+
+def _members(value: Any) -> list[Any] | None:
+    """The members of a container, None for what is none."""
+    match value:
+        case IndexedSlices() | DistributedValues():
+            return None
+        case list() | tuple():
+            return list(value)
+        case Mapping():
+            return list(value.values())
+    if _is_plain_dataclass(value):
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return None
+
+
+def _members_like(first: Any, value: Any) -> list[Any]:
+    """The members, in the order of those of another replica's container."""
+    members = _members(value) if type(value) is type(first) else None
+    if members is not None and _keys(value) == _keys(first):
+        if isinstance(first, Mapping):
+            return [value[key] for key in first]
+        return members
+    raise ValueError(
+        f"the replicas returned values of different structures: replica 0 "
+        f"{_described(first)}, and another one {_described(value)}"
+    )
+
+
+def _keys(value: Any) -> Any:
+    """What must be equal for two containers to be merged."""
+    return set(value) if isinstance(value, Mapping) else len(_members(value) or ())
+
+
+def _rebuilt(like: Any, members: list[Any]) -> Any:
+    match like:
+        case list():
+            return members
+        case tuple():
+            is_named = isinstance(getattr(like, "_fields", None), tuple)
+            return type(like)(*members) if is_named else tuple(members)
+        case Mapping():
+            made: Any = type(like)
+            return made(zip(like, members, strict=True))
+    names = [field.name for field in dataclasses.fields(like)]
+    return dataclasses.replace(like, **dict(zip(names, members, strict=True)))
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    """One that jax knows as a pytree, and whose fields are its arguments."""
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and not jax.tree_util.all_leaves([value])
+        and all(field.init for field in dataclasses.fields(value))
+    )
+
+
+def _described(value: Any) -> str:
+    keys = _keys(value) if _members(value) is not None else ""
+    return f"{type(value).__name__} {keys}".strip()
