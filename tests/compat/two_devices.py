@@ -124,9 +124,7 @@ def test_towers_know_themselves(distribution):
 
     with distribution.scope():
         assert distribution.call_for_each_tower(fn) == "merged"
-        assert (
-            distribution.call_for_each_tower(fn, run_concurrently=False) == "merged"
-        )
+        assert distribution.call_for_each_tower(fn, run_concurrently=False) == "merged"
 
 
 def test_different_numbers_of_merge_calls_are_refused(distribution):
@@ -237,9 +235,7 @@ def test_assignments_in_towers_follow_the_aggregation(distribution):
 
 
 def test_a_dataset_is_dealt_out(distribution):
-    dataset = distribution.distribute_dataset(
-        lambda: zs.data.Dataset.range(7).batch(1)
-    )
+    dataset = distribution.distribute_dataset(lambda: zs.data.Dataset.range(7).batch(1))
     with distribution.scope():
         iterator = dataset.make_one_shot_iterator()
         found = []

@@ -147,7 +147,9 @@ async def test_who_waits_for_variables_of_a_session_that_ended_is_told(rig):
 async def test_only_workers_join(rig):
     rig.open()
     for role in (Job.CHIEF, Job.EVALUATOR, Job.OBSERVER):
-        with pytest.raises(PermissionDeniedError, match="takes JoinSession from worker"):
+        with pytest.raises(
+            PermissionDeniedError, match="takes JoinSession from worker"
+        ):
             rig.join(peer=Peer(role))
 
 

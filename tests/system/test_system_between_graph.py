@@ -89,7 +89,9 @@ def test_steps_of_both_programs_count(spec):
         def train(strategy, v):
             @zs.function
             def step():
-                return strategy.run(lambda: v.assign_add(np.ones(3, np.float32)).value())
+                return strategy.run(
+                    lambda: v.assign_add(np.ones(3, np.float32)).value()
+                )
 
             for _ in range(20):
                 step()
@@ -193,7 +195,6 @@ strategy.close()
 
 
 def test_programs_in_processes_of_their_own(spec):
-
 
     def start(index):
         config = {"cluster": spec, "task": {"type": "worker", "index": index}}

@@ -59,9 +59,7 @@ class BetweenGraphExtended(StrategyExtended):
         is_chief: bool,
     ) -> None:
         super().__init__(strategy)
-        self._devices = tuple(
-            f"{task}{short_name(device)}" for device in devices
-        )
+        self._devices = tuple(f"{task}{short_name(device)}" for device in devices)
         self._ps_count = ps_count
         self._variables = variables
         self._is_chief = is_chief
