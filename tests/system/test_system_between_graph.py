@@ -215,6 +215,5 @@ def test_programs_in_processes_of_their_own(spec):
             assert each.returncode == 0
     finally:
         for each in programs:
-            if each.poll() is None:
-                each.kill()
-            each.wait()
+            each.kill()
+            each.communicate()

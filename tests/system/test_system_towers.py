@@ -85,9 +85,8 @@ def test_programs_of_several_towers_train_the_same_variables(spec):
             assert each.returncode == 0
     finally:
         for each in programs:
-            if each.poll() is None:
-                each.kill()
-            each.wait()
+            each.kill()
+            each.communicate()
 
 
 def test_a_strategy_joins_a_cluster_once(spec):

@@ -31,3 +31,4 @@ from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
 from ._strategy import Strategy as Strategy
 from ._values import ValueContext as ValueContext
+from ._turns import NeedsTurns as NeedsTurns

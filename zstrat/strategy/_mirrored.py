@@ -196,7 +196,8 @@ class _Devices(Residence):
 
     @property
     def sharding_apart(self) -> Sharding | None:
-        return self._apart
+        apart: Sharding | None = self._apart
+        return apart
 
     def place(self, array: Any) -> jax.Array:
         return self._placed(array, self._where)
