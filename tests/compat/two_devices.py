@@ -259,7 +259,8 @@ def test_steps_on_a_dataset(distribution):
         def step_fn(context, x, y):
             def tower_fn(x, y):
                 context.set_last_step_output("loss", x + y, aggregation=MEAN)
-                context.set_non_tensor_output("kind", "tower")
+                number = zs.get_tower_context().tower_id
+                context.set_non_tensor_output("kind", f"tower {number}")
                 seen.assign_add(x.sum())
 
             distribution.call_for_each_tower(tower_fn, x, y, run_concurrently=False)
@@ -278,7 +279,7 @@ def test_steps_on_a_dataset(distribution):
         assert plain(outputs["loss"]) == [55.0, 66.0]
         assert plain(distribution.unwrap(outputs["x"])) == [[4, 5], [6, 7]]
         assert plain(outputs["sum"]) == [10, 12]
-        assert context.non_tensor_outputs == {"kind": ["tower", "tower"]}
+        assert context.non_tensor_outputs == {"kind": ["tower 0", "tower 1"]}
         assert context.run_op is None
         assert seen.numpy() == 28.0
 

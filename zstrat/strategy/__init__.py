@@ -29,6 +29,7 @@ from ._per_replica import DistributedValues as DistributedValues
 from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
+from ._regroup import regroup as regroup
 from ._strategy import Strategy as Strategy
-from ._values import ValueContext as ValueContext
 from ._turns import NeedsTurns as NeedsTurns
+from ._values import ValueContext as ValueContext

@@ -116,7 +116,10 @@ class MirroredVariables:
             PeerLostError, CollectiveTimeoutError: Another process did not take part.
         """
         for request in requests:
-            if request.synchronization is VariableSynchronization.NONE:
+            if (
+                request.synchronization is VariableSynchronization.NONE
+                and not self.residence.travels
+            ):
                 raise ValueError(
                     f"variable {request.name!r}: `NONE` variable synchronization mode "
                     "is not supported with mirrored variables: leave it out (AUTO)"
@@ -137,7 +140,10 @@ class MirroredVariables:
         return next_id()
 
     def _made(self, request: Request, value: np.ndarray) -> Variable:
-        is_on_read = request.synchronization is VariableSynchronization.ON_READ
+        is_on_read = (
+            request.synchronization is VariableSynchronization.ON_READ
+            and not self.residence.travels
+        )
         home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
         if not is_on_read:
@@ -227,7 +233,8 @@ class _Store(Residence):
     travels = True
 
     def __init__(self, device: jax.Device, steps: Residence) -> None:
-        super().__init__(None, steps.copies)
+        # One copy: what replicas do to a variable is always brought together.
+        super().__init__(None, 1)
         self._device = device
         self._steps = steps
 

@@ -46,7 +46,7 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
                 device
                 for part in destination.components
                 if isinstance(part.home, DeviceHome)
-                for device in _of_array(part.home.value())
+                for device in _of_sharding(part.home.kept)
             )
         case jax.Array() | np.ndarray() | IndexedSlices():
             return _once(_of_array(destination))
@@ -93,7 +93,13 @@ def _on(leaf: Any, device: jax.Device) -> Any:
 def _of_array(value: Any) -> Iterable[jax.Device]:
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return ()
-    return sorted(value.devices(), key=lambda device: device.id)
+    return _of_sharding(value.sharding)
+
+
+def _of_sharding(sharding: jax.sharding.Sharding) -> Iterable[jax.Device]:
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
 
 
 def _named(name: str) -> tuple[jax.Device, ...]:
