@@ -60,6 +60,7 @@ DOORS = {
     "psutil": "zstrat.launch",
     "safetensors": "zstrat.checkpoint",
     "xxhash": "zstrat.checkpoint",
+    "grain": "zstrat.data",
     "orbax": "zstrat.saving",
     "tensorboardX": "zstrat.saving",
     "kubernetes": "zstrat.cluster._kubernetes",

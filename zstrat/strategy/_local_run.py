@@ -43,6 +43,7 @@ from ._turns import NeedsTurns
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from ._shares import Share
     from ._strategy import Strategy
 
 _log: Final = logging.getLogger(__name__)
@@ -108,6 +109,12 @@ class LocalMesh:
         return jax.tree.map(
             lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
         )
+
+    def place_share(self, share: Share) -> Any:
+        """What the replicas draw in one step, on their devices; as a whole if it splits
+        evenly."""
+        whole = share.whole
+        return self.place(share.parts) if whole is None else self.place_batch(whole)
 
     def _put(self, array: Any) -> jax.Array:
         # A copy: whoever made the array may fill it again.
