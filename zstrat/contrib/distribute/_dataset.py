@@ -48,14 +48,6 @@ class PerDeviceDataset:
 class PerDeviceIterator(StepIterator):
     """What a step draws from: one element for each tower."""
 
-    def get_next(self) -> Any:
-        """The next element.
-
-        Raises:
-            OutOfRangeError: There is none.
-        """
-        return next(self)
-
     def initialize(self) -> list[Any]:
         """Nothing: an iterator is ready when it is made."""
         return []
