@@ -1,0 +1,28 @@
+"""The other face of strategies, in a process with two devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+CHECK = """
+import sys, jax, pytest
+assert jax.local_device_count() == 2
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_values_and_updates_on_devices_of_their_own():
+    tests = HERE / "extended_devices.py"
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
