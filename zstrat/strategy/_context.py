@@ -21,7 +21,7 @@ from ._frames import refuse_mixing as refuse_mixing
 from ._frames import refuse_replica_context as refuse_replica_context
 from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
-from ._meetings import gathering, merging, reducing
+from ._meetings import gathering, merging, own, reducing
 from ._turns import NeedsTurns, turn
 from ._values import reduction, require_gatherable
 
@@ -126,7 +126,7 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
-            return mine.meet(reducing(self._strategy._team(), op, value))
+            return own(mine.meet(reducing(self._strategy._team(), op, value)))
         return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
@@ -147,7 +147,7 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
-            return mine.meet(gathering(self._strategy._team(), value, axis))
+            return own(mine.meet(gathering(self._strategy._team(), value, axis)))
         return self._strategy._team().all_gather(value, axis)
 
     def merge_call(

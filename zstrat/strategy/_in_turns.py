@@ -101,7 +101,10 @@ class _Own:
 
     def read(self, variable: Variable) -> jax.Array:
         if not has_copies(variable, self._team.local):
-            return self._outer.read(variable)
+            value = self._outer.read(variable)
+            # Another object than what the other replicas read: results are merged by
+            # identity.
+            return value if self.live else jnp.copy(value)
         return self._copies(variable)[self._turn.number]
 
     def update(

@@ -112,7 +112,9 @@ def _without_identity(fn: Callable[..., Any]) -> Callable[..., Any]:
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
     made.__kwdefaults__ = fn.__kwdefaults__
-    return functools.update_wrapper(made, fn, updated=())
+    made.__qualname__, made.__module__ = fn.__qualname__, fn.__module__
+    made.__doc__ = fn.__doc__
+    return made
 
 
 def _named(fn: Any, captured: list[Any], depth: int = 0) -> tuple[int, Hashable]:

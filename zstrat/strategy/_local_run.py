@@ -117,9 +117,15 @@ class LocalMesh:
         return self.place(share.parts) if whole is None else self.place_batch(whole)
 
     def _put(self, array: Any) -> jax.Array:
-        # A copy: whoever made the array may fill it again.
-        placed: jax.Array = jax.device_put(array, self._rows, may_alias=False)
+        placed: jax.Array = jax.device_put(self._own(array), self._rows)
         return placed
+
+    def _own(self, array: Any) -> Any:
+        """A copy, where jax would use the very memory of an array of numpy: whoever
+        made it may fill it again."""
+        if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
+            return array
+        return np.array(array, order="C")
 
     def _placed(self, parts: Sequence[Any]) -> PerReplica:
         arrays = [
@@ -135,7 +141,8 @@ class LocalMesh:
         if self.mesh.size > self.replicas:
             joined = self._put(np.concatenate(arrays))
             return PerReplica.of_whole(joined, self.replicas)
-        there = jax.device_put(arrays, list(self.devices), may_alias=False)
+        own = [self._own(array) for array in arrays]
+        there = jax.device_put(own, list(self.devices))
         return PerReplica.of_whole(self._joined(there), self.replicas)
 
     def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.program._collective import Together, together
 from zstrat.program._cross import first_of, gather_from, sum_over
 from zstrat.variables import IndexedSlices
 
-from ._per_replica import PerReplica, select_replica
+from ._per_replica import PerReplica, on_one_device, select_replica
 from ._regroup import regroup
 from ._turns import Meeting
 
@@ -94,6 +95,18 @@ def updating(
     return Meeting((variable.spec.key, op, rule), words, operands, join)
 
 
+def own(tree: Any) -> Any:
+    """What all replicas are given, as arrays that are this replica's: on its device,
+    and other objects than those of the others."""
+    return jax.tree.map(_own, tree)
+
+
+def _own(array: Any) -> Any:
+    if isinstance(array, jax.core.Tracer):
+        return jnp.copy(array)
+    return jnp.asarray(np.array(array))
+
+
 def _combined(
     team: Team, variable: Variable, op: UpdateOp, several: Sequence[tuple[Any, ...]]
 ) -> tuple[jax.Array, ...]:
@@ -128,19 +141,21 @@ def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
 
 
 def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
-    first, *others = [jnp.asarray(x) for x in column]
-    total = sum(others, start=first)
+    first, *others = on_one_device([jnp.asarray(x) for x in column])
+    total: jax.Array = sum(others, start=first)
     if team.channel is not None:
         (total,) = sum_over(team.channel, [total])
     return total / team.size if mean else total
 
 
 def _concatenated(team: Team, column: Sequence[Any], axis: int) -> jax.Array:
-    whole = jnp.concatenate([jnp.asarray(x) for x in column], axis)
+    arrays = on_one_device([jnp.asarray(x) for x in column])
+    whole: jax.Array = jnp.concatenate(arrays, axis)
     if team.channel is None:
         return whole
     (front,) = gather_from(team.channel, [jnp.moveaxis(whole, axis, 0)])
-    return jnp.moveaxis(front, 0, axis)
+    found: jax.Array = jnp.moveaxis(front, 0, axis)
+    return found
 
 
 def _joined(team: Team, column: Sequence[Any], mean: bool) -> IndexedSlices:

@@ -27,6 +27,7 @@ from zstrat.variables import (
     owned,
 )
 
+from ._mirrored_variable import MirroredVariable
 from ._on_read import SyncOnReadVariable
 from ._takeover import taken_over
 
@@ -147,7 +148,7 @@ class MirroredVariables:
         home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
         if not is_on_read:
-            return variable
+            return MirroredVariable.made(variable.spec, home, self._team)
         if not isinstance(home, DeviceHome):
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with numbers of "

@@ -8,7 +8,7 @@ collective then: all of them read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,7 @@ from zstrat.variables import (
 from zstrat.wire import UpdateOp
 
 from . import _context
+from ._mirrored_variable import of_all_copies
 
 if TYPE_CHECKING:
     from zstrat.program._collective import Team
@@ -87,6 +88,11 @@ class SyncOnReadVariable(Variable):
         if self._is_first:
             return first_of(self._team.channel, [value])[0]
         return self._over_processes(sum_over(self._team.channel, [value])[0])
+
+    def _dense(
+        self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
+    ) -> Self:
+        return super()._dense(op, of_all_copies(self._spec, value), optimizer)
 
     def _record(
         self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None

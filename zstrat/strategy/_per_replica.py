@@ -186,13 +186,30 @@ def _shards(whole: Any, count: int) -> list[jax.Array] | None:
 
 def loose(shard: jax.Array, stacked: bool = False) -> jax.Array:
     """The shard as an array that may meet those of other devices: jax refuses to
-    compute with a shard as it is and one of another device. No copy but of a scalar."""
+    compute with a shard as it is and one of another device. No copy but of a scalar. On
+    accelerators, where jax has no way to do so without one, it is the shard."""
     (device,) = shard.devices()
-    if jnp.issubdtype(shard.dtype, jax.dtypes.extended):
-        return shard[0] if stacked else shard  # keys of jax.random have no other form
+    is_extended = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
+    if device.platform != "cpu" or is_extended:
+        return shard[0] if stacked else shard
+    view = np.asarray(shard)
     with jax.default_device(device):
-        if device.platform == "cpu":
-            view = np.asarray(shard)
-            return jnp.asarray(view[0] if stacked else view)
-        loose: jax.Array = jax.dlpack.from_dlpack(shard)
-        return loose[0] if stacked else loose
+        found: jax.Array = jax.device_put(view[0] if stacked else view)
+    return found
+
+
+def on_one_device(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that may be computed with together: those that are bound to other devices
+    than the first one come to it."""
+    bound = [
+        x
+        for x in arrays
+        if isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.committed
+    ]
+    if len({frozenset(x.devices()) for x in bound}) < 2:
+        return list(arrays)
+    where = bound[0].sharding
+    moved = {id(x) for x in bound if x.devices() != bound[0].devices()}
+    return [jax.device_put(x, where) if id(x) in moved else x for x in arrays]

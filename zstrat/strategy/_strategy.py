@@ -112,16 +112,36 @@ class Strategy(FirstVersion):
     ) -> Any:
         """Calls ``fn`` once per local replica, in a replica context.
 
-        With one replica this is a call: it returns what ``fn`` returns. With several,
-        ``fn`` is traced and all replicas run as one program: array results come back as
-        `PerReplica`, anything else as it is. Of ``args`` and ``kwargs`` each replica
-        gets its part of a PerReplica value, its share of the rows of arrays drawn from
-        an iterator in this step, and everything else whole.
+        Of ``args`` and ``kwargs`` each replica gets its part of a `PerReplica` value,
+        its share of the rows of arrays drawn from an iterator in this step, and
+        everything else whole. What the replicas return is merged as TF does it: arrays
+        are a `PerReplica`, the same object is that object, containers are merged member
+        by member.
+
+        All replicas run as one program if ``fn`` is a pure function of arrays: it is
+        traced once. In a step (`zs.function`) it is part of the step. The strategies of
+        one process compile it elsewhere, too, and find it again by its code and what it
+        has captured; what Python does in it beside computing (prints, lists that grow)
+        then happens when it is traced, as in ``tf.function``.
+
+        Replicas run one after the other, in turns, if ``fn`` is not pure, that is, if
+
+        - it calls ``merge_call``;
+        - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
+          or a shape of what is computed, or the number of the replica;
+        - it creates variables;
+        - it returns what is neither an array, nor a number or text, nor a variable;
+        - replicas are given arrays of different shapes;
+        - it is a ``zs.function(eager=True)``, or called in one.
+
+        That is found out by tracing, so that what Python does up to there happens once
+        more. In a step each replica is then traced by itself. With one replica, and
+        where variables live on parameter servers, this is a plain call elsewhere.
 
         Raises:
             ValueError: ``args`` is no list or tuple; a drawn batch does not split
-                evenly; a variable whose aggregation is NONE is updated by several
-                replicas.
+                evenly; a variable of parameter servers whose aggregation is NONE is
+                updated by several replicas.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
         """

@@ -24,6 +24,7 @@ from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
 from ._per_replica import is_distributed as is_distributed
 from ._per_replica import local_results as local_results
+from ._per_replica import on_one_device
 from ._per_replica import select_replica as select_replica
 
 if TYPE_CHECKING:
@@ -262,6 +263,7 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
             f"reduce: the replicas have values of the shapes {sorted(shapes)}; give an "
             "axis to reduce over, or use gather"
         )
+    arrays = on_one_device(arrays)
     total = sum(arrays[1:], start=arrays[0])
     return total if op is ReduceOp.SUM else total / count
 
@@ -307,4 +309,4 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
             f"{[a.shape for a in arrays]}, which must agree in every other dimension"
         )
     on_device = any(isinstance(a, jax.Array) for a in arrays)
-    return (jnp if on_device else np).concatenate(arrays, axis)
+    return (jnp if on_device else np).concatenate(on_one_device(arrays), axis)

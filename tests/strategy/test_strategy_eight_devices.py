@@ -1,0 +1,32 @@
+"""Local strategies, in processes with eight devices: the files `test_strategy_local_*`,
+which are collected there alone (see conftest)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in HERE.glob("test_strategy_local_*.py"))
+
+CHECK = """
+import sys, jax, pytest
+assert jax.local_device_count() == 8
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_on_eight_devices(name):
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, "-q", "-p", "no:cacheprovider", HERE / name],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

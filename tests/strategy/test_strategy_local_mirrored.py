@@ -1,0 +1,298 @@
+"""MirroredStrategy on eight devices, against plain jax on the whole batch."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.strategy import PerReplica
+
+R = 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 3)).astype(np.float32)
+Y = RNG.normal(size=(16,)).astype(np.float32)
+W = RNG.normal(size=3).astype(np.float32)
+
+
+def loss_fn(w, x, y):
+    return jnp.mean((x @ w - y) ** 2)
+
+
+@pytest.fixture
+def eight():
+    return zs.MirroredStrategy()
+
+
+@pytest.fixture
+def two():
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def test_its_devices_are_all_of_this_process(eight):
+    names = tuple(f"/job:localhost/replica:0/task:0/device:CPU:{n}" for n in range(R))
+    assert eight.num_replicas_in_sync == R
+    assert eight.extended.worker_devices == names
+    assert eight.extended.parameter_devices == names
+    assert eight.cluster_resolver is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CPU:1",
+        "/cpu:1",
+        "/device:CPU:1",
+        "/job:localhost/replica:0/task:0/device:CPU:1",
+    ],
+)
+def test_a_device_has_tensorflows_names(name):
+    strategy = zs.MirroredStrategy([name, jax.devices()[3]])
+    assert [name[-5:] for name in strategy.extended.worker_devices] == [
+        "CPU:1",
+        "CPU:3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "words"),
+    [
+        ([], "list of one device or more"),
+        ("CPU:0", "list of one device or more"),
+        (["CPU:0", "CPU:0"], "duplicates"),
+        (["GPU:0"], "no device 'GPU:0'.*device:CPU:7"),
+        (["CPU:8"], "no device 'CPU:8'.*device:CPU:7"),
+        (["/job:worker/task:1/device:CPU:0"], "another process"),
+        (["nonsense"], "is no name of a device"),
+    ],
+)
+def test_what_is_no_device_is_refused(devices, words):
+    with pytest.raises(ValueError, match=words):
+        zs.MirroredStrategy(devices)
+
+
+@pytest.mark.parametrize("as_step", [True, False], ids=["in a step", "by itself"])
+def test_training_is_that_of_the_whole_batch(eight, as_step):
+    transformation = optax.adam(0.1)
+    with eight.scope():
+        w = zs.Variable(W, name="w")
+        optimizer = zs.Optimizer(transformation, count_iterations=True)
+
+    def replica_fn(batch):
+        x, y = batch
+        loss, grads = zs.value_and_grad(lambda w: loss_fn(w, x, y) / R)(w)
+        optimizer.apply_gradients([(grads, w)])
+        return loss
+
+    def step(batch):
+        losses = eight.run(replica_fn, args=(batch,))
+        return eight.reduce("sum", losses, axis=None)
+
+    step = zs.function(step) if as_step else step
+    batch = eight._mesh.place_batch((X, Y))
+    expected, state = jnp.asarray(W), transformation.init(W)
+    for _ in range(3):
+        loss, grads = jax.value_and_grad(loss_fn)(expected, X, Y)
+        updates, state = transformation.update(grads, state, expected)
+        expected = optax.apply_updates(expected, updates)
+        np.testing.assert_allclose(step(batch), loss, rtol=1e-5)
+        np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5)
+    assert optimizer.iterations.numpy() == 3
+    if as_step:
+        assert step.trace_count == 1
+
+
+def test_values_per_replica_go_in_and_come_out_where_they_are(eight):
+    given = eight._mesh.place_batch(X)
+    result = eight.run(lambda x: (x * 2, x.sum()), args=(given,))
+    for value, shape in zip(result, [(2, 3), ()], strict=True):
+        assert isinstance(value, PerReplica)
+        assert value.whole.sharding.is_equivalent_to(given.whole.sharding, 1)
+        for number, part in enumerate(value.values):
+            assert part.devices() == {jax.devices()[number]}
+            assert part.shape == shape
+    shards = result[0].whole.addressable_shards
+    for part, shard in zip(result[0].values, shards, strict=True):
+        assert part.unsafe_buffer_pointer() == shard.data.unsafe_buffer_pointer()
+    # As in TensorFlow, values of several devices may be added.
+    np.testing.assert_allclose(
+        sum(eight.experimental_local_results(result[1])), X.sum(), rtol=1e-5
+    )
+    assert eight.gather(result[0], 0) is result[0].whole
+
+
+def test_a_function_is_compiled_once_and_found_again(two):
+    traces = []
+    with two.scope():
+        v = zs.Variable(2.0)
+
+    def run(scale):
+        return two.run(lambda x: traces.append(1) or x * scale * v.value(), (1.0,))
+
+    for _ in range(4):
+        assert float(run(3.0).values[1]) == 6.0
+    first = len(traces)
+    assert float(run(4.0).values[1]) == 8.0, "what it captured is another value"
+    assert len(traces) > first
+    count = len(traces)
+    v.assign(5.0)
+    assert float(run(4.0).values[1]) == 20.0
+    assert len(traces) == count
+
+
+def test_a_function_that_is_gone_leaves_one_behind(two):
+    class Model:
+        def __init__(self):
+            with two.scope():
+                self.v = zs.Variable(1.0)
+
+    def train(model):
+        return two.run(lambda: model.v.value())
+
+    models = []
+    for _ in range(3):
+        model = Model()
+        train(model)
+        models.append(weakref.ref(model))
+    del model
+    gc.collect()
+    assert models[0]() is None
+
+
+def test_methods_and_partials_are_functions_too(two):
+    import functools
+
+    class Model:
+        scale = 3
+
+        def call(self, x, y=1):
+            return x * self.scale + y
+
+    model = Model()
+    for _ in range(2):
+        assert two.run(model.call, (2,)) == 7
+        assert two.run(functools.partial(model.call, y=5), (2,)) == 11
+    assert two.run(zs.function(lambda x: x + 1), (1,)) == 2
+
+
+def test_a_number_that_is_the_same_everywhere_stays_a_number(two):
+    numbers = two.experimental_distribute_values_from_function(
+        lambda context: context.num_replicas_in_sync
+    )
+    result = two.run(lambda x: x * 2, args=(numbers,))
+    assert result == 4
+    assert isinstance(result, int)
+    differ = two.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group + 1
+    )
+    found = two.run(lambda x: x * 2, args=(differ,))
+    assert [int(x) for x in found.values] == [2, 4]
+
+
+def test_the_seeds_example_of_reduce(two):
+    def step_fn():
+        return jnp.asarray(zs.get_replica_context().replica_id_in_sync_group)
+
+    per_replica = two.run(step_fn)
+    local = two.experimental_local_results(per_replica)
+    assert [x.devices() for x in local] == [{d} for d in jax.devices()[:2]]
+    assert two.reduce("SUM", per_replica, axis=None) == 1
+
+
+def test_the_seeds_examples_of_gather():
+    four = zs.MirroredStrategy([f"CPU:{n}" for n in range(4)])
+    single = np.arange(6).reshape(1, 2, 3)
+    values = four.experimental_distribute_values_from_function(lambda _: single)
+
+    @zs.function
+    def run(axis: str):
+        return four.gather(values, axis=int(axis))
+
+    for axis in range(3):
+        expected = np.concatenate([single] * 4, axis)
+        np.testing.assert_array_equal(run(str(axis)), expected)
+        np.testing.assert_array_equal(four.gather(values, axis), expected)
+    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    values = two.experimental_distribute_values_from_function(
+        lambda _: np.array([[1], [2]])
+    )
+    np.testing.assert_array_equal(two.gather(values, 0), [[1], [2], [1], [2]])
+
+
+def test_the_seeds_examples_of_values_from_a_function(two):
+    def local(value_fn):
+        return two.experimental_local_results(
+            two.experimental_distribute_values_from_function(value_fn)
+        )
+
+    ones = local(lambda _: jnp.float32(1.0))
+    assert [float(x) for x in ones] == [1.0, 1.0]
+    array = np.array([3.0, 2.0, 1.0])
+    assert local(lambda ctx: array[ctx.replica_id_in_sync_group]) == (3.0, 2.0)
+    assert local(lambda ctx: ctx.num_replicas_in_sync) == (2, 2)
+    trees = local(lambda ctx: {"x": ctx.replica_id_in_sync_group})
+    assert trees == ({"x": 0}, {"x": 1})
+
+
+@pytest.mark.parametrize("axis", [None, 0, -1, (0, 1), [1]])
+@pytest.mark.parametrize("op", ["sum", "MEAN"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_reduce_of_one_array_is_numpys(eight, op, axis, inside):
+    value = eight._mesh.place_batch(X)
+    parts = X.reshape(R, 2, 3)
+    axes = () if axis is None else np.atleast_1d(axis) % 2 + 1
+    how = np.sum if op == "sum" else np.mean
+    expected = how(parts, (0, *axes))
+
+    def reduce(value):
+        return eight.reduce(op, value, axis)
+
+    found = zs.function(reduce)(value) if inside else reduce(value)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_axes_of_one_array_are_checked(eight):
+    value, scalars = eight.run(lambda x: (x, x.sum()), (eight._mesh.place_batch(X),))
+    for op in ("sum", "mean"):
+        with pytest.raises(ValueError, match="out of bounds"):
+            eight.reduce(op, value, 2)
+        with pytest.raises(TypeError, match="axis must be"):
+            eight.reduce(op, value, 1.0)
+        with pytest.raises(ValueError, match="scalar"):
+            eight.reduce(op, scalars, 0)
+    with pytest.raises(ValueError, match="rank of at least 1"):
+        eight.gather(scalars, 0)
+    with pytest.raises(ValueError, match="non-DistributedValues value"):
+        eight.reduce("sum", 1.0, None)
+
+
+@pytest.mark.parametrize("as_step", [True, False], ids=["in a step", "by itself"])
+def test_an_uneven_last_batch_weighs_each_element_once(two, as_step):
+    """Six elements, four on one replica and two on the other."""
+    parts = PerReplica((np.arange(4.0, dtype=np.float32), np.float32([4.0, 5.0])))
+
+    def step(batch):
+        doubled = two.run(lambda x: x * 2, args=(batch,))
+        return two.reduce("mean", doubled, axis=0), two.gather(doubled, 0)
+
+    mean, gathered = (zs.function(step) if as_step else step)(parts)
+    assert mean == 5.0
+    np.testing.assert_array_equal(gathered, np.arange(6) * 2)
+
+
+def test_place_gives_each_device_its_part(two):
+    placed = two._mesh.place([{"x": np.ones(2)}, {"x": np.zeros(2)}])
+    assert placed["x"].whole.shape == (4,)
+    assert [x.tolist() for x in placed["x"].values] == [[1, 1], [0, 0]]
+    uneven = two._mesh.place([np.ones(2), np.ones(1)])
+    assert uneven.whole is None
+    scalars = two._mesh.place([1.0, 2.0])
+    assert [float(x) for x in scalars.values] == [1.0, 2.0]
+    buffer = np.ones(4, np.float32)
+    batch = two._mesh.place_batch(buffer)
+    buffer[:] = 7
+    assert two.reduce("sum", batch, 0) == 4.0

@@ -1,0 +1,297 @@
+"""Replicas in turns: merge_call, functions that look at values, and that both ways of
+running a function give the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.strategy import PerReplica
+
+SUM, MEAN = zs.VariableAggregation.SUM, zs.VariableAggregation.MEAN
+FIRST = zs.VariableAggregation.ONLY_FIRST_REPLICA
+
+
+@pytest.fixture
+def two():
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def replica_id():
+    return zs.get_replica_context().replica_id_in_sync_group
+
+
+def test_the_seeds_example_of_merge_call(two):
+    """3 plus the number of the replica; all get the sum and add their own."""
+
+    def merge_fn(strategy, three_plus_id):
+        assert zs.in_cross_replica_context()
+        return sum(strategy.experimental_local_results(three_plus_id))
+
+    def fn(three):
+        v = three + replica_id()
+        s = zs.get_replica_context().merge_call(merge_fn, args=(v,))
+        return s + v
+
+    with two.scope():
+        results = two.experimental_local_results(two.run(fn, args=(3,)))
+    assert results == (10, 11)
+    in_a_step = zs.function(lambda: two.run(fn, args=(3,)))()
+    assert [int(x) for x in in_a_step.values] == [10, 11]
+    one = zs.OneDeviceStrategy("CPU:0")
+    assert one.run(fn, args=(3,)) == 6
+
+
+def both_ways(strategy, make_variables, fn, *args):
+    """Results, and values of variables, of one program and of turns; by themselves and
+    in a step."""
+    found = []
+    for peek in (False, True):
+        for inside in (False, True):
+            with strategy.scope():
+                variables = make_variables()
+
+            def body(*args, peek=peek, variables=variables):
+                if peek:
+                    int(replica_id())  # a value that Python looks at
+                return fn(variables, *args)
+
+            def step(*args, body=body):
+                return strategy.run(body, args)
+
+            result = (zs.function(step) if inside else step)(*args)
+            values = [v.numpy() for v in variables if isinstance(v, zs.Variable)]
+            found.append((jax.tree.map(np.asarray, split(result)), values))
+    return found
+
+
+def split(result):
+    return jax.tree.map(
+        lambda x: list(x.values) if isinstance(x, PerReplica) else x,
+        result,
+        is_leaf=lambda x: isinstance(x, PerReplica),
+    )
+
+
+def assert_all_equal(found):
+    first = found[0]
+    for other in found[1:]:
+        jax.tree.map(np.testing.assert_allclose, first, other)
+
+
+def test_collectives_are_the_same_both_ways(two):
+    def fn(_, x):
+        context = zs.get_replica_context()
+        rows = zs.IndexedSlices(x[:1, None], jnp.asarray([replica_id()]), (2, 1))
+        return {
+            "sum": context.all_reduce("sum", {"a": x, "b": [x * 2]}),
+            "mean": context.all_reduce("MEAN", x),
+            "gather": context.all_gather(x[None], axis=1),
+            "rows": context.all_reduce("sum", rows).to_dense(),
+            "fixed": "text",
+            "own": x + replica_id(),
+        }
+
+    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    found = both_ways(two, list, lambda v, x: {**fn(v, x), "fixed": 1}, x)
+    assert_all_equal(found)
+    result = found[0][0]
+    np.testing.assert_allclose(result["sum"]["a"], [[2, 4]] * 2)
+    np.testing.assert_allclose(result["sum"]["b"][0], [[4, 8]] * 2)
+    np.testing.assert_allclose(result["mean"], [[1, 2]] * 2)
+    np.testing.assert_allclose(result["gather"], [[[0, 1, 2, 3]]] * 2)
+    np.testing.assert_allclose(result["rows"], [[[0], [2]]] * 2)
+    np.testing.assert_allclose(result["own"], [[0, 1], [3, 4]])
+
+
+@pytest.mark.parametrize(("aggregation", "merged"), [(SUM, 3), (MEAN, 1.5), (FIRST, 1)])
+def test_updates_are_the_same_both_ways(two, aggregation, merged):
+    def make():
+        return [zs.Variable([10.0, 20.0], aggregation=aggregation) for _ in range(3)]
+
+    def fn(variables):
+        a, b, c = variables
+        number = replica_id() + 1
+        a.assign(jnp.ones(2) * number)
+        b.assign_add(jnp.ones(2) * number)
+        c.assign_sub(jnp.ones(2) * number)
+        return b.value()
+
+    found = both_ways(two, make, fn)
+    assert_all_equal(found)
+    result, (a, b, c) = found[0]
+    np.testing.assert_allclose(a, [merged] * 2)
+    np.testing.assert_allclose(b, [10 + merged, 20 + merged])
+    np.testing.assert_allclose(c, [10 - merged, 20 - merged])
+    np.testing.assert_allclose(result, [b, b])
+
+
+def test_training_is_the_same_both_ways(two):
+    def make():
+        v = zs.Variable([1.0, 2.0])
+        return [v, zs.Optimizer(optax.adam(0.1), count_iterations=True)]
+
+    def fn(variables, x):
+        v, optimizer = variables
+        loss, grads = zs.value_and_grad(lambda v: jnp.sum(v * x))(v)
+        optimizer.apply_gradients([(grads, v)])
+        assert v.shape == (2,)
+        return loss
+
+    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    found = both_ways(two, make, fn, x)
+    assert_all_equal(found)
+    optimizer, value = optax.adam(0.1), jnp.array([1.0, 2.0])
+    update, _ = optimizer.update(jnp.array([2.0, 4.0]), optimizer.init(value))
+    np.testing.assert_allclose(found[0][1][0], value + update, rtol=1e-6)
+    np.testing.assert_allclose(found[0][0], [2.0, 8.0])
+
+
+def test_a_function_may_look_at_values(two):
+    def fn(x):
+        if replica_id() == 0:
+            return x
+        return np.asarray(x) * 10
+
+    assert two.run(lambda: "zero" if replica_id() == 0 else "one").values == (
+        "zero",
+        "one",
+    )
+    x = two._mesh.place_batch(np.arange(2, dtype=np.float32))
+    assert [x.tolist() for x in two.run(fn, (x,)).values] == [[0], [10]]
+    with two.scope():
+        v = zs.Variable(2.0)
+    assert two.run(lambda: float(v.numpy()) + replica_id()).values == (2.0, 3.0)
+
+
+def test_what_is_computed_in_turns_is_on_the_replicas_devices(two):
+    def fn(x):
+        int(replica_id())
+        return x * 2, x.sum()
+
+    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    rows, total = two.run(fn, (x,))
+    assert rows.whole.sharding.is_equivalent_to(x.whole.sharding, 1)
+    assert [t.devices() for t in total.values] == [{d} for d in jax.devices()[:2]]
+    assert two.reduce("sum", total, None) == 6.0
+
+
+def test_replicas_run_in_order_and_meet(two):
+    seen = []
+
+    def merge_fn(strategy, x, *, named):
+        seen.append(("merge", x.values, named.values))
+        return PerReplica((named.values[1], named.values[0]))
+
+    @zs.function(eager=True)
+    def fn():
+        number = replica_id()
+        context = zs.get_replica_context()
+        for turn in range(2):
+            seen.append((turn, number))
+            other = context.merge_call(merge_fn, (number,), {"named": f"from {number}"})
+            assert other == f"from {1 - number}"
+        assert context is zs.get_replica_context()
+        return number
+
+    assert two.run(fn).values == (0, 1)
+    merge = ("merge", (0, 1), ("from 0", "from 1"))
+    assert seen == [(0, 0), (0, 1), merge, (1, 0), (1, 1), merge]
+
+
+def test_replicas_that_do_different_things_are_told(two):
+    def number_of_calls():
+        if replica_id() == 0:
+            zs.get_replica_context().merge_call(lambda strategy: None)
+
+    with pytest.raises(RuntimeError, match="made a different number of merge_call"):
+        two.run(number_of_calls)
+
+    def what():
+        context = zs.get_replica_context()
+        if replica_id() == 0:
+            context.merge_call(lambda strategy: None)
+        else:
+            context.all_reduce("sum", 1.0)
+
+    with pytest.raises(RuntimeError, match="replica 0 waits in merge_call, and repl"):
+        two.run(what)
+
+
+def test_an_error_in_one_replica_ends_the_others(two):
+    ended = []
+
+    @zs.function(eager=True)
+    def fn():
+        number = replica_id()
+        try:
+            zs.get_replica_context().merge_call(lambda strategy: None)
+            if int(number) == 1:
+                raise KeyError("mine")
+            zs.get_replica_context().merge_call(lambda strategy: None)
+        finally:
+            ended.append(number)
+
+    with pytest.raises(KeyError, match="mine"):
+        two.run(fn)
+    assert sorted(ended) == [0, 1]
+    assert not zs.has_strategy()
+
+    def merge_fn(strategy):
+        raise KeyError("in the merge")
+
+    with pytest.raises(KeyError, match="in the merge"):
+        two.run(lambda: zs.get_replica_context().merge_call(merge_fn))
+
+
+def test_variables_are_created_once_for_all(two):
+    made = []
+
+    def fn():
+        v = zs.Variable(1.0, name="v", aggregation=SUM)
+        made.append(v)
+        zs.get_replica_context().merge_call(lambda strategy: None)
+        w = zs.Variable(2.0, name="w")
+        return v + w + replica_id()
+
+    assert [float(x) for x in two.run(fn).values] == [3.0, 4.0]
+    assert made[0] is made[1]
+    assert two.extended.variable_created_in_scope(made[0])
+    with pytest.raises(RuntimeError, match="mismatching name"):
+        two.run(lambda: zs.Variable(1.0, name=f"v{int(replica_id())}"))
+    with pytest.raises(RuntimeError, match="replica 0 has not created"):
+        two.run(lambda: zs.Variable(1.0) if int(replica_id()) else None)
+
+
+def test_nothing_waits_under_a_transformation(two):
+    def fn(x):
+        int(replica_id())
+        return jax.grad(lambda x: zs.get_replica_context().all_reduce("sum", x))(x)
+
+    with pytest.raises(RuntimeError, match="all_reduce SUM inside a function that jax"):
+        two.run(fn, (1.0,))
+
+
+def test_eager_functions_run_each_time(two):
+    calls = []
+    with two.scope():
+        v = zs.Variable(0.0, aggregation=SUM)
+
+    @zs.function(eager=True)
+    def fn(x):
+        calls.append(float(x))
+        v.assign_add(jnp.asarray(x))
+        return x
+
+    for _ in range(2):
+        two.run(fn, (np.float32(1.5),))
+    assert calls == [1.5] * 4
+    assert v.numpy() == 6.0
+
+    @zs.function(eager=True)
+    def step(x):
+        return two.reduce("sum", two.run(lambda x: x * replica_id(), (x,)), None)
+
+    assert step(np.float32(2.0)) == 2.0

@@ -1,0 +1,334 @@
+"""Variables of several devices: when their copies are brought together, and how.
+
+The tables of TF's mirrored and sync-on-read variables, on two replicas. Each replica
+uses its number plus one: 1 and 2.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.strategy import Mirrored, PerReplica
+
+A = zs.VariableAggregation
+S = zs.VariableSynchronization
+
+
+@pytest.fixture
+def two():
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(params=["by itself", "in a step", "in turns", "in turns in a step"])
+def run(request, two):
+    """``strategy.run`` in each of its ways."""
+
+    def run(fn, *args):
+        def body(*args):
+            if "turns" in request.param:
+                zs.get_replica_context().merge_call(lambda strategy: None)
+            return fn(*args)
+
+        def step(*args):
+            return two.run(body, args)
+
+        return (zs.function(step) if "step" in request.param else step)(*args)
+
+    return run
+
+
+def variable(strategy, value, aggregation, synchronization=S.AUTO, **more):
+    with strategy.scope():
+        return zs.Variable(
+            value, aggregation=aggregation, synchronization=synchronization, **more
+        )
+
+
+def number():
+    return (zs.get_replica_context().replica_id_in_sync_group + 1) * jnp.float32(1)
+
+
+def values_of(result):
+    return [float(x) for x in result.values]
+
+
+# ---- ON_WRITE --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"), [("assign", 0), ("assign_add", 10), ("assign_sub", 10)]
+)
+@pytest.mark.parametrize(
+    ("aggregation", "merged"), [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)]
+)
+def test_on_write_merges_what_replicas_write(
+    two, run, method, expected, aggregation, merged
+):
+    v = variable(two, 10.0, aggregation)
+
+    def fn():
+        getattr(v, method)(number())
+        return v.value()
+
+    expected += merged * (-1 if method == "assign_sub" else 1)
+    assert values_of(run(fn)) == [expected] * 2
+    assert v.numpy() == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [("assign", [1, 2]), ("assign_add", [11, 12]), ("assign_sub", [9, 8])],
+)
+def test_without_aggregation_copies_go_their_own_ways(two, run, method, expected):
+    v = variable(two, 10.0, A.NONE)
+
+    def fn():
+        getattr(v, method)(number())
+        return v.value()
+
+    assert values_of(run(fn)) == expected
+    assert v.numpy() == expected[0], "from outside the first copy"
+    assert zs.function(lambda: v.value() * 1)() == expected[0]
+    assert values_of(run(lambda: v.value())) == expected
+    v.assign_add(1.0)
+    assert values_of(run(lambda: v.value())) == [x + 1 for x in expected]
+    zs.function(lambda: v.assign(7.0))()
+    assert values_of(run(lambda: v.value())) == [7, 7]
+
+
+def test_copies_that_differ_get_the_same_gradients(two, run):
+    v = variable(two, 10.0, A.NONE)
+    with two.scope():
+        optimizer = zs.Optimizer(optax.sgd(1.0, momentum=0.5))
+    run(lambda: v.assign(number()))
+
+    def fn():
+        optimizer.apply_gradients([(number(), v)])
+
+    run(fn)
+    run(fn)
+    # The sum of the gradients is 3: steps of 3 and of 3 + 1.5.
+    assert values_of(run(lambda: v.value())) == [1 - 7.5, 2 - 7.5]
+
+
+def test_a_mixed_step_sees_its_own_writes(two):
+    v = variable(two, [1.0, 2.0], A.NONE)
+
+    @zs.function
+    def step():
+        v.assign_add([1.0, 1.0])
+        inside = two.run(lambda: v.assign_add(jnp.ones(2) * number()).value() + 0)
+        after = v.value()
+        v.assign_sub([1.0, 1.0])
+        return inside, after
+
+    inside, after = step()
+    assert [x.tolist() for x in inside.values] == [[3, 4], [4, 5]]
+    assert after.tolist() == [3, 4]
+    assert [x.tolist() for x in two.run(lambda: v.value()).values] == [[2, 3], [3, 4]]
+
+
+ROWS = [
+    ("scatter_add", np.add),
+    ("scatter_sub", np.subtract),
+    ("scatter_mul", np.multiply),
+    ("scatter_div", np.divide),
+]
+
+
+@pytest.mark.parametrize(("method", "how"), ROWS)
+@pytest.mark.parametrize("aggregation", [A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA, A.NONE])
+def test_rows_that_replicas_write(two, run, method, how, aggregation):
+    v = variable(two, np.full((3, 2), 8, np.float32), aggregation)
+
+    def fn():
+        rows = jnp.ones((1, 2)) * number() * 2
+        index = jnp.asarray(number() - 1, jnp.int32)[None]
+        getattr(v, method)(zs.IndexedSlices(rows, index))
+        return v.value()
+
+    result = run(fn)
+    scale = 0.5 if aggregation is A.MEAN else 1.0
+    copies = [np.full((3, 2), 8, np.float32) for _ in range(2)]
+    for replica, copy in enumerate(copies):
+        for other in range(2):
+            skip = aggregation is A.NONE and other != replica
+            if skip or (aggregation is A.ONLY_FIRST_REPLICA and other):
+                continue
+            copy[other] = how(copy[other], 2 * (other + 1) * scale)
+    np.testing.assert_allclose(v.numpy(), copies[0])
+    for found, expected in zip(result.values, copies, strict=True):
+        np.testing.assert_allclose(found, expected)
+
+
+@pytest.mark.parametrize("method", ["scatter_min", "scatter_max", "scatter_update"])
+def test_rows_that_cannot_be_merged(two, run, method):
+    def fn(v):
+        rows = jnp.ones((1, 2)) * number()
+        getattr(v, method)(zs.IndexedSlices(rows, jnp.asarray([0])))
+        return v.value()
+
+    for aggregation in (A.SUM, A.MEAN):
+        v = variable(two, np.ones((3, 2), np.float32), aggregation)
+        with pytest.raises(NotImplementedError, match=method):
+            run(lambda v=v: fn(v))
+    start = np.full((3, 2), 1.5, np.float32)
+    how = {"scatter_min": min, "scatter_max": max}.get(method, lambda old, new: new)
+    first = variable(two, start, A.ONLY_FIRST_REPLICA)
+    run(lambda: fn(first))
+    assert first.numpy()[0].tolist() == [how(1.5, 1.0)] * 2
+    own = variable(two, start, A.NONE)
+    found = run(lambda: fn(own))
+    assert [x[0, 0] for x in found.values] == [how(1.5, 1.0), how(1.5, 2.0)]
+
+
+def test_a_number_that_is_the_same_everywhere_has_no_sum(two, run):
+    v = variable(two, 10.0, A.SUM)
+    words = "A non-DistributedValues value 1.0 cannot be reduced"
+    with pytest.raises(ValueError, match=words):
+        run(lambda: v.assign_add(1.0))
+    run(lambda: v.assign_add(0.0))
+    assert v.numpy() == 10.0
+    for aggregation in (A.MEAN, A.ONLY_FIRST_REPLICA):
+        w = variable(two, 10.0, aggregation)
+        run(lambda w=w: w.assign_add(1.0))
+        assert w.numpy() == 11.0
+
+
+@pytest.mark.parametrize("aggregation", list(A))
+def test_from_outside_an_update_is_that_of_every_copy(two, aggregation):
+    v = variable(two, 10.0, aggregation)
+    v.assign(1.0)
+    v.assign_add(2.0)
+    v.assign_sub(Mirrored((0.5, 0.5)))
+    assert v.numpy() == 2.5
+    assert values_of(two.run(lambda: v.value())) == [2.5] * 2
+    with pytest.raises(TypeError, match="expects a mirrored value"):
+        v.assign(PerReplica((1.0, 2.0)))
+
+
+def test_no_synchronization_is_refused(two):
+    with pytest.raises(ValueError, match="`NONE` variable synchronization mode is not"):
+        variable(two, 1.0, A.SUM, S.NONE)
+
+
+# ---- ON_READ ---------------------------------------------------------------------
+
+MERGED = [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)]
+
+
+@pytest.mark.parametrize(("aggregation", "merged"), MERGED)
+def test_on_read_merges_when_it_is_read(two, run, aggregation, merged):
+    v = variable(two, 0.0, aggregation, S.ON_READ)
+
+    def fn():
+        v.assign_add(number())
+        return v.value()
+
+    assert values_of(run(fn)) == [1, 2]
+    assert v.numpy() == merged
+    assert v.read_value() == merged
+    assert zs.function(lambda: v.value())() == merged
+    assert values_of(run(lambda: v.assign_sub(number()).value() + 0)) == [0, 0]
+    assert values_of(run(lambda: v.assign(number() * 2).value() + 0)) == [2, 4]
+    assert v.numpy() == 2 * merged
+
+
+def test_on_read_without_aggregation_has_no_value_outside(two, run):
+    v = variable(two, 0.0, A.NONE, S.ON_READ)
+    assert values_of(run(lambda: v.assign_add(number()).value() + 0)) == [1, 2]
+    with pytest.raises(ValueError, match=r"Could not convert from .* NONE"):
+        v.numpy()
+    with pytest.raises(ValueError, match=r"Could not convert from .* NONE"):
+        zs.function(lambda: v.value())()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("aggregation", [A.SUM, A.MEAN, A.ONLY_FIRST_REPLICA])
+def test_on_read_written_from_outside(two, inside, aggregation):
+    v = variable(two, 0.0, aggregation, S.ON_READ)
+
+    def do(fn):
+        return (zs.function(lambda: (fn(), None)[1]) if inside else fn)()
+
+    do(lambda: v.assign(4.0))
+    each = 2.0 if aggregation is A.SUM else 4.0
+    assert values_of(two.run(lambda: v.value())) == [each] * 2
+    assert v.numpy() == 4.0
+    if aggregation is A.SUM:
+        for method in ("assign_add", "assign_sub"):
+            words = f"SyncOnReadVariable does not support `{method}`"
+            with pytest.raises(ValueError, match=words):
+                do(lambda m=method: getattr(v, m)(1.0))
+    else:
+        do(lambda: v.assign_add(1.0))
+        do(lambda: v.assign_sub(2.0))
+        assert values_of(two.run(lambda: v.value())) == [3.0] * 2
+
+
+@pytest.mark.parametrize("op", ["add", "sub", "mul", "div", "min", "max", "update"])
+def test_on_read_has_no_rows(two, run, op):
+    v = variable(two, np.ones((3, 2), np.float32), A.SUM, S.ON_READ)
+    rows = zs.IndexedSlices(np.ones((1, 2), np.float32), [0])
+    with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
+        run(lambda: getattr(v, f"scatter_{op}")(rows))
+    with pytest.raises(NotImplementedError, match=f"scatter_{op}"):
+        getattr(v, f"scatter_{op}")(rows)
+
+
+@pytest.mark.parametrize(("aggregation", "merged"), MERGED)
+def test_a_checkpoint_has_the_merged_value(two, tmp_path, aggregation, merged):
+    v = variable(two, 0.0, aggregation, S.ON_READ)
+    two.run(lambda: v.assign(number()))
+    path = zs.Checkpoint(v=v).save(str(tmp_path / "own"))
+    v.assign(0.0)
+    zs.Checkpoint(v=v).restore(path)
+    each = merged / 2 if aggregation is A.SUM else merged
+    assert values_of(two.run(lambda: v.value())) == [each] * 2
+    assert v.numpy() == merged
+    plain = zs.Variable(0.0)
+    zs.Checkpoint(v=plain).restore(path)
+    assert plain.numpy() == merged
+    plain.assign(8.0)
+    path = zs.Checkpoint(v=plain).save(str(tmp_path / "plain"))
+    zs.Checkpoint(v=v).restore(path)
+    assert v.numpy() == 8.0
+    assert (
+        values_of(two.run(lambda: v.value()))
+        == [4.0 if aggregation is A.SUM else 8.0] * 2
+    )
+
+
+def test_a_checkpoint_makes_copies_equal_again(two, tmp_path):
+    v = variable(two, 0.0, A.NONE)
+    two.run(lambda: v.assign(number()))
+    path = zs.Checkpoint(v=v).save(str(tmp_path / "copies"))
+    two.run(lambda: v.assign(number() * 10))
+    zs.Checkpoint(v=v).restore(path)
+    assert values_of(two.run(lambda: v.value())) == [1, 1]
+
+
+def test_each_copy_is_on_its_device(two):
+    v = variable(two, np.ones(3, np.float32), A.NONE)
+    assert v.home.value().sharding.is_fully_replicated
+    two.run(lambda: v.assign(jnp.ones(3) * number()))
+    shards = v.home.value().addressable_shards
+    assert [s.data.shape for s in shards] == [(1, 3)] * 2
+    assert [s.device for s in shards] == jax.devices()[:2]
+    step = zs.function(lambda: two.run(lambda: v.assign_add(jnp.ones(3)) + 0))
+    for _ in range(3):
+        step()
+        assert not v.home.value().sharding.is_fully_replicated
+    assert step.trace_count == 1
+    assert v.numpy().tolist() == [4.0] * 3
+
+
+def test_copies_of_another_strategy_are_refused(two):
+    v = variable(two, 1.0, A.NONE)
+    two.run(lambda: v.assign(number()))
+    three = zs.MirroredStrategy([f"CPU:{n}" for n in range(3)])
+    with pytest.raises(ValueError, match="one value for each of 2 replicas"):
+        three.run(lambda: v.value())
