@@ -84,6 +84,25 @@ def test_strategies_with_their_arguments_of_old(monkeypatch):
     assert isinstance(local, zs.CentralStorageStrategy)
 
 
+def test_a_tpu_strategy_is_given_its_resolver_and_its_assignment(monkeypatch):
+    monkeypatch.setattr(zs, "TPUStrategy", lambda *given: given, raising=False)
+    make = distribute.experimental.TPUStrategy
+    assert make("resolver", steps_per_run=3, device_assignment="assignment") == (
+        "resolver",
+        "assignment",
+    )
+    assert make() == (None, None)
+
+
+def test_a_cluster_of_programs():
+    """Where there is a cluster, its ps have the variables."""
+    resolver = zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0
+    )
+    with pytest.raises(ValueError, match="needs to have `ps` jobs"):
+        distribute.experimental.ParameterServerStrategy(resolver)
+
+
 def test_an_iterator_of_a_dataset():
     strategy = distribute.OneDeviceStrategy("CPU:0")
     iterator = strategy.make_dataset_iterator(zs.data.Dataset.range(4).batch(2))
