@@ -130,12 +130,15 @@ def test_an_update_in_a_replica_function_is_made_once(mirrored):
     found = step(np.float32(1))
     assert plain(mirrored.experimental_local_results(found))[0] == 10.0
     assert v.numpy() == 10.0
+    values = made(mirrored)
+    with pytest.raises(ValueError, match="a value per replica"):
+        mirrored.extended.update(v, lambda var, x: var.assign(x), args=(values,))
 
     def wrong(x):
         number = zs.get_replica_context().replica_id_in_sync_group
         mirrored.extended.update(v, lambda var, x: var.assign(x), args=(x * number,))
 
-    with pytest.raises(ValueError, match="a value per replica"):
+    with pytest.raises(ValueError, match="replicas give different values"):
         mirrored.run(wrong, args=(jnp.float32(1),))
 
 
