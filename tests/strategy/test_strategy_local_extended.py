@@ -202,7 +202,7 @@ def test_one_device():
     assert strategy.extended.worker_devices[0].endswith("/device:CPU:1")
 
 
-def test_central_storage_has_one_copy_that_is_always_brought_together():
+def test_updates_of_what_central_storage_keeps_are_brought_together():
     strategy = zs.CentralStorageStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         kept = zs.Variable(0.0, synchronization=zs.VariableSynchronization.NONE)

@@ -141,10 +141,7 @@ class MirroredVariables:
         return next_id()
 
     def _made(self, request: Request, value: np.ndarray) -> Variable:
-        is_on_read = (
-            request.synchronization is VariableSynchronization.ON_READ
-            and not self.residence.travels
-        )
+        is_on_read = request.synchronization is VariableSynchronization.ON_READ
         home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
         if not is_on_read:
@@ -234,8 +231,7 @@ class _Store(Residence):
     travels = True
 
     def __init__(self, device: jax.Device, steps: Residence) -> None:
-        # One copy: what replicas do to a variable is always brought together.
-        super().__init__(None, 1)
+        super().__init__(None, steps.copies)
         self._device = device
         self._steps = steps
 
