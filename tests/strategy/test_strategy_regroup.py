@@ -67,7 +67,9 @@ def test_the_same_object_stays_what_it_is():
 
 
 def test_containers_are_merged_member_by_member():
-    merged = regroup([(1, [2], {"k": Point(3, "same")}), (4, [5], {"k": Point(6, "same")})])
+    merged = regroup(
+        [(1, [2], {"k": Point(3, "same")}), (4, [5], {"k": Point(6, "same")})]
+    )
     first, (second,), third = merged
     assert (first.values, second.values) == ((1, 4), (2, 5))
     assert isinstance(third["k"], Point)
