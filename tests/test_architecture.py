@@ -56,6 +56,7 @@ DOORS = {
     "uvloop": "zstrat.transport._loop",
     "optax": "zstrat.ps",
     "cloudpickle": "zstrat.program._code",
+    "greenlet": "zstrat.strategy._turns",
     "psutil": "zstrat.launch",
     "safetensors": "zstrat.checkpoint",
     "xxhash": "zstrat.checkpoint",

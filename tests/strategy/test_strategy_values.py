@@ -104,7 +104,7 @@ def test_values_that_are_the_same_everywhere(three, one):
     assert three.reduce("sum", 0, None) == 0
     np.testing.assert_array_equal(three.reduce("sum", np.zeros(2), None), [0, 0])
     for value in (1.0, np.ones(2), jnp.zeros(2)):
-        with pytest.raises(ValueError, match="non-distributed value"):
+        with pytest.raises(ValueError, match="non-DistributedValues value"):
             three.reduce("sum", value, None)
     assert one.reduce("sum", 3.0, None) == 3.0
     assert one.reduce("sum", jnp.ones(4), 0) == 4.0

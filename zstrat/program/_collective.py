@@ -10,6 +10,7 @@ the same result.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -94,33 +95,15 @@ class Team:
         """
         if self.size == 1:
             return operands
-        rows = len(operands) > 1
-        if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
-            if rows:
-                return self._rows(operands, mean=False)
-            return tuple(self.reduced(operands, mean=False))
-        match variable.aggregation:
-            case VariableAggregation.NONE:
-                raise ValueError(
-                    f"You must specify an aggregation method to update {variable.spec} "
-                    "in replica context: its replicas would disagree. Create it with, "
-                    "for example, "
-                    "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
-                )
-            case VariableAggregation.ONLY_FIRST_REPLICA:
-                return tuple(self._first(operands))
-            case aggregation:
-                mean = aggregation is VariableAggregation.MEAN
-                if not rows:
-                    reduced = self.reduced(operands, mean)[0]
-                    return (reduced.astype(operands[0].dtype),)
-                if op in _NOT_ADDITIVE:
-                    raise NotImplementedError(
-                        f"{op.name.lower()} of {variable.spec} in replica context is "
-                        "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
-                        f"not with {aggregation.name}"
-                    )
-                return self._rows(operands, mean)
+        has_rows = len(operands) > 1
+        how = together(variable, op, has_rows)
+        if how is Together.FIRST:
+            return tuple(self._first(operands))
+        mean = how is Together.MEAN
+        if has_rows:
+            return self._rows(operands, mean)
+        reduced = self.reduced(operands, mean)[0]
+        return (reduced.astype(operands[0].dtype),)
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""
@@ -164,3 +147,41 @@ class Team:
 
 def _is_slices(node: Any) -> bool:
     return isinstance(node, IndexedSlices)
+
+
+class Together(enum.Enum):
+    """How what several replicas do to a variable becomes one update."""
+
+    SUM = enum.auto()
+    MEAN = enum.auto()
+    FIRST = enum.auto()
+
+
+def together(variable: Variable, op: UpdateOp, has_rows: bool) -> Together:
+    """The way of an update. Gradients are summed; all else follows the variable.
+
+    Raises:
+        ValueError: The variable's aggregation is NONE.
+        NotImplementedError: Rows that are not added cannot be summed.
+    """
+    if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
+        return Together.SUM
+    match variable.aggregation:
+        case VariableAggregation.NONE:
+            raise ValueError(
+                f"You must specify an aggregation method to update {variable.spec} "
+                "in replica context: its replicas would disagree. Create it with, "
+                "for example, "
+                "zs.Variable(..., aggregation=zs.VariableAggregation.SUM)"
+            )
+        case VariableAggregation.ONLY_FIRST_REPLICA:
+            return Together.FIRST
+        case aggregation if has_rows and op in _NOT_ADDITIVE:
+            raise NotImplementedError(
+                f"{op.name.lower()} of {variable.spec} in replica context is "
+                "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
+                f"not with {aggregation.name}"
+            )
+        case VariableAggregation.MEAN:
+            return Together.MEAN
+    return Together.SUM

@@ -48,6 +48,9 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     ),
 )
 
+LOOKS: Final = tuple([kind for kind, _ in _TRACED])
+"""jax's errors when Python looks at a value that is being traced."""
+
 _NOT_TRANSFORMED: Final = (
     "inside a function that jax transforms (jax.grad, jax.jit, jax.vmap, jax.lax.cond, "
     "jax.lax.scan or zs.value_and_grad), where it would happen never or many times"

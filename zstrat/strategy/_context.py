@@ -21,6 +21,8 @@ from ._frames import refuse_mixing as refuse_mixing
 from ._frames import refuse_replica_context as refuse_replica_context
 from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
+from ._meetings import gathering, merging, reducing
+from ._turns import NeedsTurns, turn
 from ._values import reduction, require_gatherable
 
 if TYPE_CHECKING:
@@ -123,6 +125,8 @@ class ReplicaContext:
         op = reduction(reduce_op)
         if self.num_replicas_in_sync == 1:
             return value
+        if (mine := turn.get()) is not None:
+            return mine.meet(reducing(self._strategy._team(), op, value))
         return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
@@ -142,6 +146,8 @@ class ReplicaContext:
         require_gatherable(value)
         if self.num_replicas_in_sync == 1:
             return value
+        if (mine := turn.get()) is not None:
+            return mine.meet(gathering(self._strategy._team(), value, axis))
         return self._strategy._team().all_gather(value, axis)
 
     def merge_call(
@@ -152,19 +158,23 @@ class ReplicaContext:
     ) -> Any:
         """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context.
 
+        All replicas of this process come here first. Of ``args`` and ``kwargs`` it gets
+        the values of all replicas, merged as those that ``run`` returns; each replica
+        gets its part of what it returns. A replica function that does this runs in
+        turns with the others, not as one program for all.
+
         Raises:
-            NotImplementedError: Several replicas of this process are one program, which
-                has no place between them.
-            RuntimeError: This is not the replica context that is current.
+            RuntimeError: This is not the replica context that is current, or the
+                replicas make different numbers of calls.
         """
         self._require_current()
+        named = kwargs or {}
+        if (mine := turn.get()) is not None:
+            return mine.meet(merging(self._strategy, merge_fn, args, named))
         if not isinstance(self._replica_id, int):
-            raise NotImplementedError(
-                "merge_call: the replicas of this process are one traced program; use "
-                "all_reduce and all_gather of the replica context, which are part of it"
-            )
+            raise NeedsTurns("it calls merge_call")
         with entered(Frame(self._strategy)), _replicas.merged():
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            return merge_fn(self._strategy, *args, **named)
 
     def _require_current(self) -> None:
         frame = current()

@@ -81,6 +81,7 @@ class KeptSteps:
             marks,
             captured,
             _origin(fn),
+            "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
         gone = [step for step in kept or () if not step.is_live][-1:]
         live = [step for step in kept or () if step.is_live]

@@ -15,6 +15,7 @@ Law of the file: which way it is, is found out by tracing, never by running twic
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -22,25 +23,30 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.program._collective import AXIS, Team
-from zstrat.variables import is_staging, recorder
+from zstrat.program._substitution import is_live
+from zstrat.variables import AbstractVariable, is_staging, recorder
 
-from ._arguments import NUMBERS, Plain, unwrapped
-from ._context import ReplicaContext
+from ._arguments import NUMBERS, Plain, UnevenParts, unwrapped
+from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
-from ._one_program import as_one_program
+from ._one_program import alone, as_one_program
 from ._per_replica import (
     DistributedValues,
     PerReplica,
     is_distributed,
+    loose,
     select_replica,
 )
 from ._regroup import regroup
+from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._shares import Share
     from ._strategy import Strategy
+
+_log: Final = logging.getLogger(__name__)
 
 # jax's stubs leave it untyped.
 _spec: Final[Any] = PartitionSpec
@@ -151,17 +157,67 @@ class LocalMesh:
         Raises:
             Exception: Whatever ``fn`` raises.
         """
-        if recorder.get() is not None or is_staging():
-            return self._traced(fn, args, kwargs)
+        current = recorder.get()
+        if current is not None and is_live(current):
+            return self._in_turns(fn, args, kwargs)
+        if current is not None or is_staging():
+            try:
+                return self._traced(fn, args, kwargs)
+            except (NeedsTurns, UnevenParts):
+                return self._in_turns(fn, args, kwargs)
         kept = self._kept.of(fn)
-        given = self._given((tuple(args), dict(kwargs)))
-        args, kwargs = given
-        return kept.step(*args, **kwargs)
+        if kept.why_not is None:
+            tree = self._given((tuple(args), dict(kwargs)))
+            try:
+                return kept.step(*tree[0], **tree[1])
+            except NeedsTurns as found:
+                kept.why_not = str(found)
+                _log.info("%s runs replica by replica: %s", kept.step.name, found)
+            except UnevenParts:
+                pass  # this time: the last batch of a dataset, say
+        return self._in_turns(fn, args, kwargs)
+
+    def _in_turns(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        tree = jax.tree.map(self._near, (tuple(args), dict(kwargs)))
+        results = in_turns(
+            self._strategy, self.team, self.devices, fn, tree[0], tree[1]
+        )
+        return results[0] if self.replicas == 1 else regroup(results, self._merged)
+
+    def _merged(self, parts: Sequence[Any]) -> PerReplica:
+        """What the replicas made in turns: one array, if each part is on the device of
+        its replica."""
+        if not all(isinstance(part, jax.Array) for part in parts):
+            return PerReplica(parts)
+        kinds = {(part.shape, part.dtype) for part in parts}
+        where = [
+            None if isinstance(part, jax.core.Tracer) else part.devices()
+            for part in parts
+        ]
+        if (
+            len(kinds) > 1
+            or parts[0].ndim == 0
+            or where != [{device} for device in self.devices]
+        ):
+            return PerReplica(parts)
+        return PerReplica.of_whole(self._joined(parts), self.replicas)
+
+    @staticmethod
+    def _near(leaf: Any) -> Any:
+        """An array that all devices have, as one that each may compute with."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
+            return leaf
+        return loose(leaf.addressable_shards[0].data)
 
     def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
         def step(*args: Any, **kwargs: Any) -> Any:
-            return self._traced(fn, args, kwargs)
+            result = self._traced(fn, args, kwargs)
+            return jax.tree.map(_returned, result)
 
         return step
 
@@ -173,8 +229,7 @@ class LocalMesh:
     ) -> Any:
         if self.replicas == 1:
             args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
-            with ReplicaContext(self._strategy, 0):
-                return fn(*args, **kwargs)
+            return alone(self._strategy, fn, args, kwargs)
         return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
 
     def _given(self, tree: Any) -> Any:
@@ -194,3 +249,31 @@ class LocalMesh:
         if len(numbers) == len(parts) and len(set(numbers)) == 1:
             return numbers[0]
         return self._placed(parts)
+
+
+class _Itself:
+    """A variable that a function returns, as a part of the structure of its result."""
+
+    def __init__(self, variable: AbstractVariable) -> None:
+        self.variable = variable
+
+
+jax.tree_util.register_pytree_node(
+    _Itself, lambda node: ((), node.variable), lambda variable, _: variable
+)
+
+
+def _returned(leaf: Any) -> Any:
+    """A leaf of what a function returns that is a step of its own.
+
+    Raises:
+        NeedsTurns: It is nothing that a program returns.
+    """
+    if isinstance(leaf, AbstractVariable):
+        return _Itself(leaf)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
+        return leaf
+    raise NeedsTurns(f"it returns a {type(leaf).__name__}")
+
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes)

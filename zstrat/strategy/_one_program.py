@@ -6,16 +6,18 @@ It is traced once, with a traced number of the replica, and mapped over the devi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from zstrat.program import _replicas
-from zstrat.variables import IndexedSlices
+from zstrat.program._refusals import LOOKS
+from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
 from ._arguments import Arguments
 from ._context import ReplicaContext
 from ._per_replica import PerReplica
+from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from zstrat.program._collective import Team
 
     from ._strategy import Strategy
+
+
+_LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep)
 
 
 def as_one_program(
@@ -41,6 +46,8 @@ def as_one_program(
         mesh: The replicas' devices; None: one device computes all of them.
 
     Raises:
+        NeedsTurns: Python looks at a value in ``fn``, or it creates variables, or calls
+            ``merge_call``.
         UnevenParts: Replicas are given arrays of different shapes.
         Exception: Whatever ``fn`` raises while it is traced.
     """
@@ -49,13 +56,38 @@ def as_one_program(
     def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
         own_args, own_kwargs = sorted_out.of_replica(shared, own)
         with ReplicaContext(strategy, team.replica_id()):
-            return fn(*own_args, **own_kwargs)
+            return _looked_out(fn, own_args, own_kwargs)
 
     result = _replicas.replicate(
         replica, sorted_out.shared, sorted_out.split, team=team, mesh=mesh
     )
     count = team.local
     return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=_is_slices)
+
+
+def alone(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What the only replica returns, in a step.
+
+    Raises:
+        NeedsTurns: As `as_one_program`.
+    """
+    with ReplicaContext(strategy, 0):
+        return _looked_out(fn, args, kwargs)
+
+
+def _looked_out(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    try:
+        return fn(*args, **kwargs)
+    except _LOOKS as error:
+        first = str(error).partition("\n")[0]
+        raise NeedsTurns(f"{type(error).__name__}: {first}") from error
 
 
 def _is_slices(node: object) -> bool:

@@ -160,7 +160,7 @@ def local_results(value: Any) -> tuple[Any, ...]:
 def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
     shards = _shards(whole, count)
     if shards is not None:
-        return tuple(_loose(shard, stacked) for shard in shards)
+        return tuple(loose(shard, stacked) for shard in shards)
     if stacked:
         return tuple(whole[i] for i in range(count))
     rows = whole.shape[0] // count
@@ -184,7 +184,7 @@ def _shards(whole: Any, count: int) -> list[jax.Array] | None:
     return [found[rows * i] for i in range(count)]
 
 
-def _loose(shard: jax.Array, stacked: bool) -> jax.Array:
+def loose(shard: jax.Array, stacked: bool = False) -> jax.Array:
     """The shard as an array that may meet those of other devices: jax refuses to
     compute with a shard as it is and one of another device. No copy but of a scalar."""
     (device,) = shard.devices()

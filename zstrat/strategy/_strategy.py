@@ -19,8 +19,10 @@ from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
 from ._inputs import Inputs
+from ._in_turns import in_turns
 from ._one_program import as_one_program
 from ._regroup import regroup
+from ._turns import NeedsTurns
 from ._v1 import FirstVersion
 from ._values import (
     ValueContext,
@@ -270,8 +272,12 @@ class Strategy(FirstVersion):
         """What the replicas of this process return, brought together."""
         team = self._team()
         if team.local > 1:
-            mesh = _replicas.mesh_of(self._devices(), team.local)
-            return as_one_program(self, team, mesh, fn, args, kwargs)
+            devices = self._devices()
+            mesh = _replicas.mesh_of(devices, team.local)
+            try:
+                return as_one_program(self, team, mesh, fn, args, kwargs)
+            except NeedsTurns:
+                return regroup(in_turns(self, team, devices, fn, args, kwargs))
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         alone = _replicas.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:

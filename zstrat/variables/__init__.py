@@ -2,8 +2,10 @@
 
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
+from ._abstract import ValueWanted as ValueWanted
 from ._apply import apply as apply
 from ._creator import Aside as Aside
+from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator

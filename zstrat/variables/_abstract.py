@@ -16,6 +16,7 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import jax
 import numpy as np
 
 from zstrat.wire import UpdateOp
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from ._table import Table
     from ._variable import Variable
+
+
+class ValueWanted(RuntimeError):
+    """Python asks for a value that is known only when the step runs."""
 
 
 class AbstractVariable(ArrayOperators):
@@ -162,7 +167,10 @@ class AbstractVariable(ArrayOperators):
                 traces something else, and would keep the value.
         """
         if recorder.get() is not None:
-            raise RuntimeError(
+            value = self.value()
+            if not isinstance(value, jax.core.Tracer):
+                return np.asarray(value)
+            raise ValueWanted(
                 f"{self._spec}: numpy() inside a step function, where values are not "
                 "known yet: use value() and jax.numpy"
             )

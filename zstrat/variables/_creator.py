@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from ._recorder import recorder
 from ._spec import VariableAggregation, VariableSynchronization
@@ -103,14 +103,28 @@ creator: Final = CurrentCreator()
 """The creator of the scope that this thread or task is in, if any."""
 
 
+class CreatedInStep(ValueError):
+    """A variable is created where a step is being traced."""
+
+
+@runtime_checkable
+class Creating(Protocol):
+    """A recorder of a function that runs with values, and so may create variables."""
+
+    may_create: bool
+
+
 def check(request: Request) -> None:
     """Refuses a request that no creator can carry out.
 
     Raises:
         ValueError: A step is being traced, or a member of an enum is none.
     """
-    if recorder.get() is not None:
-        raise ValueError(
+    current = recorder.get()
+    if current is not None and not (
+        isinstance(current, Creating) and current.may_create
+    ):
+        raise CreatedInStep(
             f"variable {request.name!r} is created inside a step function: create "
             "variables before it, in strategy.scope(), and use them in its body"
         )

@@ -1,0 +1,226 @@
+"""A replica function that runs once for each replica, in turns (`_turns`).
+
+In a step each replica is traced by itself, into the same program. Elsewhere Python runs
+with values: what a replica computes is on its device, and Python may look at it.
+
+Updates of variables follow TF's rules: what is aggregated waits for the other replicas,
+what each replica has of its own changes at once. Variables that the function creates
+are created by the first replica; the others are given them in the same order.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program._copies import apart_from_now, has_copies, updates_copies
+from zstrat.program._eager import Immediate
+from zstrat.program._iterator import Drawing
+from zstrat.program._moves import moved
+from zstrat.program._substitution import is_live
+from zstrat.variables import KeepsCopies, creator, recorder
+
+from ._arguments import unwrapped
+from ._context import ReplicaContext
+from ._meetings import updating
+from ._per_replica import select_replica
+from ._turns import take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.program import StepIterator
+    from zstrat.program._collective import Team
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        Optimizer,
+        Recorder,
+        Request,
+        Table,
+        Variable,
+    )
+    from zstrat.wire import UpdateOp
+
+    from ._strategy import Strategy
+    from ._turns import Turn
+
+
+def in_turns(
+    strategy: Strategy,
+    team: Team,
+    devices: Sequence[jax.Device],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """What each replica of this process returns.
+
+    Raises:
+        RuntimeError: Replicas do different things, or create different variables.
+        Exception: Whatever ``fn`` raises; the other replicas are ended.
+    """
+    outer = recorder.get()
+    is_real = outer is None or is_live(outer)
+    made = _Made(creator.get())
+    tree = unwrapped((tuple(args), dict(kwargs)))
+
+    def body(mine: Turn) -> Any:
+        number = mine.number
+        recorder.set(_Own(mine, team, outer))
+        if is_real:
+            creator.set(_Positions(made, number))
+        own_args, own_kwargs = select_replica(number, tree)
+        with ReplicaContext(strategy, team.first + number):
+            return fn(*own_args, **own_kwargs)
+
+    def during(number: int) -> AbstractContextManager[Any]:
+        if not is_real or number >= len(devices):
+            return nullcontext()
+        on: AbstractContextManager[Any] = jax.default_device(devices[number])
+        return on
+
+    return take_turns([body] * team.local, during)
+
+
+class _Own:
+    """The recorder of one replica."""
+
+    def __init__(self, mine: Turn, team: Team, outer: Recorder | None) -> None:
+        self.live = outer is None or is_live(outer)
+        """Whether values are real, so that nothing is being captured."""
+        self.may_create = self.live
+        self._turn = mine
+        self._team = team
+        self._outer: Recorder = Immediate() if outer is None else outer
+
+    def read(self, variable: Variable) -> jax.Array:
+        if not has_copies(variable, self._team.local):
+            return self._outer.read(variable)
+        return self._copies(variable)[self._turn.number]
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if optimizer is None and updates_copies(variable, self._team.local):
+            self._update_own(variable, op, operands)
+            return
+
+        def apply(combined: tuple[jax.Array, ...]) -> None:
+            self._outer.update(variable, op, combined, optimizer)
+
+        team = self._team
+        self._turn.meet(updating(team, variable, op, operands, optimizer, apply))
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        return self._outer.lookup(table, ids)
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        def apply(combined: tuple[jax.Array, ...]) -> None:
+            index, rows = combined
+            self._outer.update_rows(table, op, (index, rows), optimizer)
+
+        first, team = table.components[0], self._team
+        self._turn.meet(updating(team, first, op, operands, optimizer, apply))
+
+    def drew(self, leaf: object) -> bool:
+        return self._outer.drew(leaf)
+
+    def draw(self, iterator: StepIterator) -> Any:
+        if isinstance(self._outer, Drawing):
+            return self._outer.draw(iterator)
+        return iterator.draw()
+
+    def _copies(self, variable: Variable) -> jax.Array:
+        assert isinstance(self._outer, KeepsCopies), self._outer
+        return self._outer.copies(variable)
+
+    def _update_own(
+        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+    ) -> None:
+        apart_from_now(variable)
+        number, copies = self._turn.number, self._copies(variable)
+        value = moved(op, operands, copies[number])
+        assert isinstance(self._outer, KeepsCopies)
+        if self.live:
+            rows = np.array(copies)
+            rows[number] = np.asarray(value)
+            self._outer.put_copies(variable, jnp.asarray(rows))
+        else:
+            self._outer.put_copies(variable, copies.at[number].set(value))
+
+
+class _Made:
+    """What the first replica has created so far, for the others."""
+
+    def __init__(self, inner: Creator | None) -> None:
+        self.inner = inner
+        self.variables: list[tuple[Request, AbstractVariable]] = []
+        self.optimizers: list[int] = []
+
+
+class _Positions:
+    """The creator in one replica: the first one creates, the others find."""
+
+    def __init__(self, made: _Made, number: int) -> None:
+        self._made = made
+        self._number = number
+        self._variables = 0
+        self._optimizers = 0
+
+    def create_variables(
+        self, requests: Sequence[Request]
+    ) -> Sequence[AbstractVariable]:
+        made = self._made
+        if self._number == 0:
+            assert made.inner is not None
+            found = made.inner.create_variables(requests)
+            made.variables += zip(requests, found, strict=True)
+            return found
+        return [self._found(request) for request in requests]
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        made = self._made
+        if self._number == 0:
+            assert made.inner is not None
+            made.optimizers.append(made.inner.register_optimizer(optimizer))
+        self._optimizers += 1
+        if self._optimizers > len(made.optimizers):
+            raise RuntimeError(
+                f"replica {self._number} creates an optimizer that replica 0 has not "
+                f"created, {optimizer.name!r}: all replicas create the same"
+            )
+        return made.optimizers[self._optimizers - 1]
+
+    def _found(self, request: Request) -> AbstractVariable:
+        place = self._variables
+        self._variables += 1
+        if place >= len(self._made.variables):
+            raise RuntimeError(
+                f"Tried to create variable {request.name!r} on replica {self._number}, "
+                "that replica 0 has not created: all replicas create the same variables"
+            )
+        first, variable = self._made.variables[place]
+        if first.name != request.name:
+            raise RuntimeError(
+                f"Tried to create variable {request.name!r} with mismatching name on "
+                f"replica {self._number}: number {place} of replica 0 is "
+                f"{first.name!r}. All replicas create the same variables, in the same "
+                "order"
+            )
+        return variable

@@ -1,0 +1,154 @@
+"""What replicas that run in turns meet for, and what comes of it.
+
+The same as in one program (`zstrat.program._collective`), on values that all lie here.
+
+Law of the file: every replica is given the same, or its part of the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.collectives import ReduceOp
+from zstrat.program._collective import Together, together
+from zstrat.program._cross import first_of, gather_from, sum_over
+from zstrat.variables import IndexedSlices
+
+from ._per_replica import PerReplica, select_replica
+from ._regroup import regroup
+from ._turns import Meeting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.program._collective import Team
+    from zstrat.variables import Optimizer, Variable
+    from zstrat.wire import UpdateOp
+
+    from ._strategy import Strategy
+
+
+def merging(
+    strategy: Strategy,
+    merge_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Meeting:
+    """``merge_fn`` is called once, with the values of all replicas."""
+
+    def join(values: Sequence[Any]) -> Sequence[Any]:
+        merged, named = regroup(values, PerReplica)
+        result = merge_fn(strategy, *merged, **named)
+        return [select_replica(number, result) for number in range(len(values))]
+
+    return Meeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
+
+
+def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
+    """All get the sum or mean of a pytree; see `Team.all_reduce`."""
+    mean = op is ReduceOp.MEAN
+
+    def join(values: Sequence[Any]) -> Sequence[Any]:
+        columns, treedef = _columns(values)
+        reduced = [
+            _joined(team, column, mean)
+            if isinstance(column[0], IndexedSlices)
+            else _summed(team, column, mean)
+            for column in columns
+        ]
+        return [treedef.unflatten(reduced)] * len(values)
+
+    return Meeting(("all_reduce", op), f"all_reduce {op.name}", tree, join)
+
+
+def gathering(team: Team, tree: Any, axis: int) -> Meeting:
+    """All get what the replicas give, one after the other along an axis."""
+
+    def join(values: Sequence[Any]) -> Sequence[Any]:
+        columns, treedef = _columns(values)
+        gathered = [_concatenated(team, column, axis) for column in columns]
+        return [treedef.unflatten(gathered)] * len(values)
+
+    return Meeting(("all_gather", axis), f"all_gather along {axis}", tree, join)
+
+
+def updating(
+    team: Team,
+    variable: Variable,
+    op: UpdateOp,
+    operands: tuple[jax.Array, ...],
+    optimizer: Optimizer | None,
+    apply: Callable[[tuple[jax.Array, ...]], None],
+) -> Meeting:
+    """What the replicas do to a variable is brought together and done once."""
+
+    def join(values: Sequence[Any]) -> Sequence[Any]:
+        apply(_combined(team, variable, op, values))
+        return [None] * len(values)
+
+    rule = None if optimizer is None else optimizer.id
+    words = f"an update ({op.name.lower()}) of {variable.spec}"
+    return Meeting((variable.spec.key, op, rule), words, operands, join)
+
+
+def _combined(
+    team: Team, variable: Variable, op: UpdateOp, several: Sequence[tuple[Any, ...]]
+) -> tuple[jax.Array, ...]:
+    """Operands of one update for all; see `Team.aggregate`."""
+    if team.size == 1:
+        return several[0]
+    has_rows = len(several[0]) > 1
+    how = together(variable, op, has_rows)
+    if how is Together.FIRST:
+        found = list(several[0])
+        return tuple(found if team.channel is None else first_of(team.channel, found))
+    mean = how is Together.MEAN
+    if has_rows:
+        slices = [IndexedSlices(values, indices) for indices, values in several]
+        joined = _joined(team, slices, mean)
+        return joined.indices, joined.values
+    (column,) = zip(*several, strict=True)
+    return (_summed(team, column, mean).astype(column[0].dtype),)
+
+
+def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
+    """Leaf by leaf what the replicas have.
+
+    Raises:
+        ValueError: They have pytrees of different structures.
+    """
+    flat = [jax.tree.flatten(value, is_leaf=_is_slices) for value in values]
+    treedefs = {treedef for _, treedef in flat}
+    if len(treedefs) > 1:
+        raise ValueError(f"the replicas bring different structures: {treedefs}")
+    return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
+
+
+def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
+    first, *others = [jnp.asarray(x) for x in column]
+    total = sum(others, start=first)
+    if team.channel is not None:
+        (total,) = sum_over(team.channel, [total])
+    return total / team.size if mean else total
+
+
+def _concatenated(team: Team, column: Sequence[Any], axis: int) -> jax.Array:
+    whole = jnp.concatenate([jnp.asarray(x) for x in column], axis)
+    if team.channel is None:
+        return whole
+    (front,) = gather_from(team.channel, [jnp.moveaxis(whole, axis, 0)])
+    return jnp.moveaxis(front, 0, axis)
+
+
+def _joined(team: Team, column: Sequence[Any], mean: bool) -> IndexedSlices:
+    values = _concatenated(team, [x.values for x in column], 0)
+    indices = _concatenated(team, [x.indices for x in column], 0)
+    values = values / team.size if mean else values
+    return IndexedSlices(values, indices, column[0].dense_shape)
+
+
+def _is_slices(node: Any) -> bool:
+    return isinstance(node, IndexedSlices)

@@ -1,0 +1,163 @@
+"""Replicas in turns: one after the other, until all have come to the same place.
+
+Each replica is a greenlet with a context of its own (what is current in it: replica,
+recorder). It runs until it ends or *meets* the others, in replica order; when all have
+come, what they meet for is done once, by the one who lets them run, and each goes on
+with what it is given. So there is never more than one that runs, and the order is
+always the same: names of variables and random numbers come out alike in every run.
+
+They are no threads because jax's traces belong to a thread: turns may be taken in the
+middle of one.
+
+Law of the file: who waits is woken, with a value or by being ended; nothing is left
+when a replica fails.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from zstrat.program._fresh import current_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractContextManager
+
+
+class NeedsTurns(BaseException):
+    """The function is none that one program could do for all replicas. No `Exception`:
+    the function itself must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What one replica comes to a meeting for.
+
+    ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
+    of all replicas and returns what each is given; that of replica 0 is called.
+    """
+
+    key: Hashable
+    words: str
+    value: Any
+    join: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Turn:
+    """The turn of one replica, as its function knows it."""
+
+    def __init__(self, number: int, body: Callable[[Turn], Any]) -> None:
+        self.number = number
+        self.result: Any = None
+        self.meeting: Meeting | None = None
+        """What it waits for, None if it has ended."""
+        self._body = body
+        self._is_over = False
+        self._trace: object = None
+        self._greenlet = greenlet(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    def meet(self, meeting: Meeting) -> Any:
+        """Waits for the other replicas; returns what this one is given.
+
+        Raises:
+            RuntimeError: Inside a function that jax transforms, which cannot wait.
+        """
+        if self._is_over:
+            raise GreenletExit
+        if current_trace() != self._trace:
+            raise RuntimeError(
+                f"{meeting.words} inside a function that jax transforms (jax.grad, "
+                "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
+                "with the others: such a function cannot wait for them. Do it before "
+                "or after that function"
+            )
+        parent = getcurrent().parent
+        assert parent is not None
+        return parent.switch(meeting)
+
+    def go_on(self, given: Any) -> None:
+        """Lets it run to its end or the next meeting.
+
+        Raises:
+            BaseException: Whatever the replica function raises.
+        """
+        came = self._greenlet.switch(given)
+        self.meeting = came if isinstance(came, Meeting) else None
+
+    def end(self) -> None:
+        """Ends one that waits, or has not begun."""
+        self._is_over = True
+        self.meeting = None
+        if not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+
+    def _run(self, _: Any) -> None:
+        self._trace = current_trace()
+        turn.set(self)
+        self.result = self._body(self)
+
+
+turn: Final[ContextVar[Turn | None]] = ContextVar("zstrat_turn", default=None)
+"""The turn that this code is in, if any. Set in the context of the turn alone."""
+
+
+def take_turns(
+    bodies: Sequence[Callable[[Turn], Any]],
+    during: Callable[[int], AbstractContextManager[Any]],
+) -> list[Any]:
+    """What the replicas return, in order.
+
+    Args:
+        bodies: One function for each replica.
+        during: Entered while the replica of this number runs.
+
+    Raises:
+        RuntimeError: Not all replicas come to the same meetings.
+        BaseException: Whatever one of them raises, or a meeting; all others are ended.
+    """
+    turns = [Turn(number, body) for number, body in enumerate(bodies)]
+    given: Sequence[Any] = [None] * len(turns)
+    try:
+        while True:
+            for each, value in zip(turns, given, strict=True):
+                with during(each.number):
+                    each.go_on(value)
+            meetings = [each.meeting for each in turns]
+            if not any(meetings):
+                return [each.result for each in turns]
+            came = _all_of(meetings)
+            given = came[0].join([meeting.value for meeting in came])
+    finally:
+        for each in turns:
+            each.end()
+
+
+def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
+    """The meetings, if all replicas came to the same one.
+
+    Raises:
+        RuntimeError: Says who did not.
+    """
+    came = [meeting for meeting in meetings if meeting is not None]
+    if len(came) < len(meetings):
+        waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
+        ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
+        raise RuntimeError(
+            "Some replicas made a different number of merge_call() calls. Replica "
+            f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
+            "all replicas do the same things together (merge_call, all_reduce, "
+            "all_gather, updates of variables that are aggregated)"
+        )
+    for number, meeting in enumerate(came):
+        if meeting.key != came[0].key:
+            raise RuntimeError(
+                f"replica 0 waits in {came[0].words}, and replica {number} in "
+                f"{meeting.words}: all replicas do the same things in the same order"
+            )
+    return came
