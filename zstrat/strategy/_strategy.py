@@ -18,8 +18,8 @@ from zstrat.program._collective import Team
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
-from ._inputs import Inputs
 from ._in_turns import in_turns
+from ._inputs import Inputs
 from ._one_program import as_one_program
 from ._regroup import regroup
 from ._turns import NeedsTurns
