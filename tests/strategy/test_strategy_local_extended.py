@@ -175,6 +175,17 @@ def test_outputs_of_replicas_in_a_loop(mirrored):
     assert context.non_tensor_outputs == {"n": [("replica", 0), ("replica", 1)]}
 
 
+def test_each_replica_has_a_device_of_its_own(mirrored):
+    def fn():
+        return zs.get_replica_context().devices
+
+    names = mirrored.extended.worker_devices
+    for found in (mirrored.run(fn), zs.function(lambda: mirrored.run(fn))()):
+        assert mirrored.experimental_local_results(found) == tuple(
+            (name,) for name in names
+        )
+
+
 def test_variables_are_colocated_with_those_of_the_scope(mirrored):
     outside = zs.Variable(1.0)
     with mirrored.scope():

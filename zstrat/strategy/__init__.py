@@ -37,5 +37,4 @@ from ._regroup import regroup as regroup
 from ._shares import Share as Share
 from ._shares import per_replica as per_replica
 from ._strategy import Strategy as Strategy
-from ._turns import NeedsTurns as NeedsTurns
 from ._values import ValueContext as ValueContext

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.strategy import (
-    NeedsTurns,
     get_cross_replica_context,
     get_replica_context,
     get_strategy,
@@ -56,10 +55,8 @@ class TowerContext:
     def device(self) -> str:
         """TF's name of the device that the tower runs on. A function that asks for it
         runs in turns, tower by tower."""
-        devices = self._replica.devices
-        if len(devices) > 1:
-            raise NeedsTurns("it asks for the device of its tower")
-        return devices[0]
+        (device,) = self._replica.devices
+        return device
 
     def merge_call(
         self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any
