@@ -144,7 +144,6 @@ def test_replicas_know_their_number_and_reduce_among_themselves(four):
         def replica_fn(x):
             context = get_replica_context()
             assert context.num_replicas_in_sync == R
-            assert len(context.devices) == R
             number = context.replica_id_in_sync_group
             slices = zv.IndexedSlices(jnp.ones((1, 2)) * number, number[None], (R, 2))
             total, mean, joined = (

@@ -6,10 +6,8 @@ Law of the file: from the first read of a variable to its new value, its lock is
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from zstrat.variables import DeviceHome, read_all
@@ -17,7 +15,8 @@ from zstrat.variables import DeviceHome, read_all
 from ._results import StepUpdate
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Sequence
+    from contextlib import AbstractContextManager
 
     from jax.sharding import Mesh, Sharding
 
@@ -45,6 +44,11 @@ class Held:
             for home in homes
             if isinstance(home, DeviceHome)
         }
+        self._away = [
+            variable
+            for variable in plan.variables
+            if not isinstance(variable.home, DeviceHome)
+        ]
         self._residences: list[Residence] = [found[key] for key in sorted(found)]
 
     @property
@@ -67,24 +71,16 @@ class Held:
             )
         return next(iter(meshes), None)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> AbstractContextManager[None]:
         """Nobody else reads or updates the variables inside."""
-        with ExitStack() as held:
-            for residence in self._residences:
-                held.enter_context(residence.lock)
-                residence.settle()
-            yield
+        return _Locked(self._residences)
 
     def values(self) -> list[Any]:
         """The values of the plan's reads: those from here as they live here, others as
         arrays of numpy."""
-        away = [
-            variable
-            for variable in self._plan.variables
-            if not isinstance(variable.home, DeviceHome)
-        ]
-        read = iter(read_all(away))
+        if not self._away:
+            return [_home(variable).value() for variable in self._plan.variables]
+        read = iter(read_all(self._away))
         return [
             home.value() if isinstance(home, DeviceHome) else next(read)
             for home in self._homes
@@ -144,10 +140,35 @@ def _home(variable: Variable) -> DeviceHome:
     return home
 
 
-def cut_at(leaves: Sequence[Any], trees: Sequence[Any]) -> list[Any]:
-    """Trees like these, of leaves in a row."""
-    left, found = iter(leaves), []
-    for tree in trees:
-        treedef: Any = jax.tree.structure(tree)
-        found.append(treedef.unflatten(itertools.islice(left, treedef.num_leaves)))
-    return found
+class _Locked:
+    """Holds the locks of residences. Entered for each step, so it is no generator."""
+
+    __slots__ = ("_residences",)
+
+    def __init__(self, residences: Sequence[Residence]) -> None:
+        self._residences = residences
+
+    def __enter__(self) -> None:
+        held = []
+        try:
+            for residence in self._residences:
+                residence.lock.acquire()
+                held.append(residence)
+                residence.settle()
+        except BaseException:
+            for residence in reversed(held):
+                residence.lock.release()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        for residence in reversed(self._residences):
+            residence.lock.release()
+
+
+def cut_at(leaves: Sequence[Any], treedefs: Sequence[Any]) -> list[Any]:
+    """Trees of these structures, of leaves in a row."""
+    left = iter(leaves)
+    return [
+        treedef.unflatten(itertools.islice(left, treedef.num_leaves))
+        for treedef in treedefs
+    ]

@@ -68,6 +68,8 @@ class StagedProgram:
         self._sharding = self._held.sharding
         self._stages = _compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = _shared(cut, given)
+        self._treedefs = [jax.tree.structure(tree) for tree in self._shape]
+        self._is_whole = len(cut) == 1 and not self._constants
         self._traced = False
 
     @property
@@ -97,16 +99,24 @@ class StagedProgram:
             leaves = [self._brought(x) for x in leaves]
         with held.locked():
             slots = jax.tree.leaves(held.slots())
-            store = dict(enumerate([*inputs, *leaves, *held.values(), *slots]))
-            store.update(self._constants)
+            given = [*inputs, *leaves, *held.values(), *slots]
             del slots
-            for number in self._shared:
-                store[number] = jax.device_put(store[number])
-            for part in self._stages:
-                outputs = self._compute(part, store)
-            results, values, slots, operands = cut_at(outputs, self._shape)
+            outputs = self._computed(given)
+            results, values, slots, operands = cut_at(outputs, self._treedefs)
             held.put(values, slots)
         return results, held.updates(operands)
+
+    def _computed(self, given: list[Any]) -> list[Any]:
+        if self._is_whole:
+            return self._compute(self._stages[0], given)
+        store = dict(enumerate(given))
+        given.clear()
+        store.update(self._constants)
+        for number in self._shared:
+            store[number] = jax.device_put(store[number])
+        for part in self._stages:
+            outputs = self._compute(part, store)
+        return outputs
 
     def _brought(self, array: Any) -> Any:
         """An argument, on the devices of this step if it is bound to others."""
@@ -129,7 +139,7 @@ class StagedProgram:
             found += [sharding] * len(jax.tree.leaves(tree))
         return found + [None] * len(jax.tree.leaves(operands))
 
-    def _compute(self, part: _Compiled, store: dict[int, Any]) -> list[Any]:
+    def _compute(self, part: _Compiled, store: dict[int, Any] | list[Any]) -> list[Any]:
         given_up = [store[number] for number in part.given_up]
         kept = [store[number] for number in part.kept]
         if self._traced:
@@ -140,6 +150,7 @@ class StagedProgram:
             self._traced = part is self._stages[-1]
         if part is self._stages[-1]:
             return outputs
+        assert isinstance(store, dict)
         store.update(zip(part.stage.gives, outputs, strict=True))
         del given_up, kept, outputs
         for channel, kind, crossings in part.calls:

@@ -33,6 +33,7 @@ from ._per_replica import DistributedValues as DistributedValues
 from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
+from ._regroup import regroup as regroup
 from ._shares import Share as Share
 from ._shares import per_replica as per_replica
 from ._strategy import Strategy as Strategy

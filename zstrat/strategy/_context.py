@@ -93,7 +93,8 @@ class ReplicaContext:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """This replica's device; those of all replicas where one trace serves all.
+        """TF's name of this replica's device. A function that asks for it runs in
+        turns, replica by replica: one program has them all.
 
         Raises:
             RuntimeError: This is not the replica context that is current.
@@ -102,7 +103,7 @@ class ReplicaContext:
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        return devices
+        raise NeedsTurns("it asks for the device of its replica")
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: object = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -42,6 +43,7 @@ from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from ._shares import Share
     from ._strategy import Strategy
@@ -85,6 +87,8 @@ class LocalMesh:
             rows = _spec(AXIS) if len(grid) > 1 else _spec()
             self._rows = made(self.mesh, rows)
         self._kept = KeptSteps(self._as_step)
+        is_usual = self.devices[0] == jax.local_devices()[0]
+        self._is_elsewhere = grid.size == 1 and not is_usual
 
     @property
     def replicas(self) -> int:
@@ -184,7 +188,8 @@ class LocalMesh:
         if kept.why_not is None:
             tree = self._given((tuple(args), dict(kwargs)))
             try:
-                return kept.step(*tree[0], **tree[1])
+                with self._there():
+                    return kept.step(*tree[0], **tree[1])
             except NeedsTurns as found:
                 if self._is_compiled:
                     raise TypeError(
@@ -196,6 +201,13 @@ class LocalMesh:
             except UnevenParts:
                 pass  # this time: the last batch of a dataset, say
         return self._in_turns(fn, args, kwargs)
+
+    def _there(self) -> AbstractContextManager[Any]:
+        """Inside, what is bound to no device is computed on the only one."""
+        if not self._is_elsewhere:
+            return nullcontext()
+        on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
+        return on
 
     def _in_turns(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -272,6 +284,8 @@ class LocalMesh:
     def _given_leaf(self, leaf: Any) -> Any:
         if type(leaf) in NUMBERS:
             return Plain(leaf)
+        if self.replicas == 1 and isinstance(leaf, jax.Array) and leaf.committed:
+            return jax.device_put(leaf, self._rows)
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
             return leaf
         return regroup(leaf.values, self._given_parts, always_wrap=True)

@@ -135,8 +135,9 @@ class Strategy(FirstVersion):
         - it is a ``zs.function(eager=True)``, or called in one.
 
         That is found out by tracing, so that what Python does up to there happens once
-        more. In a step each replica is then traced by itself. With one replica, and
-        where variables live on parameter servers, this is a plain call elsewhere.
+        more. In a step each replica is then traced by itself. Outside of a step, one
+        replica of a strategy of several processes, or of parameter servers, is a plain
+        call.
 
         Raises:
             ValueError: ``args`` is no list or tuple; a drawn batch does not split

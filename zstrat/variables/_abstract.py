@@ -16,12 +16,12 @@ from __future__ import annotations
 import abc
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import jax
 import numpy as np
 
 from zstrat.wire import UpdateOp
 
 from . import _convert
+from ._creator import Creating
 from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
 from ._recorder import Recorder, recorder
@@ -166,10 +166,10 @@ class AbstractVariable(ArrayOperators):
             RuntimeError: A step is being traced, so there is no value yet; or jax
                 traces something else, and would keep the value.
         """
-        if recorder.get() is not None:
-            value = self.value()
-            if not isinstance(value, jax.core.Tracer):
-                return np.asarray(value)
+        current = recorder.get()
+        if current is not None:
+            if isinstance(current, Creating) and current.may_create:
+                return np.asarray(self.value())
             raise ValueWanted(
                 f"{self._spec}: numpy() inside a step function, where values are not "
                 "known yet: use value() and jax.numpy"

@@ -53,18 +53,10 @@ class TowerContext:
 
     @property
     def device(self) -> str:
-        """TF's name of the device that the tower runs on.
-
-        Raises:
-            RuntimeError: All towers are one program, which runs on all devices.
-        """
-        devices = self._replica.devices
-        if len(devices) > 1:
-            raise RuntimeError(
-                f"the towers are one program on {devices}: which device it is comes "
-                "with the run (zs.function(eager=True) runs them one by one)"
-            )
-        return devices[0]
+        """TF's name of the device that the tower runs on. A function that asks for it
+        runs in turns, tower by tower."""
+        (device,) = self._replica.devices
+        return device
 
     def merge_call(
         self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any
