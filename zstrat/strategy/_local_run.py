@@ -29,7 +29,7 @@ from zstrat.variables import AbstractVariable, is_staging, recorder
 
 from ._arguments import NUMBERS, Plain, UnevenParts, unwrapped
 from ._in_turns import in_turns
-from ._kept_steps import KeptSteps
+from ._kept_steps import KeptStep, KeptSteps
 from ._one_program import alone, as_one_program
 from ._per_replica import (
     DistributedValues,
@@ -174,7 +174,7 @@ class LocalMesh:
             tree = self._given((tuple(args), dict(kwargs)))
             try:
                 with self._there():
-                    return kept.step(*tree[0], **tree[1])
+                    return called(kept, tree)
             except NeedsTurns as found:
                 kept.why_not = str(found)
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
@@ -263,6 +263,43 @@ class LocalMesh:
         if len(numbers) == len(parts) and len(set(numbers)) == 1:
             return numbers[0]
         return self._placed(parts)
+
+
+def called(kept: KeptStep, tree: Any) -> Any:
+    """What the step returns.
+
+    A Python number among its arguments is one for the function, too, and each value is
+    traced. Where values differ from call to call (a learning rate) and the function
+    returns no Python number, it is tried once whether numbers may be inputs.
+    """
+    args, kwargs = tree
+    if kept.numbers is False:
+        return kept.step(*args, **kwargs)
+    if kept.numbers is None:
+        before = kept.step.trace_count
+        result = kept.step(*args, **kwargs)
+        if 1 < kept.step.trace_count > before and _has(Plain, tree):
+            kept.numbers = not _has(NUMBERS, result)
+        return result
+    plain_args, plain_kwargs = unwrapped(tree)
+    if kept.are_tried:
+        return kept.step(*plain_args, **plain_kwargs)
+    before = kept.step.trace_count
+    try:
+        result = kept.step(*plain_args, **plain_kwargs)
+    except (NeedsTurns, Exception):
+        # The function wants to know a number, as a shape, say. If it is something else
+        # the call below raises it again.
+        if kept.step.trace_count > before:
+            raise  # while it ran
+        kept.numbers = False
+        return kept.step(*args, **kwargs)
+    kept.are_tried = True
+    return result
+
+
+def _has(kinds: Any, tree: Any) -> bool:
+    return any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(tree))
 
 
 class _Itself:

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from zstrat.program import _replicas
 from zstrat.program._collective import Team
+from zstrat.variables import Variable
 
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
+from ._copy_home import copies_of
 from ._in_turns import in_turns
 from ._one_program import as_one_program
 from ._regroup import regroup
@@ -180,7 +182,10 @@ class Strategy(FirstVersion):
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """One entry per local replica; ``(value,)`` for what is not distributed."""
+        """One entry per local replica; ``(value,)`` for what is not distributed. Of a
+        variable of several devices its copies, each a variable."""
+        if isinstance(value, Variable):
+            return copies_of(value)
         return local_results(value)
 
     def experimental_distribute_values_from_function(
