@@ -68,5 +68,5 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(PY)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@$(PIP) --no-build-isolation -e '.[dev,examples,orbax,tensorboard]'
+	@$(PIP) --no-build-isolation -e '.[dev,examples,gce,orbax,tensorboard]'
 	@touch $@

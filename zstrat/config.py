@@ -91,6 +91,11 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
+def set_environment(name: str, value: str) -> None:
+    """Set a variable of this process, for libraries that are told by it alone."""
+    os.environ[name] = value
+
+
 def settings_from(env: Mapping[str, str]) -> Settings:
     """Settings of this process from ``ZSTRAT_*``.
 

@@ -411,7 +411,7 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
     given = strategy.experimental_distribute_values_from_function(
         lambda context: {"id": context.replica_id_in_sync_group}
     )
-    assert isinstance(given, PerReplica)
+    assert isinstance(given["id"], PerReplica)
     assert strategy.run(lambda x, y: (x, y), (given,), {"y": [given]}) == (
         {"id": 0},
         [{"id": 0}],

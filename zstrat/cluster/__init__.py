@@ -1,16 +1,30 @@
 """Who is in a cluster, and where a process learns it."""
 
+from ._gce import GCEClusterResolver as GCEClusterResolver
+from ._hostlist import expand_hostlist as expand_hostlist
+from ._hostlist import expand_tasks_per_node as expand_tasks_per_node
+from ._kubernetes import ExecutableLocation as ExecutableLocation
+from ._kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
 from ._resolver import ClusterResolver as ClusterResolver
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver
+from ._roles import collective_leader as collective_leader
+from ._roles import coordination_leader as coordination_leader
+from ._roles import has_worker as has_worker
+from ._roles import id_in_cluster as id_in_cluster
+from ._roles import is_chief as is_chief
+from ._roles import should_load_checkpoint as should_load_checkpoint
+from ._roles import should_save_checkpoint as should_save_checkpoint
+from ._roles import should_save_summary as should_save_summary
+from ._roles import worker_count as worker_count
+from ._sagemaker import SageMakerClusterResolver as SageMakerClusterResolver
+from ._slurm import SlurmClusterResolver as SlurmClusterResolver
 from ._spec import ClusterSpec as ClusterSpec
 from ._tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 from ._toml import TomlClusterResolver as TomlClusterResolver
+from ._tpu import TPUClusterResolver as TPUClusterResolver
+from ._tpu import TPUSystemMetadata as TPUSystemMetadata
 from ._union import UnionResolver as UnionResolver
 from ._validate import TASK_TYPES as TASK_TYPES
-from ._validate import collective_leader as collective_leader
-from ._validate import id_in_cluster as id_in_cluster
-from ._validate import is_chief as is_chief
 from ._validate import normalize_cluster_spec as normalize_cluster_spec
 from ._validate import task_count as task_count
 from ._validate import validate_cluster_spec as validate_cluster_spec
-from ._validate import worker_count as worker_count

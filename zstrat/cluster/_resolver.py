@@ -2,7 +2,8 @@
 
 A resolver answers four questions: which tasks there are, which one this process is, the
 address of a task, and its accelerators. It is asked again whenever the answer may have
-changed, so it must be cheap, and it never connects to anything.
+changed, so it must be cheap: the environment, a file, or one question to the service
+that knows, with a deadline. It never connects to the tasks themselves.
 """
 
 from __future__ import annotations

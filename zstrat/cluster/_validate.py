@@ -91,62 +91,6 @@ def _check_id(spec: ClusterSpec, task_type: str, task_id: int | None) -> None:
         raise ValueError(f"There is no `task_id` {task_id} in {task_type}: {indices}.")
 
 
-def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
-    """Whether the task writes checkpoints: chief, evaluator, or worker 0 without chief.
-
-    Raises:
-        ValueError: As `validate_cluster_spec`.
-    """
-    validate_cluster_spec(cluster_spec, task_type, task_id)
-    if task_type in ("chief", "evaluator"):
-        return True
-    chiefless = "chief" not in normalize_cluster_spec(cluster_spec).jobs
-    return chiefless and task_type == "worker" and not task_id
-
-
-def worker_count(cluster_spec: object, task_type: str) -> int:
-    """Number of tasks that train together with a task of this type.
-
-    Raises:
-        ValueError: As `validate_cluster_spec`, and for a ps.
-    """
-    validate_cluster_spec(cluster_spec, task_type, 0)
-    if task_type not in ("chief", "worker", "evaluator"):
-        raise ValueError(f"Unexpected `task_type` {task_type!r}")
-    jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
-    return sum(task_count(cluster_spec, job) for job in jobs)
-
-
-def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
-    """Number of the task among the chief and the workers, the chief first.
-
-    Raises:
-        ValueError: As `validate_cluster_spec`, and for a ps.
-    """
-    validate_cluster_spec(cluster_spec, task_type, task_id)
-    if task_type == "worker":
-        return task_id + task_count(cluster_spec, "chief")
-    if task_type in ("chief", "evaluator"):
-        return task_id
-    raise ValueError(f"There is no id for task_type {task_type!r}")
-
-
-def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str:
-    """Name of the task that leads collectives, "" where there are none.
-
-    Raises:
-        ValueError: As `validate_cluster_spec`.
-    """
-    spec = normalize_cluster_spec(cluster_spec)
-    if not spec:
-        return ""
-    validate_cluster_spec(spec, task_type, task_id)
-    if task_type == "evaluator":
-        return ""
-    job = "chief" if "chief" in spec.jobs else "worker"
-    return f"/job:{job}/replica:0/task:0"
-
-
 # ---- what a person wrote ---------------------------------------------------------
 
 

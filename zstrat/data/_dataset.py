@@ -1,8 +1,8 @@
 """`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
 
 Every tf.distribute program begins with one. The face checks arguments and speaks TF's
-words; `zstrat.data._passes` does the work. Whoever needs more (files, records, worker
-processes) returns a grain dataset or any generator from the dataset function instead.
+words; `zstrat.data._passes` does the work. Whoever needs more (worker processes,
+weighted mixtures) gives a strategy a grain dataset or any generator instead.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
+from . import _files as files
 from . import _passes as passes
+from ._lineage import Hinted, Opted, options_of
+from ._options import SHARD_HINT, Options
 from ._tree import Element, as_element, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from ._files import Path, Read
     from ._passes import Recipe
 
 AUTOTUNE: Final = -1
@@ -32,7 +36,8 @@ class Dataset:
 
     Elements are numpy arrays and scalars, or dicts and tuples of them, nested at will;
     as in TF a list is not structure but one array. Datasets are immutable: every method
-    returns a new one. Make one with `range`, `from_tensor_slices` or `from_generator`.
+    returns a new one. Make one with `range`, `from_tensor_slices`, `from_generator`, or
+    of files: `from_text_lines`, `from_tfrecords`, `from_npy`, `from_npz`, `from_files`.
     A generator or a mapped function may fill the same buffer again and again.
     """
 
@@ -92,6 +97,67 @@ class Dataset:
             )
         return Dataset(passes.Generated(generator, tuple(args)))
 
+    @staticmethod
+    def from_files(
+        filenames: Path | Sequence[Path], read: Callable[[str], Iterable[Any]]
+    ) -> Dataset:
+        """What ``read(filename)`` yields of each file, one file after the other.
+
+        A strategy knows the files, and gives each worker some of them. ``read`` is
+        called anew in each pass; it may yield `bytes`, and then gets bytes back.
+
+        Raises:
+            ValueError: There are no files.
+            TypeError: ``read`` is not callable.
+        """
+        if not callable(read):
+            raise TypeError(f"`read` must be callable; got {read!r:.100}")
+        return _recorded(filenames, files.reading(read))
+
+    @staticmethod
+    def from_text_lines(filenames: Path | Sequence[Path]) -> Dataset:
+        """The lines of text files, as `bytes` without their ends; TF's
+        ``TextLineDataset``. A batch is an array of objects.
+
+        Raises:
+            ValueError: There are no files.
+            FileNotFoundError: While iterating: one is missing.
+        """
+        return _recorded(filenames, files.read_lines)
+
+    @staticmethod
+    def from_tfrecords(filenames: Path | Sequence[Path]) -> Dataset:
+        """The records of TFRecord files, as `bytes`; TF's ``TFRecordDataset``.
+
+        Raises:
+            ImportError: grain, which reads them, is not installed.
+            ValueError: There are no files; while iterating: one ends inside a record.
+        """
+        files.require_tfrecords()
+        return _recorded(filenames, files.read_tfrecords)
+
+    @staticmethod
+    def from_npy(filenames: Path | Sequence[Path]) -> Dataset:
+        """The rows of the arrays in ``.npy`` files, which are mapped into memory: what
+        is not used is not read.
+
+        Raises:
+            ValueError: There are no files; while iterating: one holds a scalar, or
+                objects.
+        """
+        return Dataset(files.Tables(files.paths_of(filenames), files.load_npy))
+
+    @staticmethod
+    def from_npz(filenames: Path | Sequence[Path]) -> Dataset:
+        """The rows of the arrays in ``.npz`` archives, as dicts by the arrays' names.
+        One archive is in memory at a time, and more while a shuffle mixes them.
+
+        Raises:
+            ValueError: There are no files; while iterating: the arrays of one differ in
+                their first axes.
+        """
+        return Dataset(files.Tables(files.paths_of(filenames), files.load_npz))
+
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
         """Stacks ``batch_size`` elements along a new first axis; the last batch may be
         shorter unless ``drop_remainder``.
@@ -134,9 +200,14 @@ class Dataset:
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Every ``num_shards``-th element, from element ``index`` on.
 
+        With `SHARD_HINT` for both, a strategy that distributes the dataset under
+        `AutoShardPolicy.HINT` puts its workers in; nothing else can iterate it.
+
         Raises:
             ValueError: ``num_shards`` below 1, or ``index`` not in [0, num_shards).
         """
+        if num_shards == SHARD_HINT and index == SHARD_HINT:
+            return Dataset(Hinted(self._recipe))
         _at_least("num_shards", num_shards, 1)
         if not 0 <= index < num_shards:
             raise ValueError(
@@ -177,6 +248,26 @@ class Dataset:
         """Pairs ``(number, element)``, the number an int64."""
         return Dataset(passes.Enumerated(self._recipe, start))
 
+    def with_options(self, options: Options) -> Dataset:
+        """The same with these options, also for all that is made of it; options that
+        it has already are kept where ``options`` does not set them.
+
+        Raises:
+            TypeError: ``options`` is no `Options`.
+        """
+        if not isinstance(options, Options):
+            raise TypeError(f"`options` must be a zs.data.Options, got {options!r:.99}")
+        return Dataset(Opted(self._recipe, options.experimental_distribute.chosen))
+
+    def options(self) -> Options:
+        """The options, as a copy: changing it changes no dataset."""
+        return options_of(self._recipe)
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is made; for those who share it out."""
+        return self._recipe
+
     def __iter__(self) -> Iterator[Element]:
         return self._recipe.elements()
 
@@ -201,6 +292,10 @@ class Dataset:
 
     def __repr__(self) -> str:
         return f"<Dataset of {type(self._recipe).__name__.lower()} elements>"
+
+
+def _recorded(filenames: Path | Sequence[Path], read: Read) -> Dataset:
+    return Dataset(files.Records(files.paths_of(filenames), read))
 
 
 def _at_least(name: str, value: int, least: int) -> None:

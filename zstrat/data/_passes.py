@@ -58,12 +58,18 @@ class Recipe(abc.ABC):
                 yield self.one(item)
 
 
-class _Reordered(Recipe):
-    """Chooses among the items of its source and leaves their meaning to it."""
+class Derived(Recipe):
+    """Made of one other recipe."""
 
     __slots__ = ()
 
     source: Recipe
+
+
+class Reordered(Derived):
+    """Chooses among the items of its source and leaves their meaning to it."""
+
+    __slots__ = ()
 
     def one(self, item: Any) -> Element:
         return self.source.one(item)
@@ -133,7 +139,7 @@ class Generated(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mapped(Recipe):
+class Mapped(Derived):
     source: Recipe
     function: Callable[..., Any]
 
@@ -150,7 +156,7 @@ class Mapped(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Enumerated(Recipe):
+class Enumerated(Derived):
     source: Recipe
     start: int
 
@@ -165,7 +171,7 @@ class Enumerated(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Batched(Recipe):
+class Batched(Derived):
     source: Recipe
     batch_size: int
     drop_remainder: bool
@@ -187,7 +193,7 @@ class Batched(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Repeated(_Reordered):
+class Repeated(Reordered):
     source: Recipe
     times: int | None
 
@@ -227,7 +233,7 @@ class Passes:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Shuffled(_Reordered):
+class Shuffled(Reordered):
     """Draws at random from a buffer of the next ``buffer_size`` items. Passes are in
     another order each unless ``reshuffle`` is false, which needs a seed."""
 
@@ -256,7 +262,7 @@ class Shuffled(_Reordered):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sliced(_Reordered):
+class Sliced(Reordered):
     """Items ``start``, ``start + step``, … before ``stop``: take, skip and shard."""
 
     source: Recipe
@@ -279,7 +285,7 @@ class Sliced(_Reordered):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Prefetched(Recipe):
+class Prefetched(Derived):
     """Makes elements (not items) ahead: making them is the work to be hidden."""
 
     source: Recipe

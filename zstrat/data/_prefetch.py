@@ -7,10 +7,11 @@ thread. The source runs, fails and is closed on that thread alone.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import weakref
-from collections import deque
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Never, final
 
 from ._elements import ending
@@ -38,46 +39,65 @@ class _End:
         raise self.error.with_traceback(self.trace)  # not one frame longer at each read
 
 
-class _Buffer:
-    """A queue of at most ``size`` items between two threads, which either may close."""
+class _Closed:
+    """What wakes a reader whose buffer was closed."""
 
-    __slots__ = ("_changed", "_closed", "_items", "_size")
+
+_CLOSED: Final = _Closed()
+
+
+class _Buffer:
+    """At most ``size`` items between two threads, which either may close.
+
+    One queue carries the items, the other the room for them. Both are C alone, so that
+    handing over costs little beside elements that are cheap to make, and a finalizer
+    may close the buffer whatever its thread is doing.
+    """
+
+    __slots__ = ("_end", "_is_closed", "_items", "_room")
 
     def __init__(self, size: int) -> None:
-        self._size: Final = size
-        self._items: Final[deque[Any]] = deque()
-        self._changed: Final = threading.Condition()
-        self._closed = False
+        self._items: Final[SimpleQueue[Any]] = SimpleQueue()
+        self._room: Final[SimpleQueue[bool]] = SimpleQueue()
+        self._is_closed = False
+        self._end: _End | None = None
+        for _ in range(size):
+            self._room.put(True)
 
     def put(self, item: object) -> bool:
         """False once the buffer is closed: the item was not taken, stop."""
-        with self._changed:
-            # No deadline: a slow reader is no fault, and one that is gone closes this.
-            while len(self._items) >= self._size and not self._closed:
-                self._changed.wait()
-            if not self._closed:
-                self._items.append(item)
-                self._changed.notify_all()
-            return not self._closed
+        # No deadline: a slow reader is no fault, and one that is gone closes this.
+        if not self._room.get() or self._is_closed:
+            return False
+        self._items.put(item)
+        return True
+
+    def finish(self, end: _End) -> None:
+        """After the last item; there is always room for it."""
+        self._items.put(end)
 
     def get(self) -> Any:
-        with self._changed:
-            # No deadline: the source is the user's and may take as long as it likes.
-            while not self._items and not self._closed:
-                self._changed.wait()
-            if self._closed:
-                raise StopIteration
-            if isinstance(self._items[0], _End):
-                return self._items[0]  # stays: every later read ends likewise
-            item = self._items.popleft()
-            self._changed.notify_all()
-            return item
+        if self._is_closed:
+            raise StopIteration
+        if self._end is not None:
+            return self._end  # every later read ends likewise
+        # No deadline: the source is the user's and may take as long as it likes.
+        item = self._items.get()
+        if isinstance(item, _Closed):
+            raise StopIteration
+        if isinstance(item, _End):
+            self._end = item
+        else:
+            self._room.put(True)
+        return item
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._items.clear()
-            self._changed.notify_all()
+        self._is_closed = True
+        self._room.put(False)
+        with contextlib.suppress(Empty):
+            while True:
+                self._items.get_nowait()
+        self._items.put(_CLOSED)
 
 
 @final
@@ -119,8 +139,6 @@ def _fill(source: Iterator[Any], buffer: _Buffer) -> None:
                 if not buffer.put(item):
                     return
                 del item  # the reader may be its only owner while the next is made
-        buffer.put(_End(None))
-    except (
-        BaseException
-    ) as error:  # goes to the reader, who raises it in its own thread
-        buffer.put(_End(error))
+        buffer.finish(_End(None))
+    except BaseException as error:  # goes to the reader, who raises it in its thread
+        buffer.finish(_End(error))

@@ -21,7 +21,10 @@ from ._function import Function as Function
 from ._function import function as function
 from ._gradients import grad as grad
 from ._gradients import value_and_grad as value_and_grad
+from ._iterator import Optional as Optional
+from ._iterator import StepDataset as StepDataset
 from ._iterator import StepIterator as StepIterator
+from ._iterator import kept as kept
 from ._plan import Plan as Plan
 from ._plan import PlannedUpdate as PlannedUpdate
 from ._programs import RetraceWarning as RetraceWarning
@@ -33,6 +36,7 @@ from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
 from ._structure import ResultLayout as ResultLayout
 from ._structure import Structure as Structure
+from ._structure import name_node as name_node
 from ._structure import rebuild as rebuild
 from ._substitution import Substitution as Substitution
 from ._wanted import Wanted as Wanted

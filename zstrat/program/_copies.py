@@ -32,7 +32,11 @@ def updates_copies(variable: Variable, count: int) -> bool:
     home = variable.home
     if not isinstance(home, DeviceHome) or not home.residence.copies == count > 1:
         return False
-    return is_on_read(variable) or variable.aggregation is VariableAggregation.NONE
+    if is_on_read(variable):
+        return True
+    # Where all share one copy it cannot be updated by each for itself (TF's rule).
+    shares = home.residence.travels
+    return not shares and variable.aggregation is VariableAggregation.NONE
 
 
 def has_copies(variable: Variable, count: int) -> bool:

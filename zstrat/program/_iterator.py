@@ -10,13 +10,25 @@ of the first drawing, and nobody has written to them meanwhile. One thread uses 
 
 from __future__ import annotations
 
+import abc
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
+from dataclasses import dataclass
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    Protocol,
+    Self,
+    TypeVar,
+    final,
+    runtime_checkable,
+)
 
 import jax
 import numpy as np
 
-from zstrat.data import Dataset, own
+from zstrat.data import Closing, Dataset, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
@@ -24,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
     from ._structure import TreeDef
+
+T = TypeVar("T")
 
 _FIXED: Final = (jax.Array, np.generic, int, float, complex, str, bytes)
 """Leaves that cannot be written to."""
@@ -36,6 +50,30 @@ class Drawing(Protocol):
     def draw(self, iterator: StepIterator) -> Any:
         """The element as the trace sees it."""
         ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Optional(Generic[T]):
+    """An element, or none where the data have ended."""
+
+    elements: tuple[T, ...]
+
+    def has_value(self) -> bool:
+        """Whether there was an element."""
+        return bool(self.elements)
+
+    def get_value(self) -> T:
+        """The element.
+
+        Raises:
+            ValueError: There was none; ask `has_value` first.
+        """
+        if not self.elements:
+            raise ValueError(
+                "Optional has no value: the data have ended; ask has_value() first"
+            )
+        return self.elements[0]
 
 
 class StepIterator:
@@ -60,9 +98,14 @@ class StepIterator:
     ) -> None:
         self._steady = steady or isinstance(source, Dataset | list | tuple)
         self._source = None if source is None else iter(source)
-        self.element_spec: Final = element_spec
+        self._element_spec: Final = element_spec
         self.name: Final = name
         self._ready: Final[deque[Any]] = deque()
+
+    @property
+    def element_spec(self) -> Any:
+        """The description of an element that was given, None if none was."""
+        return self._element_spec
 
     @property
     def is_abstract(self) -> bool:
@@ -79,10 +122,27 @@ class StepIterator:
             OutOfRangeError: There are no more.
             RuntimeError: In a step, inside a function that jax transforms.
         """
+        return self.get_next()
+
+    def get_next(self) -> Any:
+        """The next element, as ``next()``."""
         current = recorder.get()
         if isinstance(current, Drawing):
             return current.draw(self)
         return self.draw()
+
+    def get_next_as_optional(self) -> Optional[Any]:
+        """The next element, or that there is none.
+
+        In a step that is traced there always is one: its elements are drawn before it
+        runs, and where they have ended the step itself raises OutOfRangeError.
+        """
+        try:
+            return Optional((self.get_next(),))
+        except OutOfRangeError:
+            if recorder.get() is not None:
+                raise
+            return Optional(())
 
     def draw(self) -> Any:
         """The next real element, whatever is being traced.
@@ -103,11 +163,23 @@ class StepIterator:
             raise OutOfRangeError(
                 f"End of sequence: {self.name} is exhausted"
             ) from None
-        return element if self._steady else jax.tree.map(_kept, element)
+        return element if self._steady else jax.tree.map(kept, element)
 
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
         self._ready.appendleft(element)
+
+    def close(self) -> None:
+        """Ends the pass and closes its source, if it can be closed."""
+        if isinstance(self._source, Closing):
+            self._source.close()
+
+
+class StepDataset(abc.ABC):
+    """A dataset whose iterators are step iterators already."""
+
+    @abc.abstractmethod
+    def __iter__(self) -> StepIterator: ...
 
 
 class Element:
@@ -135,7 +207,7 @@ def _is_strong(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not jax.typeof(leaf).weak_type
 
 
-def _kept(leaf: Any) -> Any:
+def kept(leaf: Any) -> Any:
     """The leaf as it is now: its source may fill the same buffer again."""
     if isinstance(leaf, _FIXED):
         return leaf

@@ -9,6 +9,7 @@ is nested lists that msgpack can carry:
     ["=", value]         a static value
     ["[", x, ...]        a list;    ["(", x, ...]  a tuple
     ["{", [k, x], ...]   a dict
+    ["@", name, x, ...]  a node that both sides know by name (`name_node`)
     ["*", slot, ...]     any other pytree, flat: a slot is a leaf number or a static
                          value; whoever traced the function too knows its treedef
 
@@ -34,6 +35,17 @@ if TYPE_CHECKING:
 TreeDef = Any  # jax's PyTreeDef, whose stubs lack what we call
 _KEYS: Final = (str, int, bool, float, bytes)
 _STATIC: Final = (bool, int, float, str, bytes)
+
+
+_named: Final[dict[type, str]] = {}
+_makers: Final[dict[str, Callable[[tuple[Any, ...]], Any]]] = {}
+
+
+def name_node(kind: type, name: str, make: Callable[[tuple[Any, ...]], Any]) -> None:
+    """Gives the nodes of a class a plain form, where they consist of their children
+    alone: ``make(children)`` is such a node. Called where the class is defined."""
+    _named[kind] = name
+    _makers[name] = make
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,8 @@ def rebuild(
             return tuple(rebuild(item, leaves, treedef) for item in items)
         case ["{", *pairs]:
             return {k: rebuild(item, leaves, treedef) for k, item in _pairs(pairs)}
+        case ["@", str(name), *items] if name in _makers:
+            return _makers[name](tuple(rebuild(x, leaves, treedef) for x in items))
         case ["*", *slots]:
             if treedef is None or treedef.num_leaves != len(slots):
                 raise ValueError(
@@ -161,6 +175,8 @@ def _encode(node: TreeDef, slots: Iterator[int | Static]) -> PlainTree | _Foreig
         return ["[", *parts]
     if kind is tuple:
         return ["(", *parts]
+    if kind in _named and keys is None:
+        return ["@", _named[kind], *parts]
     if kind is dict and all(isinstance(key, _KEYS) for key in keys):
         return ["{", *([k, part] for k, part in zip(keys, parts, strict=True))]
     return _Foreign()

@@ -15,8 +15,12 @@ from ._default import get_strategy as get_strategy
 from ._default import get_update_replica_id as get_update_replica_id
 from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
+from ._distributed_dataset import DistributedDataset as DistributedDataset
+from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._extended import StrategyExtended as StrategyExtended
-from ._inputs import DistributedDataset as DistributedDataset
+from ._input_options import InputOptions as InputOptions
+from ._input_options import InputReplicationMode as InputReplicationMode
+from ._inputs import Inputs as Inputs
 from ._mirrored_local import MirroredStrategy as MirroredStrategy
 from ._multi_step import MultiStepContext as MultiStepContext
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
@@ -29,5 +33,9 @@ from ._per_replica import DistributedValues as DistributedValues
 from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
+from ._regroup import regroup as regroup
+from ._shares import Share as Share
+from ._shares import per_replica as per_replica
 from ._strategy import Strategy as Strategy
+from ._turns import NeedsTurns as NeedsTurns
 from ._values import ValueContext as ValueContext

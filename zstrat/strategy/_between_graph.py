@@ -11,7 +11,7 @@ the same in all programs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
@@ -24,7 +24,9 @@ from zstrat.cluster import (
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession
 
+from ._devices import short_name
 from ._extended import StrategyExtended
+from ._local_run import LocalMesh
 from ._placement import ServerVariables
 from ._strategy import Strategy
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.program._collective import Team
     from zstrat.variables import AbstractVariable, Creator
 
     from ._server_session import ServerSession
@@ -56,10 +59,7 @@ class BetweenGraphExtended(StrategyExtended):
         is_chief: bool,
     ) -> None:
         super().__init__(strategy)
-        self._devices = tuple(
-            f"{task}/device:{device.platform.upper()}:{n}"
-            for n, device in enumerate(devices)
-        )
+        self._devices = tuple(f"{task}{short_name(device)}" for device in devices)
         self._ps_count = ps_count
         self._variables = variables
         self._is_chief = is_chief
@@ -139,14 +139,15 @@ class BetweenGraphStrategy(Strategy):
         settings = settings_from(environment()) if settings is None else settings
         is_first = is_chief(spec, job, index)
         self._resolver = resolver
-        self._local = tuple(jax.local_devices() if devices is None else devices)
+        found = jax.local_devices() if devices is None else devices
+        self._mesh = LocalMesh(self, list(found))
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")
         self._variables = ServerVariables(self._session, ps_count)
         self._extended = BetweenGraphExtended(
             self,
             f"/job:{job}/replica:0/task:{index}",
-            self._local,
+            self._mesh.devices,
             ps_count,
             self._variables,
             is_chief=is_first,
@@ -159,7 +160,7 @@ class BetweenGraphStrategy(Strategy):
     @property
     def num_replicas_in_sync(self) -> int:
         """Devices of this program: others train at their own pace."""
-        return len(self._local)
+        return self._mesh.replicas
 
     @property
     def extended(self) -> BetweenGraphExtended:
@@ -185,7 +186,15 @@ class BetweenGraphStrategy(Strategy):
         return self._variables
 
     def _devices(self) -> Sequence[jax.Device]:
-        return self._local
+        return self._mesh.devices
+
+    def _team(self) -> Team:
+        return self._mesh.team
+
+    def _run_replicas(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._mesh.run(fn, args, kwargs)
 
     def __repr__(self) -> str:
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from ._devices import device_named, local_devices
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from zstrat.program._collective import Team
     from zstrat.variables import Creator
+
+    from ._inputs import Inputs
 
 
 @final
@@ -72,6 +75,9 @@ class CentralStorageStrategy(Strategy):
 
     def _team(self) -> Team:
         return self._mesh.team
+
+    def _inputs(self) -> Inputs:
+        return replace(super()._inputs(), place=self._mesh.place_share)
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

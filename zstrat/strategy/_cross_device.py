@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.variables import AbstractVariable, IndexedSlices
+from zstrat.variables import IndexedSlices
 
-from ._values import PerReplica, is_whole, reduce_values, reduction
+from ._per_replica import DistributedValues, Mirrored
+from ._places import places, put
+from ._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -46,8 +48,9 @@ class CrossDeviceOps(abc.ABC):
         """One value of the replicas' values.
 
         Args:
-            destinations: Where it is wanted: a `PerReplica`, a variable, an array or
-                TF's name of a device.
+            destinations: Where it is wanted: a value per replica or a variable (where
+                it lives), an array, or TF's name of a device. `Mirrored`, if that is
+                on several devices.
 
         Raises:
             ValueError: ``destinations`` is none of these, or there is no value.
@@ -69,20 +72,20 @@ class CrossDeviceOps(abc.ABC):
         """
         del options
         op = reduction(reduce_op)
-        values = []
-        for pair in checked_pairs(value_destination_pairs):
-            value, destination = pair
-            _require_destination(destination)
+        values, where = [], []
+        for value, destination in checked_pairs(value_destination_pairs):
+            where.append(places(destination))
             values.append(_parts(value))
         sparse = [any(isinstance(x, IndexedSlices) for x in parts) for parts in values]
         dense = [
             v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
         ]
         reduced = iter(self._reduce_dense(op, dense))
-        return [
+        found = [
             _joined(op, parts) if is_sparse else next(reduced)
             for parts, is_sparse in zip(values, sparse, strict=True)
         ]
+        return [put(*pair) for pair in zip(found, where, strict=True)]
 
     def reduced(
         self, op: ReduceOp, pairs: Pairs, replicas: int, options: object = None
@@ -98,11 +101,11 @@ class CrossDeviceOps(abc.ABC):
         wanted: list[tuple[int, int]] = []
         batch: list[tuple[Any, Any]] = []
         for number, (value, destination) in enumerate(pairs):
-            _require_destination(destination)
+            places(destination)  # refuses what is none
             leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
             found.append((leaves, treedef))
             for place, leaf in enumerate(leaves):
-                if isinstance(leaf, PerReplica):
+                if isinstance(leaf, DistributedValues):
                     wanted.append((number, place))
                     batch.append((leaf, destination))
                 else:
@@ -114,12 +117,11 @@ class CrossDeviceOps(abc.ABC):
         return [treedef.unflatten(leaves) for leaves, treedef in found]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Any:
-        """The value where it is wanted: for a `PerReplica` one for each replica.
+        """The value where it is wanted: for a value per replica one for each.
 
         Raises:
             ValueError: ``destinations`` is no place.
         """
-        _require_destination(destinations)
         return self.broadcast_implementation(tensor, destinations)
 
     @abc.abstractmethod
@@ -128,9 +130,10 @@ class CrossDeviceOps(abc.ABC):
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """See `broadcast`."""
-        if isinstance(destinations, PerReplica):
-            return PerReplica(tuple(tensor for _ in destinations.values))
-        return tensor
+        placed = put(tensor, places(destinations))
+        if isinstance(destinations, DistributedValues) and placed is tensor:
+            return Mirrored((tensor,) * destinations.replicas)
+        return placed
 
     def _reduce_dense(
         self, op: ReduceOp, values: Sequence[Sequence[Any]]
@@ -282,17 +285,8 @@ def checked_pairs(pairs: Pairs) -> Pairs:
 
 def _parts(value: Any) -> tuple[Any, ...]:
     """One for each replica; a value that is not distributed is that of one device."""
-    if isinstance(value, PerReplica):
-        if not value.values:
+    if isinstance(value, DistributedValues):
+        if not value.replicas:
             raise ValueError("`per_replica_value` must be non-empty")
         return value.values
     return (value if isinstance(value, IndexedSlices) else jnp.asarray(value),)
-
-
-def _require_destination(destination: Any) -> None:
-    kinds = (PerReplica, AbstractVariable, jax.Array, np.ndarray, str, IndexedSlices)
-    if not isinstance(destination, kinds):
-        raise ValueError(
-            "destinations must be one of a distributed value, a variable, an array or "
-            f"a device string, got {type(destination).__name__}"
-        )

@@ -11,24 +11,18 @@ array for all replicas is one component, so what is done to every copy is done o
 from __future__ import annotations
 
 import abc
+import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
-
-import jax
 
 from zstrat.variables import AbstractVariable, recorder
 
 from ._across import reduce_across
 from ._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
-from ._frames import (
-    Frame,
-    current,
-    entered,
-    require_cross_replica,
-    require_scope,
-)
+from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
-from ._values import is_distributed, reduce_values, reduction
+from ._updating import agreed, updated
+from ._values import reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +133,8 @@ class StrategyExtended(abc.ABC):
         """Calls ``fn(component, *args, **kwargs)`` in the update context, for each
         component of ``var``: once for a variable that is one array for all replicas.
 
-        In a replica function this is a ``merge_call``: each replica calls it.
+        In a replica function this is a ``merge_call``: each replica calls it, with
+        arguments that are equal in all of them.
 
         Args:
             args, kwargs: Of mirrored values each component gets its own.
@@ -148,7 +143,7 @@ class StrategyExtended(abc.ABC):
 
         Raises:
             ValueError: ``var`` is no variable, or there is a value per replica among
-                the arguments: reduce it first.
+                the arguments, or replicas give different ones: reduce them first.
             RuntimeError: In the scope of another strategy.
         """
         _variable(var, "update")
@@ -160,14 +155,16 @@ class StrategyExtended(abc.ABC):
             and frame.strategy is self._strategy
             and not frame.strategy.is_default
         ):
-            return frame.replica.merge_call(
-                lambda _, *merged, **rest: self.update(var, fn, merged, rest, group),
-                args,
-                named,
-            )
+
+            def merge(_: Strategy, *merged: Any, **rest: Any) -> Any:
+                given, more = agreed((merged, rest))
+                return self.update(var, fn, given, more, group)
+
+            return frame.replica.merge_call(merge, args, named)
         require_cross_replica(self._strategy, "update()")
         with self._strategy.scope():
-            return self._updated(lambda *a, **k: fn(var, *a, **k), args, named, group)
+            own = functools.partial(fn, var)
+            return updated(self._strategy, own, args, named, group)
 
     def update_non_slot(
         self,
@@ -191,7 +188,7 @@ class StrategyExtended(abc.ABC):
         del colocate_with  # values of this process are where it is
         require_cross_replica(self._strategy, "update_non_slot()")
         with self._strategy.scope():
-            return self._updated(fn, args, dict(kwargs or {}), group)
+            return updated(self._strategy, fn, args, dict(kwargs or {}), group)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first
@@ -304,29 +301,6 @@ class StrategyExtended(abc.ABC):
                 members = inputs if isinstance(inputs, tuple) else (inputs,)
                 fn(context, *members)
         return context
-
-    def _updated(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        group: bool,
-    ) -> Any:
-        """What `fn` returns in the update context of the one component."""
-        given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
-        if any(is_distributed(leaf) for leaf in given):
-            raise ValueError(
-                "update: a value per replica among the arguments; they may contain "
-                "mirrored values alone: bring it together with reduce_to first"
-            )
-        with entered(Frame(self._strategy, update=0)):
-            result = fn(*args, **kwargs)
-        return result if group else _listed(result)
-
-
-def _listed(result: Any) -> Any:
-    """Each leaf as the list of what there is of it."""
-    return jax.tree.map(lambda leaf: [leaf], result, is_leaf=lambda x: x is None)
 
 
 def _variable(var: Any, verb: str) -> AbstractVariable:

@@ -1,125 +1,328 @@
-"""Datasets of one process among several: which elements it draws, and which replica
-gets what.
+"""The input side of a strategy: datasets shared out among workers and replicas.
 
-TF's rules. A dataset of global batches is cut into as many pieces as there are
-replicas; of these process i keeps number i, i + W, i + 2 W, ..., and deals them out to
-its replicas in turn. A dataset function is called once in each process, and makes what
-that process draws, one element for each of its replicas.
+One `Inputs` says who draws here and where elements go; it makes the distributed
+datasets of every strategy. What each replica gets was decided by numbers
+(`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
 
-Law of the file: every process reads the same global batches in the same order, so all
-of them come to the end in the same step.
+Law of the file: sources are read, cut and placed on the prefetch thread of their pass,
+agreed upon in the thread that draws.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import numpy as np
 
-from zstrat.errors import OutOfRangeError
-from zstrat.program import StepIterator
-from zstrat.variables import recorder
+from zstrat.data import (
+    Elements,
+    InputContext,
+    Prefetcher,
+    Worker,
+    allotted,
+    as_dataset,
+    ending,
+)
+from zstrat.program import StepDataset, kept
 
-from ._values import PerReplica
+from ._distributed_dataset import DistributedDataset
+from ._input_options import InputOptions
+from ._pace import Paced
+from ._shares import (
+    Share,
+    leaf_by_leaf,
+    per_replica,
+    shares_of_batches,
+    shares_of_elements,
+    shares_of_pipelines,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from zstrat.program._collective import Team
+    from zstrat.data import Allotment, Dataset
+
+    from ._pace import Accord
+
+    Place = Callable[[Share], Any]
+    Shares = Callable[[], Iterator[Share]]
+
+_DATASET: Final = "a distributed dataset"
+_FUNCTION: Final = "a dataset of distribute_datasets_from_function"
 
 
-class DistributedDataset:
-    """What a process draws, step by step. Each ``iter()`` is a fresh pass; an iterator
-    may be an argument of a step."""
+@final
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Who draws in this process, and where elements go.
 
-    def __init__(self, elements: Callable[[], Iterator[Any]]) -> None:
-        self._elements = elements
+    Args:
+        context: This input pipeline among all, and the replicas of all.
+        local: Replicas of this process.
+        place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
+            put rows on devices.
+        accord: Brings the pipelines together; None where there is one alone, or where
+            nobody waits for the others.
+        static_shapes: Every replica needs the same rows in every step: one that has
+            too few ends the data.
+        per_replica: One input function for each replica may be asked for.
+    """
 
-    def __iter__(self) -> DistributedIterator:
-        return DistributedIterator(self._elements(), name="a distributed dataset")
+    context: InputContext
+    local: int = 1
+    place: Place = per_replica
+    accord: Accord | None = None
+    static_shapes: bool = False
+    per_replica: bool = False
+
+    def of_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """See `Strategy.experimental_distribute_dataset`."""
+        settled = _settled(options)
+        if settled.is_per_replica:
+            raise not_per_replica()
+        _refuse_distributed(dataset)
+        allotment = allotted(dataset, self._worker())
+        alone = self.context.num_replicas_in_sync == 1
+        is_partial = not self.static_shapes
+        if not is_partial:
+            self._require_even(allotment.batch_size)
+
+        def shares() -> Iterator[Share]:
+            with ending(_elements(allotment)) as batches:
+                if alone:
+                    yield from shares_of_elements(batches, 1, is_partial=is_partial)
+                else:
+                    cutter = allotment.cutter()
+                    yield from shares_of_batches(batches, cutter, is_partial=is_partial)
+
+        together = allotment.ends_with_others and is_partial
+        accord = None if together or allotment.is_infinite else self.accord
+        feed = _Feed(shares, self._placing(settled), settled, accord, is_partial)
+        return DistributedDataset(feed.begin, _DATASET)
+
+    def of_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """See `Strategy.distribute_datasets_from_function`."""
+        settled = _settled(options)
+        if not callable(dataset_fn):
+            raise TypeError(
+                "distribute_datasets_from_function takes a function of one "
+                f"InputContext, got {type(dataset_fn).__name__}; a dataset itself is "
+                "what experimental_distribute_dataset takes"
+            )
+        if settled.is_per_replica:
+            return self._of_functions(dataset_fn, settled)
+        made = allotted(_made(dataset_fn, self.context), Worker())
+        is_partial = not self.static_shapes
+
+        def shares() -> Iterator[Share]:
+            with ending(_elements(made)) as elements:
+                yield from shares_of_elements(
+                    elements, self.local, is_partial=is_partial
+                )
+
+        accord = None if made.is_infinite else self.accord
+        size = made.recipe.size()
+        steps = None
+        if size >= 0:
+            steps = math.ceil(size / self.local) if is_partial else size // self.local
+        feed = _Feed(shares, self._placing(settled), settled, accord, is_partial, steps)
+        return DistributedDataset(feed.begin, _FUNCTION)
+
+    def _of_functions(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+    ) -> DistributedDataset:
+        """One input pipeline for each replica."""
+        if not self.per_replica:
+            raise not_per_replica()
+        contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
+        made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
+        is_partial = not self.static_shapes
+
+        def shares() -> Iterator[Share]:
+            return shares_of_pipelines(
+                [_elements(each) for each in made], is_partial=is_partial
+            )
+
+        feed = _Feed(shares, self._placing(options), options, None, is_partial)
+        return DistributedDataset(feed.begin, _FUNCTION)
+
+    def _worker(self) -> Worker:
+        context = self.context
+        if context.num_replicas_in_sync % context.num_input_pipelines:
+            raise ValueError(
+                f"num_replicas_in_sync {context.num_replicas_in_sync} must be a "
+                f"multiple of the {context.num_input_pipelines} workers (input "
+                "pipelines): every worker has as many replicas"
+            )
+        return Worker(
+            context.num_input_pipelines, context.input_pipeline_id, self.local
+        )
+
+    def _require_even(self, batch_size: int | None) -> None:
+        """Refuses batches that cannot give all replicas the same shape."""
+        count = self.context.num_replicas_in_sync
+        if batch_size is not None and batch_size % count:
+            raise ValueError(
+                f"a global batch of {batch_size} does not split evenly over {count} "
+                "replicas, which need the same shapes here: choose a multiple of "
+                f"{count}"
+            )
+
+    def _placing(self, options: InputOptions) -> Place:
+        return self.place if options.fetches else per_replica
 
 
-class DistributedIterator(StepIterator):
-    """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
-    Python, which ends with the elements."""
+def not_per_replica() -> NotImplementedError:
+    """The error of an option that only one method has."""
+    return NotImplementedError(
+        "InputReplicationMode.PER_REPLICA is only supported in "
+        "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
+        "the elements of one input function go to the replicas in turn"
+    )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Feed:
+    """How to begin a pass of one distributed dataset."""
+
+    shares: Shares
+    place: Place
+    options: InputOptions
+    accord: Accord | None
+    is_partial: bool
+    steps: int | None = None
+
+    def begin(self) -> _Pass:
+        return _Pass(self)
+
+
+@final
+class _Pass:
+    """One pass: its elements as they are drawn, and what they look like."""
+
+    def __init__(self, feed: _Feed) -> None:
+        self._feed = feed
+        maker = _Maker(feed.shares, feed.place)
+        self._maker: Final = maker
+        size = feed.options.experimental_per_replica_buffer_size
+        self._elements: Final[Elements[Any]] = Elements(
+            Prefetcher(maker.elements(), size), _DATASET
+        )
+        self._drawn: Elements[Any] | Paced = self._elements
+        if feed.accord is not None:
+            self._drawn = Paced(
+                self._elements,
+                feed.accord,
+                steps=feed.steps,
+                empty=maker.empty,
+                is_partial=feed.is_partial,
+            )
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
 
     def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except OutOfRangeError:
-            if recorder.get() is None:
-                raise StopIteration from None
-            raise
+        return next(self._drawn)
+
+    def spec(self) -> Any:
+        if self._maker.first is None:
+            self._elements.peek()
+        return self._maker.spec()
+
+    def close(self) -> None:
+        self._drawn.close()
 
 
-def of_batches(dataset: Iterable[Any], team: Team) -> DistributedDataset:
-    """The share of this process of a dataset of global batches."""
-    processes = team.size // team.local
-    rank = team.first // team.local
+@final
+class _Maker:
+    """Makes the elements of a pass, and keeps the first share to describe them."""
 
-    def elements() -> Iterator[Any]:
-        if team.size == 1:
-            return iter(dataset)
-        rows = [0]
-        pieces = itertools.chain.from_iterable(
-            _pieces(batch, team, rows) for batch in dataset
+    def __init__(self, shares: Shares, place: Place) -> None:
+        self._shares: Final = shares
+        self._place: Final = place
+        self.first: Share | None = None
+        """Without its rows."""
+        self._spec: Any = None
+
+    def elements(self) -> Iterator[Any]:
+        with ending(self._shares()) as shares:
+            for share in shares:
+                if self.first is None:
+                    self._spec = _spec_of(share)
+                    self.first = share.emptied()
+                yield self._place(share)
+                del share  # the reader may be its only owner while the next is made
+
+    def spec(self) -> Any:
+        return self._spec
+
+    def empty(self) -> Any:
+        """What a worker draws that has no more data.
+
+        Raises:
+            ValueError: It never had any, so nobody knows what it looks like.
+        """
+        if self.first is None:
+            raise ValueError(
+                "this worker has no element at all while others have some, so it does "
+                "not know what an empty one looks like: give every worker at least one "
+                "batch, or set the auto_shard_policy to DATA"
+            )
+        return self._place(self.first)
+
+
+def _elements(allotment: Allotment) -> Iterator[Any]:
+    """A pass whose elements nobody writes to while they wait."""
+    elements = allotment.elements()
+    return elements if allotment.is_steady else _copied(elements)
+
+
+def _copied(elements: Iterator[Any]) -> Iterator[Any]:
+    with ending(elements) as source:
+        for element in source:
+            yield jax.tree.map(kept, element)
+
+
+def _spec_of(share: Share) -> Any:
+    return leaf_by_leaf([jax.tree.map(_leaf_spec, part) for part in share.parts])
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
+    return made(np.shape(leaf), dtype)
+
+
+def _settled(options: InputOptions | None) -> InputOptions:
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"`options` must be a zs.InputOptions, got {options!r:.100}")
+    return options
+
+
+def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
+    made = dataset_fn(context)
+    _refuse_distributed(made)
+    try:
+        return as_dataset(made)
+    except TypeError as error:
+        raise TypeError(f"the dataset function {dataset_fn!r}: {error}") from error
+
+
+def _refuse_distributed(dataset: object) -> None:
+    if isinstance(dataset, StepDataset):
+        raise TypeError(
+            "the dataset is distributed already: distribute the dataset that it was "
+            "made of"
         )
-        mine = itertools.islice(pieces, rank, None, processes)
-        return _dealt(mine, team.local)
-
-    return DistributedDataset(elements)
-
-
-def of_elements(dataset: Iterable[Any], team: Team) -> DistributedDataset:
-    """A dataset of this process, one element for each of its replicas."""
-    return DistributedDataset(lambda: _dealt(iter(dataset), team.local))
-
-
-def batch_sizes_for_worker(
-    global_batch: int, workers: int, replicas_per_worker: int, worker: int
-) -> list[int]:
-    """The batches that a worker takes over N steps of one replica each, N being the
-    number of all replicas: as even as can be, the first ones larger, and begun with its
-    own first replica (TF's rule)."""
-    count = workers * replicas_per_worker
-    base, more = divmod(global_batch, count)
-    sizes = [base + (number < more) for number in range(count)]
-    start = worker * replicas_per_worker
-    return sizes[start:] + sizes[:start]
-
-
-def _dealt(elements: Iterator[Any], replicas: int) -> Iterator[Any]:
-    """One element for each replica, as long as there is one for each."""
-    if replicas == 1:
-        yield from elements
-        return
-    while len(several := list(itertools.islice(elements, replicas))) == replicas:
-        yield PerReplica(tuple(several))
-
-
-def _pieces(batch: Any, team: Team, first: list[int]) -> Iterator[Any]:
-    """A global batch, one piece for each replica; the last ones may be shorter, down to
-    no rows at all. ``first`` keeps the size of the first batch."""
-    rows = _rows(batch)
-    first[0] = first[0] or rows
-    if team.size > team.local:
-        size = -(-rows // team.size)
-        cuts = [min(rows, size * n) for n in range(team.size + 1)]
-    else:
-        sizes = batch_sizes_for_worker(first[0], 1, team.local, 0)
-        cuts = [min(rows, n) for n in itertools.accumulate(sizes, initial=0)]
-    for start, stop in itertools.pairwise(cuts):
-        yield jax.tree.map(lambda leaf, a=start, b=stop: leaf[a:b], batch)
-
-
-def _rows(batch: Any) -> int:
-    sizes = {len(leaf) if np.ndim(leaf) else None for leaf in jax.tree.leaves(batch)}
-    if None in sizes or len(sizes) != 1:
-        raise ValueError(
-            "experimental_distribute_dataset takes a dataset of batches, which it cuts "
-            "for the replicas. Call the `batch` method of the dataset, or give "
-            "distribute_datasets_from_function what each process draws"
-        )
-    return int(sizes.pop() or 0)

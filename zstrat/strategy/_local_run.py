@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from ._shares import Share
     from ._strategy import Strategy
 
 _log: Final = logging.getLogger(__name__)
@@ -112,6 +113,12 @@ class LocalMesh:
         return jax.tree.map(
             lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
         )
+
+    def place_share(self, share: Share) -> Any:
+        """What the replicas draw in one step, on their devices; as a whole if it splits
+        evenly."""
+        whole = share.whole
+        return self.place(share.parts) if whole is None else self.place_batch(whole)
 
     def _put(self, array: Any) -> jax.Array:
         placed: jax.Array = jax.device_put(self._own(array), self._rows)

@@ -117,7 +117,10 @@ class MirroredVariables:
             PeerLostError, CollectiveTimeoutError: Another process did not take part.
         """
         for request in requests:
-            if request.synchronization is VariableSynchronization.NONE:
+            if (
+                request.synchronization is VariableSynchronization.NONE
+                and not self.residence.travels
+            ):
                 raise ValueError(
                     f"variable {request.name!r}: `NONE` variable synchronization mode "
                     "is not supported with mirrored variables: leave it out (AUTO)"

@@ -3,6 +3,7 @@ variables."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from ._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from zstrat.program._collective import Team
     from zstrat.variables import Creator
+
+    from ._inputs import Inputs
 
 
 @final
@@ -66,6 +69,11 @@ class MirroredStrategy(Strategy):
 
     def _team(self) -> Team:
         return self._mesh.team
+
+    def _inputs(self) -> Inputs:
+        return replace(
+            super()._inputs(), place=self._mesh.place_share, per_replica=True
+        )
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

@@ -7,9 +7,11 @@ that applies it (`zstrat.program._stages`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Self, final
 
 import jax
+import numpy as np
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
@@ -20,26 +22,25 @@ from zstrat.cluster import (
     worker_count,
 )
 from zstrat.collectives import Group
-from zstrat.data import InputContext
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
 from ._chosen import ChosenGroup
 from ._distributed import joined
 from ._extended import StrategyExtended
-from ._inputs import DistributedDataset, of_batches, of_elements
 from ._mirrored import MirroredVariables
 from ._options import CommunicationOptions
 from ._strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
     from zstrat.variables import AbstractVariable, Creator
 
+    from ._inputs import Inputs
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
 """Of the group: processes that make one are brought together."""
@@ -171,34 +172,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     def extended(self) -> MultiWorkerMirroredExtended:
         return self._extended
 
-    def experimental_distribute_dataset(
-        self, dataset: Iterable[Any], options: object = None
-    ) -> DistributedDataset:
-        """A dataset of global batches, of which this process draws its share.
-
-        Every process gives the same dataset. Each batch is cut into one piece for each
-        replica of all processes; the last pieces of a short batch may have no rows.
-
-        Raises (while iterating):
-            ValueError: The elements are no batches.
-        """
-        del options
-        return of_batches(dataset, self._team())
-
-    def distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Iterable[Any]],
-        options: object = None,
-    ) -> DistributedDataset:
-        """The dataset that ``dataset_fn`` makes for this process. Each step takes one
-        of its elements for each local replica; nothing is batched or sharded."""
-        del options
-        team = self._team()
-        context = InputContext(
-            team.size // team.local, team.first // team.local, team.size
-        )
-        return of_elements(dataset_fn(context), team)
-
     def reform(self, *, timeout: float | None = None) -> None:
         """Brings the processes together again after one was lost, started anew or not
         heard of; blocks until all of them are there.
@@ -254,12 +227,30 @@ class MultiWorkerMirroredStrategy(Strategy):
     def _team(self) -> Team:
         return Team(len(self._local), self._channel)
 
+    def _inputs(self) -> Inputs:
+        channel = self._channel
+        accord = None if channel is None else _Accord(channel)
+        return replace(super()._inputs(), accord=accord)
+
     def __repr__(self) -> str:
         team = self._team()
         return (
             f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
             f"{team.size // team.local}, {team.local} devices>"
         )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Accord:
+    """The processes, brought together by the collective that they reduce with."""
+
+    channel: Channel
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        given = [np.array(numbers, np.int64)]
+        (found,) = self.channel.collective.all_reduce(given, "max")
+        return [int(number) for number in found]
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:

@@ -17,21 +17,26 @@ import jax
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
+from zstrat.data import InputContext
 from zstrat.program import worker_context
 from zstrat.variables import AbstractVariable, Variable, recorder
 
 from ._extended import StrategyExtended
 from ._placement import PlacementRule, ServerVariables
 from ._strategy import Strategy
+from ._unbuilt import UnbuiltDataset
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
     from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program import Plan
     from zstrat.variables import Creator
+
+    from ._input_options import InputOptions
+    from ._inputs import Inputs
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
@@ -166,6 +171,39 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
     def extended(self) -> ParameterServerExtended:
         return self._extended
 
+    def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """A dataset of global batches, to be shared out among the replicas of each
+        worker, which reads all of it.
+
+        Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
+        on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
+        one input pipeline. On the coordinator it gives a handle that cannot be
+        iterated, which ``create_per_worker_dataset`` takes too.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset, options, is_function=False)
+
+    def distribute_datasets_from_function(  # type: ignore[override]  # as above
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> UnbuiltDataset:
+        """The datasets that ``dataset_fn`` makes, one for each worker, whose replicas
+        take its elements in turn.
+
+        Its `InputContext` has the worker's index and the number of workers, and as
+        ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
+        what it gives there: see `experimental_distribute_dataset`.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset_fn, options, is_function=True)
+
     def delete_variables(self, tree: Any) -> None:
         """Frees the variables, and what optimizers keep beside them, on their ps.
 
@@ -267,6 +305,14 @@ class WorkerStrategy(Strategy):
     @property
     def extended(self) -> ParameterServerExtended:
         return self._extended
+
+    def _function_inputs(self) -> Inputs:
+        worker = worker_context.get()
+        if worker is None:
+            return self._inputs()
+        # TF says pipeline 0 of 1 on every worker, and their data are the same.
+        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
+        return replace(self._inputs(), context=context)
 
     def _creator(self) -> Creator | None:
         return None

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.program import name_node
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -122,6 +124,7 @@ def _mirrored(layout: _Layout, children: Any) -> Mirrored:
 
 
 jax.tree_util.register_pytree_node(PerReplica, _children, _per_replica)
+name_node(PerReplica, "per replica", PerReplica)
 jax.tree_util.register_pytree_node(Mirrored, _children, _mirrored)
 
 

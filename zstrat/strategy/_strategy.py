@@ -11,6 +11,7 @@ import abc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from zstrat.data import InputContext
 from zstrat.program import _replicas
 from zstrat.program._collective import Team
 from zstrat.variables import Variable
@@ -20,6 +21,7 @@ from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
 from ._copy_home import copies_of
 from ._in_turns import in_turns
+from ._inputs import Inputs
 from ._one_program import as_one_program
 from ._regroup import regroup
 from ._turns import NeedsTurns
@@ -34,7 +36,7 @@ from ._values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import jax
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
+    from ._distributed_dataset import DistributedDataset
     from ._extended import StrategyExtended
+    from ._input_options import InputOptions
     from ._options import RunOptions
 
 
@@ -76,6 +80,16 @@ class Strategy(FirstVersion):
     def _team(self) -> Team:
         """The replicas that compute together."""
         return Team(self.num_replicas_in_sync)
+
+    def _inputs(self) -> Inputs:
+        """Who draws from datasets in this process, and where elements go."""
+        team = self._team()
+        pipelines, this = team.size // team.local, team.first // team.local
+        return Inputs(InputContext(pipelines, this, team.size), team.local)
+
+    def _function_inputs(self) -> Inputs:
+        """The same, as dataset functions are told."""
+        return self._inputs()
 
     def _used(self, method: str) -> None:
         """Told when a method of a step runs; a strategy may warn."""
@@ -187,6 +201,69 @@ class Strategy(FirstVersion):
         if isinstance(value, Variable):
             return copies_of(value)
         return local_results(value)
+
+    def experimental_distribute_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Shares a dataset of global batches out among all replicas.
+
+        ``dataset`` is a `zs.data.Dataset`, a dataset of grain or tf.data, arrays (a
+        dict or a tuple of them), or any iterable of batches: pytrees of arrays that all
+        have the rows of the batch as their first axis. Every worker gives the same.
+
+        - *Rebatch.* Where the batch size is known, rows are dealt out in batches of the
+          global size divided by the number of replicas, the first ones larger if that
+          has a remainder. Otherwise each batch is cut by itself into equal pieces, the
+          last of which may be shorter. With one replica nothing is cut.
+        - *Shard*, if there are several workers, as the dataset's ``auto_shard_policy``
+          says (`zs.data.AutoShardPolicy`; AUTO if it was not set).
+        - *Prefetch.* A thread makes, and puts on the devices, the elements of the next
+          step while this one runs; ``options`` may ask for more.
+
+        The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
+        one element with one replica in this process, else a pytree of its structure
+        with a `PerReplica` at each leaf. At the end of the data, replicas without any
+        get batches of no rows as long as others have some, unless the strategy needs
+        static shapes: use ``batch(size, drop_remainder=True)`` there.
+
+        Where workers have different data (FILE, HINT, OFF), they agree on the end, so
+        all of them begin passes, and draw, equally often.
+
+        Raises:
+            ValueError: The dataset is not batched; its policy does not fit (FILE with
+                fewer files than workers); the replicas are not the same number in each
+                worker. Some of it is found while iterating only.
+            TypeError: ``dataset`` is no dataset, or distributed already.
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
+        """
+        _context.require_cross_replica(self, "experimental_distribute_dataset()")
+        return self._inputs().of_dataset(dataset, options)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """The datasets that ``dataset_fn`` makes, one for each worker.
+
+        It is called once in each worker, at once, with an `InputContext` that says
+        which one that is, and returns what this worker's replicas draw, in batches of
+        the size for one replica (``context.get_per_replica_batch_size``): each step
+        takes one element for each of them. Nothing is batched or sharded. What it may
+        return, and the end of the data: see `experimental_distribute_dataset`.
+
+        Raises:
+            TypeError: It is not callable, or returns no dataset.
+            NotImplementedError: ``options`` asks for PER_REPLICA, which calls
+                ``dataset_fn`` once for each replica, and this is no MirroredStrategy.
+            RuntimeError: Called inside a replica function, or in the scope of another
+                strategy.
+            Exception: Whatever ``dataset_fn`` raises.
+        """
+        _context.require_cross_replica(self, "distribute_datasets_from_function()")
+        return self._function_inputs().of_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]

@@ -13,8 +13,12 @@ import jax
 
 from zstrat.data import Dataset
 
+from ._input_options import InputReplicationMode
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from zstrat.data import InputContext
 
 
 class FirstVersion(abc.ABC):
@@ -29,16 +33,22 @@ class FirstVersion(abc.ABC):
     @abc.abstractmethod
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
+    @abc.abstractmethod
+    def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]: ...
+
+    @abc.abstractmethod
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
+    ) -> Iterable[Any]: ...
+
     def make_dataset_iterator(self, dataset: Any) -> Iterator[Any]:
         """An iterator of ``experimental_distribute_dataset(dataset)``."""
-        distributing: Any = self
-        made: Iterator[Any] = iter(
-            distributing.experimental_distribute_dataset(dataset)
-        )
-        return made
+        return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
-        self, input_fn: Callable[[Any], Any], replication_mode: Any = None
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode | None = None,
     ) -> Iterator[Any]:
         """An iterator of ``distribute_datasets_from_function(input_fn)``; `input_fn`
         may also return a function without arguments that makes the elements one by one.
@@ -49,21 +59,17 @@ class FirstVersion(abc.ABC):
         Raises:
             ValueError: It is another one.
         """
-        if replication_mode is not None and replication_mode.name != "PER_WORKER":
+        if replication_mode not in (None, InputReplicationMode.PER_WORKER):
             raise ValueError(
                 "Input replication mode not supported: make_input_fn_iterator calls "
                 f"input_fn once per worker, got {replication_mode}"
             )
 
-        def elements(context: Any) -> Any:
+        def elements(context: InputContext) -> Any:
             made = input_fn(context)
             return _calls(made) if callable(made) else made
 
-        distributing: Any = self
-        made: Iterator[Any] = iter(
-            distributing.distribute_datasets_from_function(elements)
-        )
-        return made
+        return iter(self.distribute_datasets_from_function(elements))
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None

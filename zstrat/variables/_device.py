@@ -150,6 +150,12 @@ class DeviceHome:
         here = self.residence
         return here.sharding_apart if self.is_apart else here.sharding
 
+    @property
+    def kept(self) -> Sharding:
+        """Where the value lies between steps."""
+        where: Sharding = self._value.sharding
+        return where
+
     def placed(self, array: Any) -> jax.Array:
         """A copy of an array of the value's form, where the value lives."""
         here = self.residence

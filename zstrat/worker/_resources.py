@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.data import Dataset, Elements, InputContext
 from zstrat.errors import ClosureInputError, NotFoundError
-from zstrat.program import StepIterator, Structure
+from zstrat.program import StepDataset, StepIterator, Structure
 from zstrat.wire import Layout
 
 from ._traceback import trim
@@ -78,7 +78,7 @@ class Resources:
         self._code: dict[bytes, _Shipped] = {}
         self._arguments: dict[int, _Shipped] = {}
         self._made: dict[int, object] = {}
-        self._open: dict[int, Elements[Any]] = {}
+        self._open: dict[int, Elements[Any] | StepIterator] = {}
 
     # Code
 
@@ -225,6 +225,12 @@ class Resources:
 
     def _iterate(self, number: int, made: object) -> Layout:
         name = f"the dataset of {self._task}"
+        if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
+            iterator = self._open[number] = made.__iter__()
+            first = iterator.draw()
+            iterator.unread(first)
+            self._made[number] = iterator
+            return _layout_of_element(first, name)
         elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
         self._open[number] = elements
         layout = _layout_of_element(elements.peek(), name)
@@ -233,7 +239,7 @@ class Resources:
         return layout
 
 
-def _end(elements: Elements[Any]) -> None:
+def _end(elements: Elements[Any] | StepIterator) -> None:
     try:
         elements.close()
     except BaseException:  # of a user's source: to the log, its last user is gone

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.program import StepIterator
-from zstrat.strategy import PerReplica
+from zstrat.strategy import regroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -41,20 +41,12 @@ class PerDeviceDataset:
             several = tuple(itertools.islice(elements, self._towers))
             if len(several) < self._towers:
                 return
-            yield PerReplica(several)
+            yield regroup(several, always_wrap=True)
 
 
 @final
 class PerDeviceIterator(StepIterator):
     """What a step draws from: one element for each tower."""
-
-    def get_next(self) -> Any:
-        """The next element.
-
-        Raises:
-            OutOfRangeError: There is none.
-        """
-        return next(self)
 
     def initialize(self) -> list[Any]:
         """Nothing: an iterator is ready when it is made."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.collectives import ReduceOp
 from zstrat.program import function
 from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
+from zstrat.strategy._places import places, put
 from zstrat.variables import AbstractVariable, VariableAggregation
 
 from ._dataset import PerDeviceDataset
@@ -214,7 +215,11 @@ class DistributionStrategy:
         extended = self.engine.extended
         if not isinstance(where, list | tuple):
             return extended.broadcast_to(tensor, where)
-        return _mirrored([extended.broadcast_to(tensor, each) for each in where])
+        first = extended.broadcast_to(tensor, _first_place(where))
+        if isinstance(tensor, int | float):
+            return first
+        several = dict.fromkeys(d for name in where for d in places(name))
+        return put(first, list(several))
 
     def reduce(
         self, aggregation: VariableAggregation, value: Any, destinations: Any
@@ -333,8 +338,3 @@ def _first_place(destinations: Any) -> Any:
             raise ValueError("destinations can not be empty: name a device")
         return destinations[0]
     return destinations
-
-
-def _mirrored(values: list[Any]) -> Any:
-    is_one = len(values) == 1 or all(value is values[0] for value in values)
-    return values[0] if is_one else Mirrored(tuple(values))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.strategy import (
+    NeedsTurns,
     get_cross_replica_context,
     get_replica_context,
     get_strategy,
@@ -53,17 +54,11 @@ class TowerContext:
 
     @property
     def device(self) -> str:
-        """TF's name of the device that the tower runs on.
-
-        Raises:
-            RuntimeError: All towers are one program, which runs on all devices.
-        """
+        """TF's name of the device that the tower runs on. A function that asks for it
+        runs in turns, tower by tower."""
         devices = self._replica.devices
         if len(devices) > 1:
-            raise RuntimeError(
-                f"the towers are one program on {devices}: which device it is comes "
-                "with the run (zs.function(eager=True) runs them one by one)"
-            )
+            raise NeedsTurns("it asks for the device of its tower")
         return devices[0]
 
     def merge_call(

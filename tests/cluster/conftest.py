@@ -1,0 +1,69 @@
+"""A small HTTP server that answers as a test says, in place of a service's."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@dataclass
+class Web:
+    """``pages`` is path (with the query, if it matters) -> (status, headers, body);
+    ``asked`` is path, query, and headers with their names in small letters."""
+
+    pages: dict[str, tuple[int, dict[str, str], str]] = field(default_factory=dict)
+    asked: list[tuple[str, dict[str, list[str]], dict[str, str]]] = field(
+        default_factory=list
+    )
+    port: int = 0
+
+    @property
+    def host(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def put(self, path: str, body: Any, status: int = 200, **headers: str) -> None:
+        text = body if isinstance(body, str) else json.dumps(body)
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.pages[path] = (status, named, text)
+
+
+@pytest.fixture
+def web() -> Iterator[Web]:
+    pages = Web()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            parts = urlsplit(self.path)
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            pages.asked.append((parts.path, parse_qs(parts.query), headers))
+            known = pages.pages.get(self.path) or pages.pages.get(parts.path)
+            status, named, text = known or (404, {}, "not found")
+            self.send_response(status)
+            for name, value in named.items():
+                self.send_header(name, value)
+            body = text.encode()
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        pages.port = server.server_address[1]
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield pages
+        finally:
+            server.shutdown()
+            thread.join()

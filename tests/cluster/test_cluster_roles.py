@@ -1,0 +1,71 @@
+"""Who leads, who saves, and who is there, by TensorFlow's rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zstrat.cluster import (
+    coordination_leader,
+    has_worker,
+    should_load_checkpoint,
+    should_save_checkpoint,
+    should_save_summary,
+)
+
+FULL: dict[str, Any] = {
+    "chief": ["c:1"],
+    "worker": ["w0:1", "w1:1"],
+    "ps": ["p0:1"],
+    "evaluator": ["e:1"],
+}
+WORKERS: dict[str, Any] = {"worker": ["w0:1", "w1:1"]}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "leader"),
+    [
+        (FULL, "/job:ps/replica:0/task:0"),
+        ({"chief": ["c:1"], **WORKERS}, "/job:chief/replica:0/task:0"),
+        (WORKERS, "/job:worker/replica:0/task:0"),
+        ({}, ""),
+    ],
+)
+def test_the_one_that_all_know(cluster: Any, leader: str) -> None:
+    assert coordination_leader(cluster) == leader
+
+
+def test_has_worker() -> None:
+    assert has_worker(FULL)
+    assert not has_worker({"chief": ["c:1"], "worker": []})
+    assert not has_worker({})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "task", "saves", "loads"),
+    [
+        (FULL, ("chief", 0), True, True),
+        (FULL, ("worker", 0), False, True),
+        (FULL, ("evaluator", 0), True, True),
+        (FULL, ("ps", 0), False, False),
+        (WORKERS, ("worker", 0), True, True),
+        (WORKERS, ("worker", 1), False, True),
+    ],
+)
+def test_who_saves_and_loads(
+    cluster: Any, task: tuple[str, int], saves: bool, loads: bool
+) -> None:
+    assert should_save_summary(cluster, *task) is saves
+    assert should_save_checkpoint(cluster, *task) is saves
+    assert should_load_checkpoint(cluster, *task) is loads
+
+
+@pytest.mark.parametrize(
+    "ask", [should_save_summary, should_save_checkpoint, should_load_checkpoint]
+)
+def test_a_task_that_cannot_be(ask: Any) -> None:
+    with pytest.raises(
+        ValueError, match="`task_id` 2 exceeds the maximum id of worker"
+    ):
+        ask(WORKERS, "worker", 2)

@@ -1,0 +1,289 @@
+"""The tasks of a Slurm step, as srun tells them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zstrat.cluster import ClusterSpec, SlurmClusterResolver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+FOUR = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NODELIST": "t02n[13,41]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+
+
+@pytest.fixture(autouse=True)
+def srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Gives this process the environment of a task, and no GPU."""
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # so that it is put back
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def put(*others: dict[str, str], **more: Any) -> None:
+        for env in (*others, more):
+            for name, value in env.items():
+                monkeypatch.setenv(name, str(value))
+
+    return put
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path) -> Callable[[str, int], None]:
+    def install(output: str, status: int = 0) -> None:
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\ntest \"$1\" = --list-gpus || exit 9\n"
+                        f"echo '{output}'\nexit {status}\n")  # fmt: skip
+        path.chmod(0o755)
+
+    return install
+
+
+def test_all_tasks_are_workers_by_default(srun: Callable[..., None]) -> None:
+    srun(FOUR, SLURM_PROCID=3)
+    resolver = SlurmClusterResolver()
+    assert resolver.cluster_spec() == ClusterSpec(
+        {"worker": ["t02n13:8888", "t02n13:8889", "t02n41:8888", "t02n41:8889"]}
+    )
+    assert resolver.get_task_info() == ("worker", 3)
+    assert (resolver.task_type, resolver.task_id) == ("worker", 3)
+    assert resolver.master() == "grpc://t02n41:8889"
+    assert resolver.num_accelerators() == {}
+    assert resolver.environment == ""
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+
+
+def test_jobs_take_ranks_in_the_order_of_their_names(srun: Callable[..., None]) -> None:
+    jobs = {"worker": 2, "ps": 1, "chief": 1}
+    tasks = []
+    for rank in range(4):
+        srun(FOUR, SLURM_PROCID=rank)
+        resolver = SlurmClusterResolver(jobs, port_base=2222, rpc_layer=None)
+        tasks.append(resolver.get_task_info())
+        assert resolver.cluster_spec().as_dict() == {
+            "chief": ["t02n13:2222"],
+            "ps": ["t02n13:2223"],
+            "worker": ["t02n41:2222", "t02n41:2223"],
+        }
+    assert tasks == [("chief", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
+    assert resolver.master("ps", 0) == "t02n13:2223"
+    assert resolver.master("ps", 0, "tcp") == "tcp://t02n13:2223"
+    resolver.task_type = None
+    assert resolver.master() == ""
+    with pytest.raises(ValueError, match="No task with index 5 in job 'ps'"):
+        resolver.master("ps", 5)
+
+
+def test_hosts_are_in_the_order_of_slurms_ranks(srun: Callable[..., None]) -> None:
+    srun(FOUR, SLURM_STEP_NODELIST="n[9-10],m1", SLURM_STEP_TASKS_PER_NODE="1,2,1")
+    assert SlurmClusterResolver().cluster_spec().as_dict() == {
+        "worker": ["m1:8888", "n9:8888", "n10:8888", "n10:8889"]
+    }
+
+
+@pytest.mark.parametrize("tasks", [2, {"t02n41": 2, "t02n13": 2}])
+def test_tasks_per_node_may_be_given(srun: Callable[..., None], tasks: Any) -> None:
+    srun(FOUR, SLURM_STEP_TASKS_PER_NODE="nonsense")
+    spec = SlurmClusterResolver(tasks_per_node=tasks).cluster_spec()
+    assert spec.job_tasks("worker")[2] == "t02n41:8888"
+
+
+def test_variables_of_the_job_do_where_there_is_no_step(
+    srun: Callable[..., None],
+) -> None:
+    srun(SLURM_PROCID=0, SLURM_NTASKS=3, SLURM_NODELIST="n[1-2]")
+    srun(SLURM_TASKS_PER_NODE="2,1")
+    spec = SlurmClusterResolver().cluster_spec()
+    assert spec.as_dict() == {"worker": ["n1:8888", "n1:8889", "n2:8888"]}
+
+
+@pytest.mark.parametrize("missing", FOUR)
+def test_a_missing_variable(
+    srun: Callable[..., None], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    srun(FOUR)
+    monkeypatch.delenv(missing)
+    with pytest.raises(RuntimeError, match=f"^{missing} not found in environment"):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SLURM_PROCID", "x", "^SLURM_PROCID: expected a number of 0 or more, got 'x'"),
+        ("SLURM_PROCID", "-1", "^SLURM_PROCID: expected a number"),
+        ("SLURM_STEP_NUM_TASKS", "", "^SLURM_STEP_NUM_TASKS: expected a number"),
+        ("SLURM_STEP_NODELIST", "n[1", "^Invalid hostlist format"),
+        ("SLURM_STEP_TASKS_PER_NODE", "2x", "^Invalid tasks-per-node list format"),
+    ],
+)
+def test_a_variable_that_cannot_be_read(
+    srun: Callable[..., None], name: str, value: str, words: str
+) -> None:
+    srun(FOUR, **{name: value})
+    with pytest.raises(ValueError, match=words):
+        SlurmClusterResolver()
+
+
+def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
+    srun(FOUR)
+    words = r"^Requested 5 tasks but only 4 were assigned\."
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver({"ps": 2, "worker": 3})
+    words = r"^Requested 1 tasks but only 4 were assigned\."
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver({"worker": 1})
+    srun(SLURM_PROCID=4)
+    with pytest.raises(RuntimeError, match="SLURM_PROCID=4, and there are 4 tasks"):
+        SlurmClusterResolver()
+    srun(SLURM_STEP_TASKS_PER_NODE="2(x3)")
+    with pytest.raises(RuntimeError, match="is for 3 nodes, and the step has 2"):
+        SlurmClusterResolver()
+
+
+def test_ranks_that_slurm_dealt_out_in_another_order(
+    srun: Callable[..., None],
+) -> None:
+    srun(FOUR, SLURM_PROCID=1, SLURMD_NODENAME="t02n13", SLURM_LOCALID=1)
+    assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
+    srun(SLURMD_NODENAME="t02n41", SLURM_LOCALID=0)
+    words = "rank 1 as task 0 of t02n41, .* is task 1 of t02n13: .*=block"
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver()
+    srun(SLURMD_NODENAME="another-name")
+    assert SlurmClusterResolver().master() == "grpc://t02n13:8889"
+
+
+# ---- GPUs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("visible", "rank", "options", "gpus", "share"),
+    [
+        ("0,1,2,3", 0, {}, 2, "0,1"),
+        ("0,1,2,3", 3, {}, 2, "2,3"),
+        ("0,1,2,3", 3, {"gpus_per_task": 1}, 1, "1"),
+        ("4,5,6,7", 1, {}, 2, "6,7"),  # the others belong to somebody else
+        ("GPU-a,GPU-b", 1, {}, 1, "GPU-b"),
+        ("0,1,2", 1, {}, 1, "1"),
+        ("0,1,2,3", 1, {"gpus_per_node": 2}, 1, "1"),
+        (None, 1, {"gpus_per_node": 8}, 4, "4,5,6,7"),
+        ("3", 1, {"gpus_per_node": 2}, 1, "3"),  # Slurm has dealt them out
+        ("0", 1, {}, 0, "0"),
+        ("", 1, {}, 0, ""),
+        ("-1", 1, {}, 0, "-1"),
+        ("NoDevFiles", 1, {}, 0, "NoDevFiles"),
+        (None, 1, {}, 0, None),
+        ("0,1,2,3", 1, {"auto_set_gpu": False}, 2, "0,1,2,3"),
+        ("0,1,2,3", 1, {"gpus_per_task": 0}, 0, "0,1,2,3"),
+    ],
+)
+def test_share_of_a_task(
+    srun: Callable[..., None],
+    visible: str | None,
+    rank: int,
+    options: dict[str, Any],
+    gpus: int,
+    share: str | None,
+) -> None:
+    srun(FOUR, SLURM_PROCID=rank)
+    if visible is not None:
+        srun(CUDA_VISIBLE_DEVICES=visible)
+    resolver = SlurmClusterResolver(**options)
+    assert resolver.num_accelerators() == ({"GPU": gpus} if gpus else {})
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == share
+
+
+def test_a_second_resolver_leaves_the_share_as_it_is(
+    srun: Callable[..., None],
+) -> None:
+    srun(FOUR, SLURM_PROCID=1, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    SlurmClusterResolver(gpus_per_node=4)
+    SlurmClusterResolver(gpus_per_node=4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_more_gpus_than_there_are(srun: Callable[..., None]) -> None:
+    srun(FOUR, CUDA_VISIBLE_DEVICES="0,1,2,3")
+    words = r"^Requested more GPUs per node than available\."
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver(gpus_per_task=3)
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver(gpus_per_node=1, gpus_per_task=1)
+
+
+def test_gpus_that_nvidia_smi_lists(
+    srun: Callable[..., None], nvidia_smi: Callable[..., None]
+) -> None:
+    srun(FOUR, SLURM_PROCID=1)
+    nvidia_smi(
+        "GPU 0: NVIDIA H200 (UUID: GPU-6c8b)\n"
+        "  MIG 1g.18gb     Device  0: (UUID: MIG-1a)\n"
+        "GPU 1: NVIDIA H200 (UUID: GPU-6c8c)"
+    )
+    assert SlurmClusterResolver().num_accelerators() == {"GPU": 1}
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+def test_nvidia_smi_that_fails(
+    srun: Callable[..., None], nvidia_smi: Callable[..., None]
+) -> None:
+    srun(FOUR)
+    nvidia_smi("NVIDIA-SMI has failed: no driver", 9)
+    words = "^Could not get number of GPUs from nvidia-smi: .*no driver"
+    with pytest.raises(RuntimeError, match=f"(?s){words}"):
+        SlurmClusterResolver()
+    assert SlurmClusterResolver(gpus_per_node=0).num_accelerators() == {}
+
+
+# ---- all ranks together ------------------------------------------------------------
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.data(),
+)
+def test_every_rank_finds_itself(nodes: list[int], data: st.DataObject) -> None:
+    """All ranks see one cluster, each its own address in it, and no GPU twice."""
+    total = sum(nodes)
+    ps = data.draw(st.integers(0, total), label="ps")
+    per_task = data.draw(st.integers(0, 2), label="GPUs per task")
+    per_node = max(nodes) * per_task + data.draw(st.integers(0, 3), label="spare")
+    seen: set[tuple[str, str]] = set()
+    specs, tasks = [], []
+    with pytest.MonkeyPatch.context() as patch:
+        ranks = [
+            (f"n{n + 8}", at) for n, count in enumerate(nodes) for at in range(count)
+        ]
+        for rank, (host, local) in enumerate(ranks):
+            patch.setenv("SLURM_PROCID", str(rank))
+            patch.setenv("SLURM_STEP_NODELIST", f"n[8-{len(nodes) + 7}]")
+            patch.setenv("SLURM_STEP_TASKS_PER_NODE", ",".join(map(str, nodes)))
+            patch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(per_node))))
+            resolver = SlurmClusterResolver(
+                {"worker": total - ps, "ps": ps}, gpus_per_task=per_task
+            )
+            specs.append(resolver.cluster_spec())
+            tasks.append(resolver.get_task_info())
+            assert resolver.master() == f"grpc://{host}:{8888 + local}"
+            if per_task:
+                gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+                assert len(gpus) == per_task
+                taken = {(host, gpu) for gpu in gpus}
+                assert not seen & taken
+                seen |= taken
+    assert all(spec == specs[0] for spec in specs)
+    expected = [("ps", at) for at in range(ps)]
+    assert tasks == expected + [("worker", at) for at in range(total - ps)]

@@ -1,0 +1,105 @@
+"""The tests of towers, in a process with two devices; and one tower, in this one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.contrib import distribute
+
+HERE = Path(__file__).parent
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+CHECK = """
+import sys, jax, pytest
+assert jax.local_device_count() == 2
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_two_towers_on_devices_of_their_own():
+    tests = HERE / "two_devices.py"
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, "-q", "-p", "no:cacheprovider", str(tests)],
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},
+        cwd=HERE.parents[1],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+@pytest.fixture
+def distribution():
+    return distribute.ParameterServerStrategy()
+
+
+def test_one_tower(distribution):
+    assert distribution.num_towers == 1
+    assert distribution.is_single_tower
+    assert distribution.worker_device_index == 0
+    assert distribution.worker_devices == distribution.parameter_devices == [CPU]
+
+    def merge_fn(merging, x):
+        assert merging is distribution
+        return merging.unwrap(x)
+
+    def fn(x, *, scale):
+        tower = zs.get_tower_context()
+        assert tower.tower_id == 0
+        assert tower.is_single_tower
+        assert tower.device == CPU
+        return tower.merge_call(merge_fn, x * scale)
+
+    with distribution.scope() as entered:
+        assert entered is distribution
+        assert distribution.call_for_each_tower(fn, 3, scale=2) == [6]
+        v = zs.Variable(1.0)
+        assert distribution.engine.extended.variable_created_in_scope(v)
+        assert distribution.reduce(zs.VariableAggregation.SUM, 3.0, v) == 3.0
+        assert distribution.broadcast(np.float32(2)) == 2.0
+        assert distribution.group(v.value()) is None
+    dataset = distribution.distribute_dataset(lambda: [1, 2])
+    assert list(dataset._elements()) == [1, 2]
+
+
+def test_outside_of_every_strategy():
+    tower = distribute.get_tower_context()
+    assert tower.tower_id == 0
+    assert tower.num_towers == 1
+    default = distribute.get_distribution_strategy()
+    assert not distribute.has_distribution_strategy()
+    assert tower.merge_call(lambda d, x: (type(d), x), 2) == (type(default), 2)
+    assert default.num_towers == 1
+    assert default.configure(cluster_spec={"ps": ["a:1"]}) is None
+    assert zs.get_tower_context is distribute.get_tower_context
+
+
+@pytest.mark.parametrize("task", [("worker", None), (None, 0), (None, None)])
+def test_a_cluster_needs_a_task(distribution, task):
+    with pytest.raises(ValueError, match="must also specify `task_type` and `task_id`"):
+        distribution.configure(
+            cluster_spec={"ps": ["localhost:1"], "worker": ["localhost:2"]},
+            task_type=task[0],
+            task_id=task[1],
+        )
+
+
+def test_a_cluster_needs_a_ps(distribution):
+    with pytest.raises(ValueError, match="needs to have `ps` jobs"):
+        distribution.configure(
+            cluster_spec={"worker": ["localhost:2"]}, task_type="worker", task_id=0
+        )
+    assert distribution.worker_devices == [CPU]
+
+
+def test_without_a_cluster_a_configuration_stays_as_it_is(distribution):
+    config = distribute.SessionConfig()
+    distribution.configure(session_config=config)
+    assert config == distribute.SessionConfig([], True)

@@ -1,0 +1,191 @@
+"""Datasets of others: grain's, one of tf.data's shape, lists, and what is none."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from zstrat.data import (
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    Worker,
+    allotted,
+    as_dataset,
+)
+from zstrat.data._foreign import foreign
+
+
+@dataclass
+class Spec:
+    shape: tuple
+    dtype: str = "float32"
+
+
+class Unranked:
+    @property
+    def shape(self):
+        return self
+
+    def __iter__(self):
+        raise ValueError("Cannot iterate over a shape with unknown rank.")
+
+
+class TheirPolicy(enum.IntEnum):
+    """TensorFlow's own class, with its values."""
+
+    AUTO = 0
+    OFF = -1
+
+
+class StandIn:
+    """The parts of tf.data.Dataset that are looked at."""
+
+    def __init__(self, batches, spec, cardinality=-2, policy=TheirPolicy.AUTO):
+        self.batches, self.element_spec = batches, spec
+        self._cardinality, self._policy = cardinality, policy
+
+    def as_numpy_iterator(self):
+        return iter(self.batches)
+
+    def cardinality(self):
+        return np.int64(self._cardinality)
+
+    def options(self):
+        policy = SimpleNamespace(auto_shard_policy=self._policy)
+        return SimpleNamespace(experimental_distribute=policy)
+
+
+# tf.data
+
+
+def test_a_dataset_of_tensorflow_is_told_by_its_shape():
+    batches = [(np.zeros((4, 2)), np.zeros(4)), (np.ones((4, 2)), np.ones(4))]
+    recipe = foreign(StandIn(batches, (Spec((4, 2)), Spec((4,))), 2))
+    assert recipe.batch_size == 4
+    assert recipe.ranks == (2, 1)
+    assert recipe.size() == 2
+    assert recipe.is_steady
+    for _ in range(2):
+        assert list(recipe.elements()) == batches
+
+
+@pytest.mark.parametrize(
+    ("spec", "size", "ranks"),
+    [
+        ({"x": Spec((None, 3))}, None, (2,)),
+        ({"x": Spec((4, 3)), "y": Spec((2,))}, None, (2, 1)),
+        ({"x": Spec(())}, None, (0,)),
+        ({"x": Spec((4,)), "y": Unranked()}, None, None),
+    ],
+)
+def test_what_its_spec_says(spec, size, ranks):
+    recipe = foreign(StandIn([], spec))
+    assert (recipe.batch_size, recipe.ranks) == (size, ranks)
+
+
+def test_its_policy_counts():
+    off = StandIn([np.zeros(4)], Spec((4,)), policy=TheirPolicy.OFF)
+    assert allotted(off, Worker(2, 1)).policy is AutoShardPolicy.OFF
+    auto = StandIn([np.zeros(4)], Spec((4,)))
+    assert allotted(auto, Worker(2, 1)).policy is AutoShardPolicy.DATA
+
+
+def test_scalars_of_it_are_refused_before_they_are_read():
+    with pytest.raises(ValueError, match="`batch` method"):
+        allotted(StandIn([], Spec(())), Worker(replicas=2))
+
+
+# grain
+
+
+@pytest.fixture
+def grain():
+    return pytest.importorskip("grain", reason="grain is not installed")
+
+
+def test_a_dataset_of_grain_says_what_it_knows(grain):
+    numbers = grain.MapDataset.range(12).map(lambda i: {"x": np.float32(i)})
+    recipe = foreign(numbers.batch(4))
+    assert (recipe.batch_size, recipe.ranks) == (None, None)  # a map does not say
+    assert recipe.size() == 3
+    here = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    passed = foreign(numbers.batch(4).to_iter_dataset(here))
+    found = [x for batch in passed.elements() for x in batch["x"]]
+    assert found == list(range(12))
+    assert passed.size() == UNKNOWN_CARDINALITY
+
+
+def test_batch_sizes_that_grain_knows(grain):
+    numbers = grain.MapDataset.range(12)
+    whole = foreign(numbers.batch(4, drop_remainder=True))
+    assert (whole.batch_size, whole.ranks) == (4, (1,))
+    assert foreign(numbers.batch(4)).batch_size is None
+    assert foreign(numbers.repeat()).size() == INFINITE_CARDINALITY
+    with pytest.raises(ValueError, match="`batch` method"):
+        allotted(numbers, Worker(replicas=2))
+
+
+def test_threads_of_grain_end_with_the_pass(grain):
+    elements = foreign(grain.MapDataset.range(100).batch(2)).elements()
+    assert next(elements).tolist() == [0, 1]
+    elements.close()  # the fixture of all tests looks for what is left
+
+
+# others
+
+
+@pytest.mark.parametrize(
+    ("batches", "size"),
+    [
+        ([np.zeros((4, 2)), np.zeros((4, 2)), np.zeros((1, 2))], 4),
+        ([np.zeros((4, 2))], 4),
+        ([np.zeros((4, 2)), np.zeros((4, 3))], None),
+        ([np.zeros(4), np.zeros(3), np.zeros(4)], None),
+        ([{"x": np.zeros(4), "y": [np.zeros((4, 1))]}], 4),
+        ([{"x": np.zeros(4), "y": np.zeros(5)}], None),
+        ([np.float32(1)], None),
+        ([], None),
+    ],
+)
+def test_batches_in_a_list_are_looked_at(batches, size):
+    assert foreign(batches).batch_size == size
+    assert foreign(batches).size() == len(batches)
+
+
+def test_arrays_are_data_themselves():
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(3)
+    for data in ((x, y), {"x": x, "y": y}):
+        dataset = as_dataset(data)
+        assert len(dataset) == 3
+    assert [a.tolist() for a in as_dataset(x)] == x.tolist()
+    dataset = as_dataset(x)
+    assert as_dataset(dataset) is dataset
+
+
+def test_a_generator_is_passed_over_as_it_is():
+    ended = []
+
+    def batches():
+        try:
+            yield np.zeros(2)
+            yield np.ones(2)
+        finally:
+            ended.append(True)
+
+    recipe = foreign(batches())
+    assert not recipe.is_steady
+    elements = recipe.elements()
+    next(elements)
+    elements.close()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("what", [3, None, object()])
+def test_what_is_no_dataset_is_refused(what):
+    with pytest.raises(TypeError, match=r"a strategy distributes a zs.data.Dataset"):
+        as_dataset(what)

@@ -1,0 +1,135 @@
+"""Options of a dataset, hints, and what is known of a recipe without a pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from zstrat.data import (
+    SHARD_HINT,
+    AutoShardPolicy,
+    Dataset,
+    DistributeOptions,
+    Options,
+    Worker,
+    allotted,
+    experimental,
+)
+from zstrat.data._lineage import batch_size_of, ranks_of
+
+
+def test_the_values_are_those_of_tensorflow():
+    values = {policy.name: policy.value for policy in AutoShardPolicy}
+    assert values == {"OFF": -1, "AUTO": 0, "FILE": 1, "DATA": 2, "HINT": 3}
+    assert experimental.AutoShardPolicy is AutoShardPolicy
+    assert experimental.DistributeOptions is DistributeOptions
+    assert experimental.SHARD_HINT == SHARD_HINT == -1
+
+
+def test_a_user_sets_the_policy_as_in_tensorflow():
+    options = Options()
+    assert options.experimental_distribute.auto_shard_policy is AutoShardPolicy.AUTO
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    dataset = Dataset.range(4).with_options(options).batch(2)
+    options.auto_shard_policy = AutoShardPolicy.DATA  # too late for the dataset
+    found = dataset.options()
+    assert found.experimental_distribute.auto_shard_policy is AutoShardPolicy.OFF
+    assert found == Options(AutoShardPolicy.OFF)
+    assert found != Options()
+    assert "OFF" in repr(found)
+    assert [x.tolist() for x in dataset] == [[0, 1], [2, 3]]
+
+
+def test_the_last_options_count_and_unset_ones_change_nothing():
+    dataset = Dataset.range(4).with_options(Options(AutoShardPolicy.DATA))
+    assert dataset.with_options(Options()).options().auto_shard_policy == 2
+    newer = dataset.with_options(Options(AutoShardPolicy.FILE))
+    assert newer.options().auto_shard_policy is AutoShardPolicy.FILE
+    merged = Options(AutoShardPolicy.DATA).merge(Options())
+    assert merged.auto_shard_policy is AutoShardPolicy.DATA
+
+
+def test_what_is_no_policy_is_refused():
+    options = Options()
+    with pytest.raises(TypeError, match=r"OFF, AUTO, FILE, DATA, HINT.*'DATA'"):
+        options.auto_shard_policy = "DATA"
+    with pytest.raises(AttributeError):
+        options.auto_sharding = AutoShardPolicy.OFF
+    with pytest.raises(TypeError, match="`options` must be"):
+        Dataset.range(1).with_options({"auto_shard_policy": 0})
+
+
+# hints
+
+
+def test_a_hint_is_filled_in_for_each_worker():
+    dataset = Dataset.range(10).shard(SHARD_HINT, SHARD_HINT).batch(2)
+    dataset = dataset.with_options(Options(AutoShardPolicy.HINT))
+    for index, expected in enumerate([[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]):
+        elements = allotted(dataset, Worker(3, index)).elements()
+        assert np.concatenate(list(elements)).tolist() == expected
+    alone = allotted(dataset, Worker()).elements()
+    assert np.concatenate(list(alone)).tolist() == list(range(10))
+
+
+def test_a_hint_is_for_a_strategy_alone():
+    dataset = Dataset.range(4).shard(SHARD_HINT, SHARD_HINT).batch(2)
+    assert dataset.cardinality() == 2
+    with pytest.raises(RuntimeError, match=r"can only be used in .*HINT"):
+        next(iter(dataset))
+    with pytest.raises(ValueError, match="num_shards"):
+        Dataset.range(4).shard(SHARD_HINT, 0)
+
+
+def test_the_policy_needs_a_hint_where_there_are_workers():
+    dataset = Dataset.range(4).batch(2).with_options(Options(AutoShardPolicy.HINT))
+    assert len(list(allotted(dataset, Worker()).elements())) == 2
+    with pytest.raises(ValueError, match="does not say where to shard"):
+        allotted(dataset, Worker(2, 0))
+
+
+# what is known without a pass
+
+
+def never():
+    raise AssertionError("the dataset was passed over")
+    yield
+
+
+@pytest.mark.parametrize(
+    ("dataset", "size"),
+    [
+        (Dataset.range(8).batch(4), 4),
+        (Dataset.range(8).batch(4).repeat().shuffle(3).take(9).prefetch(2), 4),
+        (Dataset.range(8).batch(4).batch(3), 3),
+        (Dataset.from_generator(never).batch(4), 4),
+        (Dataset.from_tensor_slices(np.zeros((5, 3, 2))), 3),
+        (Dataset.from_tensor_slices((np.zeros((5, 3)), np.zeros((5, 2)))), None),
+        (Dataset.from_tensor_slices(np.zeros(5)), None),
+        (Dataset.range(8).batch(4).map(lambda x: x), None),
+        (Dataset.from_generator(never), None),
+        (Dataset.range(8), None),
+    ],
+)
+def test_batch_sizes(dataset, size):
+    assert batch_size_of(dataset.recipe) == size
+
+
+@pytest.mark.parametrize(
+    ("dataset", "ranks"),
+    [
+        (Dataset.range(8), (0,)),
+        (Dataset.range(8).batch(2), (1,)),
+        (Dataset.range(8).batch(2).enumerate(), (0, 1)),
+        (Dataset.from_tensor_slices({"a": np.zeros((2, 3)), "b": np.zeros(2)}), (1, 0)),
+        (Dataset.from_generator(never).batch(2), None),
+    ],
+)
+def test_ranks(dataset, ranks):
+    assert ranks_of(dataset.recipe) == ranks
+
+
+def test_what_is_not_batched_is_refused_before_it_is_read():
+    with pytest.raises(ValueError, match="`batch` method"):
+        allotted(Dataset.range(4), Worker(replicas=2))
+    assert list(allotted(Dataset.range(2), Worker()).elements()) == [0, 1]

@@ -1,0 +1,175 @@
+"""Workers that are programs of their own join a session, and wait for what is created
+in it. No sockets."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import optax
+import pytest
+
+from zstrat.config import Settings
+from zstrat.errors import (
+    BusyError,
+    PermissionDeniedError,
+    StaleSessionError,
+    UnavailableError,
+)
+from zstrat.ps import PsService, _joining
+from zstrat.wire import (
+    CloseSession,
+    CreateOptimizer,
+    CreateVariables,
+    Done,
+    Hello,
+    InitialEntry,
+    InitializeVariables,
+    Job,
+    JoinSession,
+    OpenSession,
+    SessionOpened,
+    VariableEntry,
+)
+
+SESSION = 7
+
+
+@dataclass(eq=False)
+class Peer:
+    role: Job = Job.WORKER
+    incarnation: int = 3
+    name: str = field(init=False)
+    hello: Hello = field(init=False)
+
+    def __post_init__(self):
+        self.name = f"{self.role}:0"
+        self.hello = Hello(1, str(self.role), 0, self.incarnation, "here", 11)
+
+
+def loaded(code):
+    if code == b"sgd":
+        return optax.sgd(0.5)
+
+    def ones(shape, dtype, partition_shape, partition_offset):
+        del shape, partition_offset
+        return np.ones(partition_shape, dtype)
+
+    return ones
+
+
+class Rig:
+    def __init__(self):
+        self.service = PsService(
+            load_code=loaded, settings=Settings(), task="/job:ps/task:0"
+        )
+        self.chief, self.worker = Peer(Job.CHIEF, SESSION), Peer()
+
+    def open(self, session=SESSION, chief=None):
+        opening = OpenSession(session, 0, 0, [])
+        assert isinstance(
+            self.service.handle(chief or self.chief, opening), SessionOpened
+        )
+
+    def ask(self, message, peer=None):
+        return self.service.handle(peer or self.chief, message)
+
+    def join(self, *keys, session=SESSION, optimizers=(), peer=None):
+        message = JoinSession(session, list(keys), list(optimizers))
+        return self.service.handle(peer or self.worker, message)
+
+    def create(self, *keys):
+        entries = [VariableEntry(key, f"v{key}", True, False) for key in keys]
+        arrays = tuple(np.zeros(2, "f4") for _ in keys)
+        assert self.ask(CreateVariables(SESSION, entries, arrays)) == Done()
+
+
+@pytest.fixture
+async def rig():
+    rig = Rig()
+    yield rig
+    await rig.service.drain()
+
+
+def joined(session=SESSION):
+    return SessionOpened("cpu", 1, resumed=True, session=session)
+
+
+async def test_a_session_is_waited_for(rig):
+    first, second = rig.join(session=0), rig.join(session=SESSION)
+    other = rig.join(session=9)
+    rig.open()
+    assert await first == await second == joined()
+    assert not other.done()
+    assert rig.join(session=0) == joined()
+    rig.service.lost(rig.chief, "ended")
+    rig.open(9, Peer(Job.CHIEF, 9))
+    assert await other == joined(9)
+
+
+async def test_of_a_program_that_is_gone_nobody_waits_for_the_session(rig):
+    rig.open()
+    rig.service.lost(rig.chief, "ended")
+    waiting = rig.join(session=0)
+    # Who is in it stays in it.
+    assert rig.join(session=SESSION) == joined()
+    rig.open(8, Peer(Job.CHIEF, 8))
+    assert await waiting == joined(8)
+
+
+async def test_variables_and_optimizers_are_waited_for(rig):
+    rig.open()
+    one, both, optimizer = rig.join(1), rig.join(1, 2), rig.join(optimizers=[4])
+    assert not any(each.done() for each in (one, both, optimizer))
+    rig.create(1)
+    assert await one == joined()
+    assert not both.done()
+    entry = InitialEntry(2, "v2", True, False, "float32", [2], [2], [0])
+    assert await rig.ask(InitializeVariables(SESSION, [entry], b"ones")) == Done()
+    assert await both == joined()
+    assert not optimizer.done()
+    assert await rig.ask(CreateOptimizer(SESSION, 4, "sgd", b"sgd")) == Done()
+    assert await optimizer == joined()
+    assert rig.join(1, 2, optimizers=[4]) == joined()
+
+
+async def test_who_waits_for_variables_of_a_session_that_ended_is_told(rig):
+    rig.open()
+    waiting = rig.join(1)
+    rig.ask(CloseSession(SESSION, False))
+    with pytest.raises(StaleSessionError, match="has ended or was started anew"):
+        await waiting
+    with pytest.raises(StaleSessionError, match="connect to the cluster again"):
+        rig.join(1)
+    rig.open(8, Peer(Job.CHIEF, 8))
+    with pytest.raises(StaleSessionError):
+        rig.join(optimizers=[1])
+
+
+async def test_only_workers_join(rig):
+    rig.open()
+    for role in (Job.CHIEF, Job.EVALUATOR, Job.OBSERVER):
+        with pytest.raises(
+            PermissionDeniedError, match="takes JoinSession from worker"
+        ):
+            rig.join(peer=Peer(role))
+
+
+async def test_a_worker_that_is_lost_is_forgotten(rig, monkeypatch):
+    monkeypatch.setattr(_joining, "MOST", 2)
+    lost = Peer(incarnation=5)
+    first, second = rig.join(session=0, peer=lost), rig.join(session=0)
+    with pytest.raises(BusyError, match="2 workers wait"):
+        rig.join(session=0)
+    rig.service.lost(lost, "ended")
+    assert first.cancelled()
+    third = rig.join(session=0)
+    rig.open()
+    assert await second == await third == joined()
+
+
+async def test_who_waits_hears_that_the_server_ends(rig):
+    waiting = rig.join(session=0)
+    assert await rig.service.drain()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await waiting
+    with pytest.raises(UnavailableError):
+        rig.join(session=0)

@@ -1,0 +1,567 @@
+"""Distributed datasets of one process: pieces, ends, threads, descriptions, errors."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zstrat as zs
+from zstrat.data import (
+    AutoShardPolicy,
+    Dataset,
+    InputContext,
+    Options,
+    batch_sizes_for_worker,
+)
+from zstrat.errors import ClosedError, OutOfRangeError
+from zstrat.strategy import Inputs, PerReplica, Share, per_replica
+from zstrat.strategy._parameter_server import worker_strategy
+
+
+def inputs(local=2, workers=1, index=0, **more):
+    return Inputs(InputContext(workers, index, workers * local), local, **more)
+
+
+def parts_of(element):
+    """The element of each replica."""
+    return zs.get_strategy().experimental_local_results(element)
+
+
+def values(element):
+    """The rows of each replica, as lists."""
+    return [np.asarray(part).tolist() for part in parts_of(element)]
+
+
+def drawn(dataset):
+    return [values(element) for element in dataset]
+
+
+@pytest.fixture
+def two():
+    """A strategy of two replicas in this process."""
+    return worker_strategy(1, 2)
+
+
+# the documented example
+
+
+def test_the_example_of_the_documentation(two):
+    global_batch_size = 2
+    dataset = zs.data.Dataset.range(4).batch(global_batch_size)
+    dist_dataset = two.experimental_distribute_dataset(dataset)
+    assert drawn(dist_dataset) == [[[0], [1]], [[2], [3]]]
+
+    @zs.function
+    def replica_fn(x):
+        return x * 2
+
+    result = [two.run(replica_fn, args=(x,)) for x in dist_dataset]
+    assert [values(each) for each in result] == [[[0], [2]], [[4], [6]]]
+    assert all(isinstance(each, PerReplica) for each in result)
+
+
+def test_a_step_draws_what_a_loop_does(two):
+    dataset = Dataset.from_tensor_slices({"x": np.arange(8, dtype=np.float32)}).batch(4)
+    iterator = iter(two.experimental_distribute_dataset(dataset))
+
+    @zs.function
+    def step(iterator):
+        both = next(iterator)
+        assert isinstance(both["x"], PerReplica)
+        found = two.run(lambda batch: jnp.sum(batch["x"]), args=(both,))
+        return two.reduce("sum", found, None)
+
+    assert [float(step(iterator)), float(step(iterator))] == [6.0, 22.0]
+    with pytest.raises(OutOfRangeError):
+        step(iterator)
+    assert step.trace_count == 1
+
+
+# pieces
+
+
+@given(
+    st.lists(st.integers(1, 9), max_size=6),
+    st.integers(1, 9),
+    st.integers(1, 5),
+)
+def test_every_row_comes_once_and_in_order(lengths, size, replicas):
+    total = sum(lengths)
+    x = np.arange(total * 2, dtype=np.float32).reshape(total, 2)
+    dataset = Dataset.from_tensor_slices({"x": x, "y": np.arange(total)})
+    found = list(inputs(replicas).of_dataset(dataset.batch(size)))
+    parts = [part for element in found for part in parts_of(element)]
+    np.testing.assert_array_equal(
+        np.concatenate([np.zeros((0, 2)), *(part["x"] for part in parts)]), x
+    )
+    for part in parts:
+        assert part["x"].shape == (len(part["y"]), 2)
+        assert (part["x"].dtype, part["y"].dtype) == (np.float32, np.int64)
+    sizes = batch_sizes_for_worker(size, 1, replicas, 0)
+    whole = [len(part["y"]) for part in parts[: total // size * replicas]]
+    assert whole == sizes * (total // size)
+
+
+def test_the_last_batch_leaves_replicas_without_rows():
+    dataset = Dataset.from_tensor_slices(np.ones((9, 3), np.int8)).batch(8)
+    *_, last = inputs(4).of_dataset(dataset)
+    assert [part.shape for part in last.values] == [(1, 3), (0, 3), (0, 3), (0, 3)]
+    assert {part.dtype for part in last.values} == {np.dtype(np.int8)}
+
+
+def test_batches_of_unknown_size_are_cut_one_by_one():
+    def batches():
+        for size in (4, 1, 5):
+            yield {"x": np.arange(size), "pad": np.zeros((size, size))}
+
+    found = list(inputs(3).of_dataset(Dataset.from_generator(batches)))
+    assert [[len(p["x"]) for p in parts_of(each)] for each in found] == [
+        [2, 2, 0],
+        [1, 0, 0],
+        [2, 2, 1],
+    ]
+    assert [p.shape for p in found[0]["pad"].values] == [(2, 4), (2, 4), (0, 4)]
+
+
+def test_where_shapes_are_static_a_step_without_all_is_none():
+    dataset = Dataset.range(9).batch(4)
+    assert drawn(inputs(2, static_shapes=True).of_dataset(dataset)) == [
+        [[0, 1], [2, 3]],
+        [[4, 5], [6, 7]],
+    ]
+    static = inputs(2, static_shapes=True)
+    with pytest.raises(ValueError, match="3 does not split evenly over 2 replicas"):
+        static.of_dataset(Dataset.range(9).repeat().batch(3))
+    unknown = Dataset.from_generator(lambda: [np.arange(n) for n in (4, 1, 4)])
+    assert drawn(static.of_dataset(unknown)) == [[[0, 1], [2, 3]]]
+    made = static.of_function(lambda _: dataset)
+    assert drawn(made) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+
+
+def test_one_replica_draws_the_elements_as_they_are():
+    batches = [np.arange(3), np.float32(1)]
+    (first, second) = inputs(1).of_dataset(batches)
+    assert first is batches[0]
+    assert second is batches[1]
+
+
+def test_arrays_themselves_are_no_batches():
+    x = np.arange(4)
+    with pytest.raises(ValueError, match="`batch` method"):
+        inputs(2).of_dataset((x, x))
+    assert drawn(inputs(2).of_dataset(np.arange(8).reshape(4, 2))) == [
+        [[0], [1]],
+        [[2], [3]],
+        [[4], [5]],
+        [[6], [7]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "element", [np.int32(1), {"x": np.zeros(2), "y": np.zeros(3)}, {}]
+)
+def test_what_is_no_batch_is_refused_when_it_comes(element):
+    distributed = inputs(2).of_dataset(iter([element]))
+    with pytest.raises(ValueError, match="`batch` method"):
+        next(iter(distributed))
+
+
+def test_replicas_are_the_same_number_in_each_worker():
+    context = InputContext(2, 0, 3)
+    with pytest.raises(ValueError, match="multiple of the 2 workers"):
+        Inputs(context, 1).of_dataset(Dataset.range(6).batch(3))
+
+
+def test_batches_smaller_than_the_replicas_go_on_for_ever():
+    iterator = iter(inputs(2).of_dataset(Dataset.range(2).repeat().batch(1)))
+    assert [values(next(iterator)) for _ in range(3)] == [
+        [[0], []],
+        [[1], []],
+        [[0], []],
+    ]
+
+
+# shares
+
+
+def test_a_batch_that_splits_evenly_is_handed_over_whole():
+    batch = {"x": np.arange(8.0).reshape(4, 2), "y": np.arange(4)}
+    seen = []
+
+    def place(share):
+        seen.append(share)
+        return per_replica(share)
+
+    list(inputs(2, place=place).of_dataset([batch, batch]))
+    assert [share.whole for share in seen] == [batch, batch]
+    assert seen[0].whole["x"] is batch["x"]
+    for part, rows in zip(seen[0].parts, (slice(0, 2), slice(2, 4)), strict=True):
+        np.testing.assert_array_equal(part["x"], batch["x"][rows])
+        assert np.shares_memory(part["x"], batch["x"])
+
+
+def test_what_is_uneven_or_apart_is_handed_over_in_parts():
+    seen = []
+    here = inputs(2, place=lambda share: seen.append(share) or share)
+    list(here.of_dataset([np.arange(5)]))
+    assert seen[-1].whole is None
+    assert [part.tolist() for part in seen[-1].parts] == [[0, 1, 2], [3, 4]]
+    list(here.of_dataset(Dataset.from_generator(lambda: [np.arange(3)] * 2)))
+    assert all(share.whole is None for share in seen)
+    # Every second piece, so what a worker gets of a batch are no neighbours.
+    there = inputs(2, 2, 1, place=lambda share: seen.append(share) or share)
+    list(there.of_dataset([np.arange(8)]))
+    assert seen[-1].whole is None
+    assert [part.tolist() for part in seen[-1].parts] == [[2, 3], [6, 7]]
+
+
+def test_an_empty_share_looks_like_the_others():
+    share = Share((2, 1), {"x": np.ones((3, 2), np.int8)}).emptied()
+    assert [part["x"].shape for part in share.parts] == [(0, 2), (0, 2)]
+    assert share.parts[0]["x"].dtype == np.int8
+    scalars = Share((), apart=(np.float32(3), np.float32(4))).emptied()
+    assert values(per_replica(scalars)) == [0.0, 0.0]
+
+
+def test_elements_are_placed_unless_options_say_no():
+    here = inputs(2, place=lambda share: "placed")
+    dataset = Dataset.range(2).batch(2)
+    assert list(here.of_dataset(dataset)) == ["placed"]
+    keep = zs.InputOptions(experimental_fetch_to_device=False)
+    assert drawn(here.of_dataset(dataset, keep)) == [[[0], [1]]]
+    assert drawn(here.of_function(lambda _: dataset, keep)) == [[[0, 1], []]]
+
+
+# functions
+
+
+def test_a_function_is_told_which_pipeline_it_is_and_deals_in_turn():
+    told = []
+
+    def dataset_fn(context):
+        told.append(context)
+        size = context.get_per_replica_batch_size(8)
+        return Dataset.range(10).shard(2, context.input_pipeline_id).batch(size)
+
+    made = inputs(2, 2, 1).of_function(dataset_fn)
+    assert drawn(made) == [[[1, 3], [5, 7]], [[9], []]]
+    assert told == [InputContext(2, 1, 4)]
+
+
+def test_elements_of_functions_need_no_rows():
+    made = inputs(2).of_function(lambda _: Dataset.range(3))
+    assert drawn(made) == [[0, 1], [2, 0]]  # TF, too, makes a scalar zero
+
+
+def test_one_function_for_each_replica():
+    told = []
+
+    def dataset_fn(context):
+        told.append((context.num_input_pipelines, context.input_pipeline_id))
+        return Dataset.range(3 + context.input_pipeline_id).batch(2)
+
+    options = zs.InputOptions(
+        experimental_replication_mode=zs.InputReplicationMode.PER_REPLICA,
+        experimental_fetch_to_device=False,
+        experimental_place_dataset_on_device=True,
+    )
+    mirrored = inputs(3, per_replica=True)
+    made = mirrored.of_function(dataset_fn, options)
+    assert told == [(3, 0), (3, 1), (3, 2)]
+    assert drawn(made) == [
+        [[0, 1], [0, 1], [0, 1]],
+        [[2], [2, 3], [2, 3]],
+        [[], [], [4]],
+    ]
+    for refused in (
+        lambda: mirrored.of_dataset(Dataset.range(4).batch(2), options),
+        lambda: inputs(3).of_function(dataset_fn, options),
+    ):
+        with pytest.raises(NotImplementedError, match="PER_REPLICA is only supported"):
+            refused()
+
+
+def test_what_a_function_must_return():
+    with pytest.raises(TypeError, match=r"dataset function.*got int"):
+        inputs().of_function(lambda _: 3)
+    with pytest.raises(TypeError, match="a function of one InputContext"):
+        inputs().of_function(Dataset.range(3))
+    with pytest.raises(ZeroDivisionError):
+        inputs().of_function(lambda _: 1 // 0)
+
+
+# options
+
+
+def test_options_are_those_of_tensorflow():
+    options = zs.InputOptions()
+    assert options.experimental_fetch_to_device is None
+    assert options.experimental_place_dataset_on_device is False
+    assert options.experimental_per_replica_buffer_size == 1
+    mode = options.experimental_replication_mode
+    assert mode is zs.InputReplicationMode.PER_WORKER
+    assert [m.name for m in zs.InputReplicationMode] == ["PER_WORKER", "PER_REPLICA"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"experimental_place_dataset_on_device": True},
+            ValueError,
+            "must also specify `PER_REPLICA`",
+        ),
+        (
+            {
+                "experimental_place_dataset_on_device": True,
+                "experimental_replication_mode": zs.InputReplicationMode.PER_REPLICA,
+                "experimental_fetch_to_device": True,
+            },
+            ValueError,
+            "can not be set to True with experimental_fetch_to_device",
+        ),
+        (
+            {
+                "experimental_place_dataset_on_device": True,
+                "experimental_replication_mode": zs.InputReplicationMode.PER_REPLICA,
+            },
+            ValueError,
+            "can not be set to True with experimental_fetch_to_device",
+        ),
+        ({"experimental_per_replica_buffer_size": 0}, ValueError, "at least 1"),
+        ({"experimental_replication_mode": "PER_WORKER"}, TypeError, "got 'PER_W"),
+    ],
+)
+def test_options_that_do_not_go_together(options, error, words):
+    with pytest.raises(error, match=words):
+        zs.InputOptions(**options)
+
+
+def test_what_is_no_options_is_refused():
+    with pytest.raises(TypeError, match=r"must be a zs\.InputOptions"):
+        inputs().of_dataset(Dataset.range(2).batch(2), {"fetch": True})
+
+
+# threads
+
+
+class Counted:
+    """Batches, and who made how many; `wait` returns when so many were made."""
+
+    def __init__(self, count):
+        self.count, self.made, self.threads = count, 0, set()
+        self.changed = threading.Condition()
+
+    def __call__(self):
+        for number in range(self.count):
+            with self.changed:
+                self.made += 1
+                self.threads.add(threading.current_thread().name)
+                self.changed.notify_all()
+            yield np.full(2, number)
+
+    def wait(self, made):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.made >= made, 30.0)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_elements_are_made_ahead_on_a_thread_and_no_more_than_asked_for(ahead):
+    source = Counted(100)
+    options = zs.InputOptions(experimental_per_replica_buffer_size=ahead)
+    distributed = inputs().of_dataset(Dataset.from_generator(source), options)
+    iterator = iter(distributed)
+    source.wait(ahead + 1)  # what is buffered, and the one that has no room
+    assert values(next(iterator)) == [[0], [0]]
+    source.wait(ahead + 2)
+    iterator.close()
+    assert source.made == ahead + 2
+    assert source.threads == {"zstrat prefetch"}
+    with pytest.raises(ClosedError):
+        next(iterator)
+
+
+def test_an_iterator_that_nobody_holds_ends_its_thread():
+    source = Counted(100)
+    iterator = iter(inputs().of_dataset(Dataset.from_generator(source)))
+    next(iterator)
+    del iterator  # the fixture of all tests looks for the thread
+
+
+def test_an_error_of_the_source_comes_to_who_draws():
+    def broken():
+        yield np.arange(2)
+        raise KeyError("row 7")
+
+    iterator = iter(inputs().of_dataset(Dataset.from_generator(broken)))
+    next(iterator)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="row 7"):
+            next(iterator)
+
+
+def test_a_generator_may_fill_its_buffer_again():
+    def batches():
+        buffer = np.zeros(2)
+        for number in range(5):
+            buffer[:] = number
+            yield {"x": [buffer]}
+
+    options = zs.InputOptions(experimental_per_replica_buffer_size=9)
+    found = list(inputs().of_dataset(batches(), options))
+    assert [[p.tolist() for p in each["x"][0].values] for each in found] == [
+        [[n], [n]] for n in range(5)
+    ]
+
+
+def test_every_iter_is_a_fresh_pass():
+    distributed = inputs().of_dataset(Dataset.range(6).shuffle(6, seed=1).batch(2))
+    first, second = drawn(distributed), drawn(distributed)
+    assert sorted(x for each in first for part in each for x in part) == [*range(6)]
+    assert first != second
+
+
+# iterators
+
+
+def test_get_next_and_optionals():
+    iterator = iter(inputs().of_dataset(Dataset.range(4).batch(2)))
+    assert values(iterator.get_next()) == [[0], [1]]
+    optional = iterator.get_next_as_optional()
+    assert optional.has_value()
+    assert values(optional.get_value()) == [[2], [3]]
+    nothing = iterator.get_next_as_optional()
+    assert not nothing.has_value()
+    with pytest.raises(ValueError, match="has no value"):
+        nothing.get_value()
+    with pytest.raises(OutOfRangeError):
+        iterator.get_next()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_an_optional_in_a_step_has_a_value(two):
+    iterator = iter(two.experimental_distribute_dataset(Dataset.range(4).batch(4)))
+
+    @zs.function
+    def step(iterator):
+        optional = iterator.get_next_as_optional()
+        assert optional.has_value()
+        return optional.get_value()
+
+    assert values(step(iterator)) == [[0, 1], [2, 3]]
+    with pytest.raises(OutOfRangeError):
+        step(iterator)
+
+
+def test_a_replica_does_not_draw(two):
+    iterator = iter(two.experimental_distribute_dataset(Dataset.range(4).batch(2)))
+    for draw in (next, lambda it: it.get_next(), lambda it: it.get_next_as_optional()):
+        with pytest.raises(ValueError, match="called from outside of replica_fn"):
+            two.run(lambda draw=draw: draw(iterator))
+    assert values(next(iterator)) == [[0], [1]]
+
+
+def test_a_replica_does_not_distribute(two):
+    for method in (
+        two.experimental_distribute_dataset,
+        two.distribute_datasets_from_function,
+    ):
+        with pytest.raises(RuntimeError, match="cross-replica context"):
+            two.run(lambda method=method: method(Dataset.range(2).batch(2)))
+
+
+def test_a_step_takes_the_iterator_not_the_dataset(two):
+    distributed = two.experimental_distribute_dataset(Dataset.range(4).batch(2))
+
+    @zs.function
+    def step():
+        return [x for x in distributed]  # noqa: C416
+
+    with pytest.raises(RuntimeError, match="pass the iterator as an argument"):
+        step()
+
+
+def test_nothing_is_added_to_a_distributed_dataset():
+    distributed = inputs().of_dataset(Dataset.range(4).batch(2))
+    for name in ("map", "batch", "shuffle", "prefetch", "with_options", "take"):
+        with pytest.raises(
+            AttributeError, match=f"no more transformations: call {name}"
+        ):
+            getattr(distributed, name)
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        distributed.colour  # noqa: B018
+    with pytest.raises(TypeError, match="distributed already"):
+        inputs().of_dataset(distributed)
+    with pytest.raises(TypeError, match="distributed already"):
+        inputs().of_function(lambda _: distributed)
+
+
+# descriptions
+
+
+def spec(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_the_element_spec_has_a_part_for_each_replica():
+    data = {"x": np.zeros((6, 3), np.float32), "y": np.zeros(6, np.int64)}
+    distributed = inputs().of_dataset(Dataset.from_tensor_slices(data).batch(4))
+    found = distributed.element_spec
+    assert found["x"].values == (spec((2, 3), np.float32),) * 2
+    assert found["y"].values == (spec((2,), np.int64),) * 2
+    iterator = iter(distributed)
+    assert iterator.element_spec["x"].values == found["x"].values
+    assert len(list(iterator)) == 2
+    assert distributed.element_spec["y"].values == found["y"].values
+
+
+def test_of_one_replica_it_is_that_of_the_element():
+    distributed = inputs(1).of_dataset([(np.zeros((2, 3), np.int8), np.float32(1))])
+    assert distributed.element_spec == (spec((2, 3), np.int8), spec((), np.float32))
+
+
+def test_asking_for_it_makes_no_pass_of_its_own():
+    passes = []
+
+    def batches():
+        passes.append(True)
+        yield from [np.arange(2), np.arange(2, 4)]
+
+    distributed = inputs().of_dataset(Dataset.from_generator(batches))
+    assert distributed.element_spec.values == (spec((1,), np.int64),) * 2
+    assert distributed.element_spec.values == (spec((1,), np.int64),) * 2
+    assert drawn(distributed) == [[[0], [1]], [[2], [3]]]
+    assert len(passes) == 1
+    assert drawn(distributed) == [[[0], [1]], [[2], [3]]]
+    assert len(passes) == 2
+
+
+def test_without_elements_there_is_no_spec():
+    distributed = inputs().of_dataset(Dataset.range(0).batch(2))
+    with pytest.raises(OutOfRangeError):
+        distributed.element_spec  # noqa: B018
+    assert list(distributed) == []
+
+
+# the default strategy
+
+
+def test_without_a_strategy_there_is_one_replica():
+    strategy = zs.get_strategy()
+    dataset = Dataset.range(3).batch(2)
+    assert drawn(strategy.experimental_distribute_dataset(dataset)) == [[[0, 1]], [[2]]]
+    made = strategy.distribute_datasets_from_function(
+        lambda context: Dataset.range(context.num_replicas_in_sync).batch(1)
+    )
+    assert drawn(made) == [[[0]]]
+
+
+def test_one_worker_shards_nothing():
+    for policy in AutoShardPolicy:
+        dataset = Dataset.range(4).batch(2).with_options(Options(policy))
+        assert drawn(inputs().of_dataset(dataset)) == [[[0], [1]], [[2], [3]]]

@@ -1,0 +1,219 @@
+"""Programs that share real parameter servers without a coordinator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+from zstrat.config import Settings, Timeouts
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def local():
+    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def spec(local):
+    """The ps of the cluster, and workers that listen nowhere."""
+    ps = local.spec.job_tasks("ps")
+    return {"ps": ps, "worker": ["localhost:1", "localhost:2"]}
+
+
+def program(spec, task, **options):
+    resolver = zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec(spec), task_type="worker", task_id=task
+    )
+    return zs.BetweenGraphStrategy(resolver, **options)
+
+
+def created(strategy):
+    with strategy.scope():
+        a = zs.Variable(np.float32(1), name="a")
+        b = zs.Variable(zs.initializers.normal(0.1), shape=(4, 3), name="b")
+        optimizer = zs.Optimizer(optax.sgd(0.5))
+        c = zs.Variable(np.zeros(2, np.float32), name="c")
+    return a, b, c, optimizer
+
+
+def test_the_first_program_creates_and_the_others_join(spec):
+    with program(spec, 0) as chief:
+        mine = created(chief)
+        with program(spec, 1) as other:
+            theirs = created(other)
+            for first, second in zip(mine[:3], theirs[:3], strict=True):
+                assert first.spec == second.spec
+                np.testing.assert_array_equal(first.numpy(), second.numpy())
+            assert [v.spec.ps for v in mine[:3]] == [0, 1, 0]
+            theirs[0].assign_add(2.0)
+            assert mine[0].numpy() == 3.0
+            mine[3].apply_gradients([(np.ones(2, np.float32), mine[2])])
+            theirs[3].apply_gradients([(np.ones(2, np.float32), theirs[2])])
+            assert mine[2].numpy().tolist() == [-1.0, -1.0]
+
+
+def test_what_the_first_program_has_not_created_is_waited_for(spec):
+    seen = []
+
+    def other():
+        with program(spec, 1) as strategy:
+            a, b, _, _ = created(strategy)
+            seen.append((a.numpy(), b.shape))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with program(spec, 0) as chief:
+        created(chief)[0].read_value()
+        thread.join()
+    assert seen == [(1.0, (4, 3))]
+
+
+def test_steps_of_both_programs_count(spec):
+    with program(spec, 0) as chief, program(spec, 1) as other:
+        strategies = chief, other
+        variables = []
+        for strategy in strategies:
+            with strategy.scope():
+                variables.append(zs.Variable(np.zeros(3, np.float32)))
+
+        def train(strategy, v):
+            @zs.function
+            def step():
+                return strategy.run(
+                    lambda: v.assign_add(np.ones(3, np.float32)).value()
+                )
+
+            for _ in range(20):
+                step()
+
+        threads = [
+            threading.Thread(target=train, args=each)
+            for each in zip(strategies, variables, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert variables[0].numpy().tolist() == [40.0] * 3
+
+
+def test_what_is_there_stays_when_a_program_ends(spec):
+    chief = program(spec, 0)
+    created(chief)
+    with program(spec, 1) as other:
+        a, *_ = created(other)
+        chief.close()
+        a.assign_add(1.0)
+        assert a.numpy() == 2.0
+        # The next chief starts afresh, and who was there is told so.
+        with program(spec, 0) as again:
+            b, *_ = created(again)
+            assert b.numpy() == 1.0
+            with pytest.raises((zs.StaleSessionError, zs.PSUnavailableError)):
+                a.assign_add(1.0)
+
+
+def test_duties_and_places(spec):
+    with program(spec, 0) as chief, program(spec, 1) as other:
+        for strategy, is_chief in ((chief, True), (other, False)):
+            extended = strategy.extended
+            assert extended.experimental_between_graph
+            assert extended.experimental_should_init is is_chief
+            assert extended.should_checkpoint is is_chief
+            assert extended.should_save_summary is is_chief
+            assert extended.parameter_devices == ("/job:ps/task:0", "/job:ps/task:1")
+        assert other.extended.worker_devices[0] == (
+            "/job:worker/replica:0/task:1/device:CPU:0"
+        )
+        with chief.scope():
+            v, w = zs.Variable(1.0), zs.Variable(1.0)
+            with chief.extended.colocate_vars_with(w):
+                beside = zs.Variable(2.0)
+        assert v.device == "/job:ps/replica:0/task:0/device:CPU:0"
+        assert beside.device == w.device == "/job:ps/replica:0/task:1/device:CPU:0"
+        assert not other.extended.variable_created_in_scope(w)
+
+
+def test_a_program_without_a_chief_says_who_is_missing(spec):
+    timeouts = Timeouts(connect=0.2)
+    with pytest.raises(zs.DeadlineExceededError, match="start the chief, or worker 0"):
+        program(spec, 1, settings=Settings(timeouts=timeouts))
+
+
+@pytest.mark.parametrize(
+    ("job", "task", "words"),
+    [
+        (None, None, "you must also specify `task_type` and `task_id`"),
+        ("worker", None, "you must also specify `task_type` and `task_id`"),
+        ("ps", 0, "does not train"),
+        ("worker", 7, "exceeds the maximum id"),
+    ],
+)
+def test_which_program_this_is_must_be_clear(spec, job, task, words):
+    resolver = zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec(spec), task_type=job, task_id=task
+    )
+    with pytest.raises(ValueError, match=words):
+        zs.BetweenGraphStrategy(resolver)
+
+
+def test_there_must_be_a_ps():
+    resolver = zs.cluster_resolver.SimpleClusterResolver(
+        zs.ClusterSpec({"worker": ["localhost:1"]}), task_type="worker", task_id=0
+    )
+    with pytest.raises(ValueError, match="The cluster spec needs to have `ps` jobs"):
+        zs.BetweenGraphStrategy(resolver)
+
+
+PROGRAM = """
+import json, os, sys
+os.environ["TF_CONFIG"] = sys.argv[1]
+import numpy as np
+import zstrat as zs
+
+strategy = zs.BetweenGraphStrategy()
+with strategy.scope():
+    v = zs.Variable(np.float32(0))
+    done = zs.Variable(np.float32(0))
+v.assign_add(np.float32(1 + json.loads(sys.argv[1])["task"]["index"]))
+done.assign_add(np.float32(1))
+print("waiting", flush=True)
+sys.stdin.readline()
+print(float(v.numpy()), float(done.numpy()), flush=True)
+strategy.close()
+"""
+
+
+def test_programs_in_processes_of_their_own(spec):
+
+    def start(index):
+        config = {"cluster": spec, "task": {"type": "worker", "index": index}}
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, json.dumps(config)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    programs = [start(1), start(0)]
+    try:
+        for each in programs:
+            assert each.stdout.readline() == "waiting\n"
+        for each in programs:
+            out, _ = each.communicate("go\n", timeout=60)
+            assert out == "3.0 2.0\n"
+            assert each.returncode == 0
+    finally:
+        for each in programs:
+            each.kill()
+            each.communicate()

@@ -1,0 +1,124 @@
+"""The running machines of an instance group of Google Compute Engine."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+from ._google import build_service
+from ._resolver import ClusterResolver, with_scheme
+from ._spec import ClusterSpec
+
+
+@final
+class GCEClusterResolver(ClusterResolver):
+    """Asks Compute Engine for the running instances of a group, at each question.
+
+    All are tasks of one job, in the order of their addresses, which are internal ones.
+
+    Args:
+        project, zone, instance_group: Which group.
+        port: Of every task.
+        task_type: The job that all instances are tasks of.
+        task_id: Which of them this process is.
+        credentials: "default": those that Google's library finds on this machine.
+        service: The client of the "compute" service, "v1". None: one is made when it
+            is first needed.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        zone: str,
+        instance_group: str,
+        port: int,
+        task_type: str = "worker",
+        task_id: int | None = 0,
+        rpc_layer: str | None = "grpc",
+        credentials: Any = "default",
+        service: Any = None,
+    ) -> None:
+        self._project, self._zone, self._group = project, zone, instance_group
+        self._port, self._job = port, task_type
+        self._task_id, self._rpc_layer = task_id, rpc_layer
+        self._credentials, self._service = credentials, service
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The instances that run now.
+
+        Raises:
+            ImportError: Google's library is not installed.
+            RuntimeError: This machine has no credentials, or an instance no address.
+            googleapiclient.errors.HttpError: Google's refusal, such as for a group that
+                is not there.
+        """
+        if self._service is None:
+            self._service = build_service("compute", "v1", self._credentials)
+        addresses = [
+            f"{self._internal_ip(name)}:{self._port}" for name in self._running()
+        ]
+        return ClusterSpec({self._job: sorted(addresses)})
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one; "" if this one is not known.
+
+        Raises:
+            ValueError: The cluster has no such task.
+            Also what `cluster_spec` raises.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        return with_scheme(address, rpc_layer or self.rpc_layer)
+
+    @property
+    def task_type(self) -> str:
+        return self._job
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        raise RuntimeError(
+            "You cannot reset the task_type of the GCEClusterResolver after it has "
+            "been created: it is the job of all instances"
+        )
+
+    def _running(self) -> list[str]:
+        """Names of the instances, from all pages of the answer."""
+        groups, names = self._service.instanceGroups(), []
+        request = groups.listInstances(
+            project=self._project,
+            zone=self._zone,
+            instanceGroup=self._group,
+            body={"instanceState": "RUNNING"},
+            orderBy="name",
+        )
+        while request is not None:
+            answer = request.execute()
+            # An instance is named by an URL; a group without any has no "items".
+            names += [
+                item["instance"].rpartition("/")[2] for item in answer.get("items", ())
+            ]
+            request = groups.listInstances_next(
+                previous_request=request, previous_response=answer
+            )
+        return names
+
+    def _internal_ip(self, instance: str) -> str:
+        found = (
+            self._service.instances()
+            .get(project=self._project, zone=self._zone, instance=instance)
+            .execute()
+        )
+        for interface in found.get("networkInterfaces", ()):
+            if "networkIP" in interface:
+                return str(interface["networkIP"])
+        raise RuntimeError(
+            f"the instance {instance!r} of the group {self._group!r} has no internal "
+            "address: is it being started?"
+        )

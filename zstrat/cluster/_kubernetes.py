@@ -1,0 +1,164 @@
+"""The pods of a Kubernetes cluster that carry certain labels.
+
+Law of the file: it alone knows the client library, which is loaded when the cluster is
+asked for the first time.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, Final, final
+
+from zstrat import config
+
+from ._resolver import ClusterResolver, with_scheme
+from ._spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_DEFAULT: Final = {"worker": ("job-name=tensorflow",)}
+_PATIENCE: Final = 30.0
+"""Seconds for one answer: it is one list of some pods."""
+_SERVICE: Final = "KUBERNETES_SERVICE_HOST"
+"""Set by Kubernetes in every container."""
+
+
+class ExecutableLocation(enum.Enum):
+    """Where this program runs, and so where it learns how to reach Kubernetes."""
+
+    WITHIN_CLUSTER = 0
+    """In a pod: by the pod's service account."""
+    OFF_CLUSTER = 1
+    """Elsewhere: by the file that ``kubectl`` uses."""
+
+
+@final
+class KubernetesClusterResolver(ClusterResolver):
+    """Asks Kubernetes for the pods with given labels, in all namespaces.
+
+    The address of a task is that of the *host* of its pod, so pods need
+    ``hostNetwork`` or a ``hostPort``. Tasks are in the order of the selectors, then of
+    the names of their pods. Which task this process is Kubernetes does not say: set
+    ``task_type`` and ``task_id``.
+
+    Args:
+        job_to_label_mapping: Job -> label selectors, each as ``kubectl -l`` takes it.
+            None: ``{"worker": ["job-name=tensorflow"]}``.
+        tf_server_port: Port of every task.
+        override_client: A `kubernetes.client.CoreV1Api` of your own; nothing is loaded
+            then. None: one for this place.
+        executable_location: None: within the cluster where Kubernetes has set its
+            variables, else off it.
+    """
+
+    def __init__(
+        self,
+        job_to_label_mapping: Mapping[str, Sequence[str]] | None = None,
+        tf_server_port: int = 8470,
+        rpc_layer: str | None = "grpc",
+        override_client: Any = None,
+        executable_location: ExecutableLocation | None = None,
+    ) -> None:
+        self._selectors = dict(job_to_label_mapping or _DEFAULT)
+        self._port, self._client = tf_server_port, override_client
+        if executable_location is None:
+            within = _SERVICE in config.environment()
+            executable_location = ExecutableLocation(0 if within else 1)
+        self._location = ExecutableLocation(executable_location)
+        self._rpc_layer = rpc_layer
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The pods that are there now.
+
+        Raises:
+            RuntimeError: A pod is not running, or Kubernetes does not answer, or does
+                not let this program ask.
+            ImportError: The client library is not installed.
+        """
+        if self._client is None:
+            self._client = _Client(self._location)
+        cluster: dict[str, list[str]] = {}
+        for job, selectors in self._selectors.items():
+            cluster[job] = []
+            for selector in selectors:
+                pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
+                cluster[job] += _addresses(pods.items, self._port)
+        return ClusterSpec(cluster)
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one; "" if this one is not known.
+
+        Raises:
+            ValueError: The cluster has no such task.
+            RuntimeError, ImportError: As `cluster_spec`.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self.cluster_spec().task_address(job, index)
+        return with_scheme(address, rpc_layer or self.rpc_layer)
+
+
+def _addresses(pods: Sequence[Any], port: int) -> list[str]:
+    addresses = []
+    for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+        if pod.status.phase != "Running":
+            raise RuntimeError(
+                f'Pod "{pod.metadata.name}" is not running; phase: '
+                f'"{pod.status.phase}". Ask again when it runs, or narrow the labels'
+            )
+        addresses.append(f"{pod.status.host_ip}:{port}")
+    return addresses
+
+
+@final
+class _Client:
+    """The library's client with a deadline, and with words for what can go wrong."""
+
+    def __init__(self, location: ExecutableLocation) -> None:
+        try:
+            from kubernetes import client
+            from kubernetes import config as places
+        except ImportError as error:
+            raise ImportError(
+                "The Kubernetes Python client must be installed before using the "
+                "KubernetesClusterResolver: pip install 'zstrat[kubernetes]'"
+            ) from error
+        self._settings = client.Configuration()
+        try:
+            if location is ExecutableLocation.WITHIN_CLUSTER:
+                places.load_incluster_config(client_configuration=self._settings)
+            else:
+                places.load_kube_config(client_configuration=self._settings)
+        except places.ConfigException as error:
+            raise RuntimeError(
+                f"Kubernetes cannot be reached from here ({location.name}): {error}. "
+                "Give executable_location, or override_client"
+            ) from error
+
+    def list_pod_for_all_namespaces(self, label_selector: str) -> Any:
+        from kubernetes import client
+        from urllib3.exceptions import HTTPError
+
+        try:
+            with client.ApiClient(self._settings) as api:
+                return client.CoreV1Api(api).list_pod_for_all_namespaces(
+                    label_selector=label_selector, _request_timeout=_PATIENCE
+                )
+        except client.ApiException as error:
+            raise RuntimeError(
+                f"Kubernetes refused to list the pods {label_selector!r}: "
+                f"{error.status} {error.reason}. The account needs the right to list "
+                "pods in all namespaces (a ClusterRole)"
+            ) from error
+        except HTTPError as error:
+            raise RuntimeError(
+                f"Kubernetes at {self._settings.host} did not answer: {error}"
+            ) from error

@@ -1,0 +1,117 @@
+"""What a task is among the others of its cluster, by TensorFlow's rules.
+
+TensorFlow asks some of these questions about the task that asks; here every function
+is told the task.
+"""
+
+from __future__ import annotations
+
+from ._validate import normalize_cluster_spec, task_count, validate_cluster_spec
+
+
+def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
+    """Whether the task acts for its fellows: chief, evaluator (which has none), or
+    worker 0 without chief.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    validate_cluster_spec(cluster_spec, task_type, task_id)
+    if task_type in ("chief", "evaluator"):
+        return True
+    chiefless = "chief" not in normalize_cluster_spec(cluster_spec).jobs
+    return chiefless and task_type == "worker" and not task_id
+
+
+def worker_count(cluster_spec: object, task_type: str) -> int:
+    """Number of tasks that train together with a task of this type.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`, and for a ps.
+    """
+    validate_cluster_spec(cluster_spec, task_type, 0)
+    if task_type not in ("chief", "worker", "evaluator"):
+        raise ValueError(f"Unexpected `task_type` {task_type!r}")
+    jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
+    return sum(task_count(cluster_spec, job) for job in jobs)
+
+
+def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
+    """Number of the task among the chief and the workers, the chief first.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`, and for a ps.
+    """
+    validate_cluster_spec(cluster_spec, task_type, task_id)
+    if task_type == "worker":
+        return task_id + task_count(cluster_spec, "chief")
+    if task_type in ("chief", "evaluator"):
+        return task_id
+    raise ValueError(f"There is no id for task_type {task_type!r}")
+
+
+def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str:
+    """Name of the task that leads collectives, "" where there are none.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    spec = normalize_cluster_spec(cluster_spec)
+    if not spec:
+        return ""
+    validate_cluster_spec(spec, task_type, task_id)
+    if task_type == "evaluator":
+        return ""
+    job = "chief" if "chief" in spec.jobs else "worker"
+    return f"/job:{job}/replica:0/task:0"
+
+
+def coordination_leader(cluster_spec: object) -> str:
+    """Name of the task that all others of the cluster know: the first ps, else the
+    chief, else the first worker; "" where there are none.
+    """
+    spec = normalize_cluster_spec(cluster_spec)
+    for job in ("ps", "chief", "worker"):
+        if job in spec.jobs:
+            return f"/job:{job}/replica:0/task:0"
+    return ""
+
+
+def has_worker(cluster_spec: object) -> bool:
+    """Whether the cluster has a task of the job "worker"."""
+    return task_count(cluster_spec, "worker") > 0
+
+
+def should_save_checkpoint(
+    cluster_spec: object, task_type: str | None, task_id: int | None
+) -> bool:
+    """Whether what the task saves is kept. The others may have to take part.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    return is_chief(cluster_spec, task_type, task_id)
+
+
+def should_load_checkpoint(
+    cluster_spec: object, task_type: str | None, task_id: int | None
+) -> bool:
+    """Whether the task loads what was saved: all that compute do, a ps is given it.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    validate_cluster_spec(cluster_spec, task_type, task_id)
+    return task_type != "ps"
+
+
+def should_save_summary(
+    cluster_spec: object, task_type: str | None, task_id: int | None
+) -> bool:
+    """Whether the task writes summaries; one of those that train does, and every
+    evaluator.
+
+    Raises:
+        ValueError: As `validate_cluster_spec`.
+    """
+    return is_chief(cluster_spec, task_type, task_id)

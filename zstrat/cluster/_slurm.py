@@ -1,0 +1,217 @@
+"""A cluster made of the tasks of one Slurm step: each is told its rank, and the rest
+follows from the list of nodes by the same rule on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat import config
+
+from ._gpus import VARIABLE, count_gpus, visible_gpus
+from ._hostlist import expand_hostlist, expand_tasks_per_node, natural_order
+from ._resolver import ClusterResolver, with_scheme
+from ._spec import ClusterSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_RANK: Final = ("SLURM_PROCID",)
+_TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
+_NODES: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+_TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+"""Names of one fact each: that of the step first, then that of the whole job."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a rank runs: a host, and its number among the tasks there."""
+
+    host: str
+    local: int
+
+
+@final
+class SlurmClusterResolver(ClusterResolver):
+    """Answers from the environment of a task that ``srun`` started.
+
+    Hosts are taken in the order in which Slurm numbers nodes, each with its tasks one
+    after the other (Slurm's distribution "block"); jobs get ranks in the order of their
+    names. So ``{"ps": 1, "worker": 3}`` makes rank 0 the parameter server.
+
+    Args:
+        jobs: Job -> number of its tasks. None: all are workers.
+        port_base: Port of the first task of a host; the next ones take the next ports.
+        gpus_per_node: None: by CUDA_VISIBLE_DEVICES, else by nvidia-smi.
+        gpus_per_task: None: an equal share of the GPUs of a node.
+        tasks_per_node: One number for all nodes, or host -> number. None: by Slurm.
+        auto_set_gpu: Set CUDA_VISIBLE_DEVICES of this process to its share, at once,
+            so that it is done before jax looks for devices. Nothing is set where a task
+            has no GPU, nor where it already sees fewer than the node has.
+
+    Raises:
+        RuntimeError: A variable of Slurm is missing; more GPUs are asked for than there
+            are; the jobs have another number of tasks than the step; Slurm put this
+            task elsewhere than the order above says.
+        ValueError: A variable of Slurm cannot be read; says which and why.
+    """
+
+    def __init__(
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int = 8888,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: Mapping[str, int] | int | None = None,
+        auto_set_gpu: bool = True,
+        rpc_layer: str | None = "grpc",
+    ) -> None:
+        env = config.environment()
+        rank = _number(env, _RANK)
+        jobs = {"worker": _number(env, _TASKS)} if jobs is None else jobs
+        layout = _layout(env, tasks_per_node)
+        largest = max(layout.values(), default=0)
+        per_node = count_gpus(env) if gpus_per_node is None else gpus_per_node
+        per_task = per_node // max(largest, 1)
+        self._gpus_per_task = per_task if gpus_per_task is None else gpus_per_task
+        if largest * self._gpus_per_task > per_node:
+            raise RuntimeError(
+                "Requested more GPUs per node than available. "
+                f"{largest} tasks with {self._gpus_per_task} each, of {per_node}"
+            )
+        slots = _slots(layout)
+        self._spec, names = _cluster(jobs, slots, port_base)
+        if rank >= len(slots):
+            raise RuntimeError(f"SLURM_PROCID={rank}, and there are {len(slots)} tasks")
+        _check_place(env, rank, slots)
+        self._task_type, self._task_id = names[rank]
+        self._rpc_layer = rpc_layer
+        share = _share(env, per_node, self._gpus_per_task, slots[rank].local)
+        if auto_set_gpu and share:
+            config.set_environment(VARIABLE, ",".join(share))
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Job and index of this process."""
+        return self.task_type, self.task_id
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one; "" if the program has taken
+        away this one's type or id.
+
+        Raises:
+            ValueError: The cluster has no such task.
+        """
+        job = self.task_type if task_type is None else task_type
+        index = self.task_id if task_id is None else task_id
+        if job is None or index is None:
+            return ""
+        address = self._spec.task_address(job, index)
+        return with_scheme(address, rpc_layer or self.rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """``{"GPU": GPUs per task}``, the same for all tasks; empty without GPUs."""
+        return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
+
+
+def _variable(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]:
+    for name in names:
+        if name in env:
+            return name, env[name]
+    raise RuntimeError(
+        f"{names[0]} not found in environment. Not running inside a SLURM step? "
+        "Start the program with srun"
+    )
+
+
+def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
+    name, text = _variable(env, names)
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
+    return int(text)
+
+
+def _layout(
+    env: Mapping[str, str], tasks_per_node: Mapping[str, int] | int | None
+) -> dict[str, int]:
+    """Host -> tasks, in the order of the ranks."""
+    if tasks_per_node is None:
+        hosts = expand_hostlist(_variable(env, _NODES)[1])
+        name, text = _variable(env, _TASKS_PER_NODE)
+        counts = expand_tasks_per_node(text)
+        if len(hosts) != len(counts):
+            raise RuntimeError(
+                f"{name}={text!r:.80} is for {len(counts)} nodes, and the step has "
+                f"{len(hosts)}: {hosts!r:.80}"
+            )
+        layout = dict(zip(hosts, counts, strict=True))
+    elif isinstance(tasks_per_node, int):
+        hosts = expand_hostlist(_variable(env, _NODES)[1])
+        layout = dict.fromkeys(hosts, tasks_per_node)
+    else:
+        layout = dict(tasks_per_node)
+    return {host: layout[host] for host in sorted(layout, key=natural_order)}
+
+
+def _slots(layout: Mapping[str, int]) -> list[_Slot]:
+    return [
+        _Slot(host, local) for host, tasks in layout.items() for local in range(tasks)
+    ]
+
+
+def _cluster(
+    jobs: Mapping[str, int], slots: list[_Slot], port_base: int
+) -> tuple[ClusterSpec, list[tuple[str, int]]]:
+    """The cluster, and the name of each rank in it."""
+    wanted = sum(jobs.values())
+    if wanted != len(slots):
+        raise RuntimeError(
+            f"Requested {wanted} tasks but only {len(slots)} were assigned. "
+            f"The jobs are {dict(jobs)}"
+        )
+    names = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
+    cluster: dict[str, list[str]] = {job: [] for job in sorted(jobs)}
+    for (job, _), slot in zip(names, slots, strict=True):
+        cluster[job].append(f"{slot.host}:{port_base + slot.local}")
+    return ClusterSpec(cluster), names
+
+
+def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
+    """Slurm says which node this is. Where it deals ranks out in another order, every
+    task would be given the address of another one."""
+    host, local = env.get("SLURMD_NODENAME"), env.get("SLURM_LOCALID")
+    known = {slot.host for slot in slots}
+    if host not in known or local is None:
+        return  # other names than Slurm's were given, or it is an old Slurm
+    slot = slots[rank]
+    if (host, local) != (slot.host, str(slot.local)):
+        raise RuntimeError(
+            f"Slurm runs rank {rank} as task {local} of {host}, and by the order of "
+            f"the nodes it is task {slot.local} of {slot.host}: start the program "
+            "with srun --distribution=block"
+        )
+
+
+def _share(
+    env: Mapping[str, str], per_node: int, per_task: int, local: int
+) -> list[str]:
+    """The GPUs of a task, as CUDA_VISIBLE_DEVICES lists them; empty if that is to stay
+    as it is."""
+    shown = visible_gpus(env)
+    if shown is None:
+        shown = [str(number) for number in range(per_node)]
+    if len(shown) < per_node:
+        return []  # Slurm has dealt them out, or a resolver before this one
+    return shown[local * per_task : (local + 1) * per_task]

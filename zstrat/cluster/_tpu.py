@@ -1,0 +1,274 @@
+"""The hosts of a TPU, from Google Cloud, Kubernetes, or the machine itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
+
+from zstrat import config
+
+from ._google import build_service
+from ._metadata import ask_metadata, metadata_host
+from ._resolver import ClusterResolver, with_scheme
+from ._spec import ClusterSpec
+from ._tpu_chips import devices_per_host, local_devices
+from ._tpu_place import (
+    LOCAL_NAME,
+    Hosts,
+    Local,
+    Node,
+    Unsaid,
+    find_place,
+    hosts_of_machine,
+    hosts_of_node,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_DISCOVERY: Final = "TPU_API_DISCOVERY_URL"
+_NO_METADATA: Final = "TPU_SKIP_MDS_QUERY"
+"""Says that this machine has no metadata server, to libtpu and jax, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TPUSystemMetadata:
+    """The devices of a TPU, in TensorFlow's words: a core is a device as jax counts."""
+
+    num_cores: int
+    num_hosts: int
+    num_of_cores_per_host: int
+    topology: bytes | None
+    """What `TPUClusterResolver.set_tpu_topology` was given last."""
+    devices: tuple[str, ...]
+    """Their full names, host by host."""
+
+
+@final
+class TPUClusterResolver(ClusterResolver):
+    """Says where the hosts of a TPU are.
+
+    Which TPU: ``tpu``, if it is given. Else the variables
+    ``KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS``, ``TPU_NAME``, ``TPU_CONFIG`` and
+    ``TPU_WORKER_HOSTNAMES`` of the environment, in this order. Else, if this machine is
+    a host of a TPU, that one, by its metadata server. In the last two cases ``task_id``
+    is the number of this host, otherwise 0.
+
+    Args:
+        tpu: "local" is the TPU in this machine, without a cluster. With a scheme
+            (``grpc://10.0.0.1:8470``, several with commas between) it is an address;
+            otherwise a name that Google Cloud's TPU service is asked for, at each
+            question.
+        zone, project: Of a TPU with a name. None: those of this machine.
+        job_name: The job that its hosts are tasks of.
+        coordinator_name, coordinator_address: One more job, with one task.
+        credentials: "default": those that Google's library finds on this machine.
+        service: The client of the "tpu" service, "v1" or "v2". None: one is made when
+            it is first needed.
+        discovery_url: Where that service is described; ``TPU_API_DISCOVERY_URL`` of the
+            environment goes before it.
+
+    Raises:
+        ValueError: No TPU is named, and this machine is no host of one; a name or
+            address cannot be read; only one of coordinator's name and address is given.
+        NotImplementedError: ``tpu`` is a list of several.
+    """
+
+    def __init__(
+        self,
+        tpu: str | list[str] | None = None,
+        zone: str | None = None,
+        project: str | None = None,
+        job_name: str = "worker",
+        coordinator_name: str | None = None,
+        coordinator_address: str | None = None,
+        credentials: Any = "default",
+        service: Any = None,
+        discovery_url: str | None = None,
+    ) -> None:
+        if (coordinator_name is None) != (coordinator_address is None):
+            raise ValueError(
+                f"coordinator_name={coordinator_name!r} and coordinator_address="
+                f"{coordinator_address!r} go together: a resolver starts no server"
+            )
+        env = config.environment()
+        place = find_place(tpu, zone, project, env)
+        self._place: Local | Node | Hosts = (
+            _this_machine(env) if isinstance(place, Unsaid) else place
+        )
+        self._job, self._task_type = job_name, job_name
+        self._task_id, self._rpc_layer = 0, "grpc"
+        if isinstance(self._place, Hosts):
+            self._task_id, self._rpc_layer = self._place.own, self._place.scheme
+        self._coordinator = {}
+        if coordinator_name is not None and coordinator_address is not None:
+            self._coordinator = {coordinator_name: [coordinator_address]}
+        self._credentials, self._service, self._lent = credentials, service, service
+        self._discovery_url = env.get(_DISCOVERY) or discovery_url
+        self._topology: bytes | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Closes connections to Google's service, if this object has made them."""
+        if self._service is not self._lent:
+            self._service.close()
+            self._service = self._lent
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The hosts of the TPU, and the coordinator if there is one; nothing for a
+        local TPU.
+
+        Raises:
+            RuntimeError: The TPU is not ready; or Google Cloud is to be asked and this
+                machine has no credentials.
+            ValueError: Google Cloud knows no such TPU, or does not answer.
+            ImportError: It is to be asked, and its library is not installed.
+        """
+        return self._spec_of(self._hosts())
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one or of the first; "local" for a
+        local TPU.
+
+        Raises:
+            ValueError: The cluster has no such task, or the TPU has no host.
+            Also what `cluster_spec` raises.
+        """
+        hosts = self._hosts()
+        if hosts is None:
+            return LOCAL_NAME
+        if not hosts.addresses:
+            raise ValueError("No TPUs with the specified names exist.")
+        job = task_type if task_type is not None else self.task_type or self._job
+        index = task_id if task_id is not None else self.task_id or 0
+        address = self._spec_of(hosts).task_address(job, index)
+        return with_scheme(address, rpc_layer or self.rpc_layer)
+
+    def get_master(self) -> str:
+        """As `master` without arguments."""
+        return self.master()
+
+    def get_job_name(self) -> str:
+        """The job that the hosts of the TPU are tasks of."""
+        return self._job
+
+    def set_tpu_topology(self, serialized_tpu_topology: bytes) -> None:
+        """Keep what is known of the mesh of this TPU, for its metadata."""
+        self._topology = bytes(serialized_tpu_topology)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """``{"TPU": devices per host}``; empty where only addresses are known.
+
+        Raises:
+            RuntimeError: The hosts have different numbers of devices.
+            Also what `cluster_spec` raises.
+        """
+        hosts = self._hosts()
+        if hosts is None:
+            return {"TPU": local_devices()}
+        if hosts.accelerator is None:
+            return {}
+        devices = devices_per_host(hosts.accelerator, len(hosts.addresses))
+        return {} if devices is None else {"TPU": devices}
+
+    def get_tpu_system_metadata(self) -> TPUSystemMetadata:
+        """The devices of the TPU.
+
+        Raises:
+            RuntimeError: There are none, or their number is not known.
+            Also what `num_accelerators` raises.
+        """
+        per_host = self.num_accelerators().get("TPU", 0)
+        if not per_host:
+            raise RuntimeError(
+                "Cannot find any TPU cores in the system (master address "
+                f"{self.master()}): this machine has none, or the TPU's address alone "
+                "does not tell how many it has. Name the TPU"
+            )
+        hosts = self._hosts()
+        num_hosts = 1 if hosts is None else len(hosts.addresses)
+        job = "localhost" if hosts is None else self._job
+        return TPUSystemMetadata(
+            num_cores=num_hosts * per_host,
+            num_hosts=num_hosts,
+            num_of_cores_per_host=per_host,
+            topology=self._topology,
+            devices=tuple(
+                f"/job:{job}/replica:0/task:{host}/device:TPU:{device}"
+                for host in range(num_hosts)
+                for device in range(per_host)
+            ),
+        )
+
+    def _spec_of(self, hosts: Hosts | None) -> ClusterSpec:
+        if hosts is None:
+            return ClusterSpec({})
+        return ClusterSpec({self._job: list(hosts.addresses), **self._coordinator})
+
+    def _hosts(self) -> Hosts | None:
+        """The hosts as they are now, None for a local TPU."""
+        match self._place:
+            case Local():
+                return None
+            case Hosts():
+                return self._place
+            case Node():
+                return hosts_of_node(self._place.name, self._ask(self._place))
+            case _:
+                assert_never(self._place)
+
+    def _ask(self, node: Node) -> Mapping[str, Any]:
+        if self._service is None:
+            self._service = build_service(
+                "tpu", "v2", self._credentials, self._discovery_url
+            )
+        try:
+            host = metadata_host(config.environment())
+            project = node.project or ask_metadata(host, "project/project-id")
+            zone = node.zone or ask_metadata(host, "instance/zone") or ""
+            place = f"projects/{project}/locations/{zone.split('/')[-1]}"
+            nodes = self._service.projects().locations().nodes()
+            found = nodes.get(name=f"{place}/nodes/{node.name}")
+            return found.execute()  # type: ignore[no-any-return]
+        except Exception as error:  # whatever it is becomes the cause of TF's words
+            raise ValueError(
+                f"Could not lookup TPU metadata from name {node.name!r}. Please "
+                "doublecheck the tpu argument in the TPUClusterResolver constructor, "
+                f"its project and zone. Exception: {error}"
+            ) from error
+
+
+def _this_machine(env: Mapping[str, str]) -> Hosts:
+    """The TPU that this machine is a host of.
+
+    Raises:
+        ValueError: It is none.
+    """
+    words = (
+        "Please provide a TPU Name to connect to: tpu, or TPU_NAME in the environment; "
+        '"local" is the TPU in this machine'
+    )
+    if env.get(_NO_METADATA):
+        raise ValueError(words)
+    host, path = metadata_host(env), "instance/attributes"
+    try:
+        workers = ask_metadata(host, f"{path}/worker-network-endpoints")
+        own = ask_metadata(host, f"{path}/agent-worker-number")
+        accelerator = ask_metadata(host, f"{path}/accelerator-type")
+    except RuntimeError as error:
+        raise ValueError(f"{words}. This machine is no host of one: {error}") from error
+    if not workers:
+        raise ValueError(f"{words}. This machine is no host of one")
+    return hosts_of_machine(workers, own, accelerator)

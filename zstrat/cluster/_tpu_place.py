@@ -1,0 +1,171 @@
+"""Which TPU is meant, and where its hosts are, from what was said and what was found.
+
+Law of the file: no I/O. The environment and the answers of services come in as values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PORT: Final = 8470
+"""Of a TPU's worker where none is said, as in TensorFlow."""
+
+_ENDPOINTS: Final = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
+_NAME: Final = "TPU_NAME"
+_CONFIG: Final = "TPU_CONFIG"
+_WORKERS: Final = "TPU_WORKER_HOSTNAMES"
+_WORKER: Final = "TPU_WORKER_ID"
+_KIND: Final = "TPU_ACCELERATOR_TYPE"
+
+LOCAL_NAME: Final = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The TPU in this machine, used by this process alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A TPU that Google Cloud knows by name; None: as this machine's."""
+
+    name: str
+    project: str | None
+    zone: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """A TPU whose hosts are known."""
+
+    addresses: tuple[str, ...]
+    scheme: str = "grpc"
+    own: int = 0
+    """Which of them this machine is."""
+    accelerator: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaid:
+    """Nothing and nobody has said which TPU: this machine may be a host of one."""
+
+
+Place = Local | Node | Hosts | Unsaid
+
+
+def find_place(
+    tpu: str | list[str] | None,
+    zone: str | None,
+    project: str | None,
+    env: Mapping[str, str],
+) -> Place:
+    """Which TPU is meant: by the argument, else by the variables of the environment.
+
+    Raises:
+        ValueError: An empty list, or a variable that cannot be read.
+        NotImplementedError: Several TPUs.
+    """
+    if isinstance(tpu, list):
+        if not tpu:
+            raise ValueError("At least one TPU must be specified.")
+        if len(tpu) > 1:
+            raise NotImplementedError(
+                "Using multiple TPUs in a single session is not yet implemented: "
+                f"got {tpu}"
+            )
+        tpu = tpu[0]
+    if not tpu and env.get(_ENDPOINTS):
+        return hosts_at(env[_ENDPOINTS])
+    name = tpu or env.get(_NAME)
+    if not name and env.get(_CONFIG):
+        said = _config(env[_CONFIG])
+        name, project = said.get("tpu_node_name"), project or said.get("project")
+        zone = zone or said.get("zone")
+    if name == LOCAL_NAME:
+        return Local()
+    if name:
+        return hosts_at(name) if "://" in name else Node(name, project, zone)
+    if env.get(_WORKERS):
+        return hosts_of_machine(env[_WORKERS], env.get(_WORKER), env.get(_KIND))
+    return Unsaid()
+
+
+def hosts_at(endpoints: str) -> Hosts:
+    """Hosts of addresses such as ``grpc://10.0.0.1:8470,grpc://10.0.0.2:8470``.
+
+    Raises:
+        ValueError: One of them is empty.
+    """
+    scheme, addresses = "grpc", []
+    for endpoint in endpoints.split(","):
+        before, separator, address = endpoint.strip().rpartition("://")
+        if not address:
+            raise ValueError(
+                "expected addresses of TPU hosts, as grpc://host:port, "
+                f"got {endpoints!r:.80}"
+            )
+        scheme = before if separator else scheme
+        addresses.append(_with_port(address))
+    return Hosts(tuple(addresses), scheme)
+
+
+def hosts_of_machine(workers: str, own: str | None, accelerator: str | None) -> Hosts:
+    """Hosts as one of them is told: names, or ``name:id:address`` (the older form).
+
+    Raises:
+        ValueError: ``workers`` or ``own`` has another form.
+    """
+    addresses = []
+    for worker in workers.split(","):
+        parts = worker.strip().split(":")
+        if len(parts) not in (1, 3) or not parts[-1]:
+            raise ValueError(
+                "expected the hosts of a TPU, as names or as name:id:address, "
+                f"got {workers!r:.80}"
+            )
+        addresses.append(_with_port(parts[-1]))
+    number = own or "0"
+    if not (number.isascii() and number.isdecimal() and int(number) < len(addresses)):
+        raise ValueError(
+            f"expected the number of this host of {len(addresses)}, got {number!r:.80}"
+        )
+    return Hosts(tuple(addresses), own=int(number), accelerator=accelerator or None)
+
+
+def hosts_of_node(name: str, node: Mapping[str, Any]) -> Hosts:
+    """Hosts as Google Cloud's TPU service describes them.
+
+    Raises:
+        RuntimeError: The TPU is not ready.
+    """
+    if node.get("state") != "READY":
+        raise RuntimeError(
+            f'TPU "{name}" is not yet ready; state: "{node.get("state")}"'
+        )
+    ends = node.get("networkEndpoints") or [node]  # older answers have only one host
+    return Hosts(
+        tuple(f"{end['ipAddress']}:{end.get('port') or PORT}" for end in ends),
+        accelerator=node.get("acceleratorType"),
+    )
+
+
+def _config(text: str) -> Mapping[str, Any]:
+    try:
+        said = json.loads(text)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError(
+            f'{_CONFIG}: expected a JSON object with "tpu_node_name", got {text!r:.80}'
+        )
+    return said
+
+
+def _with_port(address: str) -> str:
+    return address if re.search(r":[0-9]+$", address) else f"{address}:{PORT}"

@@ -1,0 +1,115 @@
+"""What one worker reads of a dataset that several have, and how it cuts that up.
+
+The law: every decision is made here, before the first element is read, of numbers and
+of the recipe alone (`_cuts`, `_lineage`); whoever iterates only obeys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from . import _lineage as lineage
+from ._cuts import cutter, sharing_policy
+from ._dataset import Dataset
+from ._foreign import foreign
+from ._options import AutoShardPolicy
+from ._passes import INFINITE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ._cuts import Cutter, Worker
+    from ._passes import Recipe
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """The part of a dataset that a worker reads.
+
+    Args:
+        recipe: Of that part.
+        policy: How it was found: OFF, FILE, DATA or HINT.
+        batch_size: Rows of a global batch, None if nobody knows.
+    """
+
+    recipe: Recipe
+    worker: Worker
+    policy: AutoShardPolicy
+    batch_size: int | None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nobody writes to an element that was yielded."""
+        return lineage.is_steady(self.recipe)
+
+    @property
+    def is_infinite(self) -> bool:
+        return self.recipe.size() == INFINITE
+
+    @property
+    def ends_with_others(self) -> bool:
+        """Whether all workers come to the end in the same step, whatever the data."""
+        one = self.worker.count == 1
+        return one or self.policy is AutoShardPolicy.DATA or self.is_infinite
+
+    def elements(self) -> Iterator[Any]:
+        """A fresh pass."""
+        return self.recipe.elements()
+
+    def cutter(self) -> Cutter:
+        """A fresh one, for one pass."""
+        return cutter(self.batch_size, self.policy, self.worker)
+
+
+def as_dataset(source: Any) -> Dataset:
+    """Anything that a strategy distributes, as a `Dataset`.
+
+    A dict, a tuple or an array is data itself, one element for each index of the first
+    axis; a list, like any other iterable, is the elements one after the other.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: Arrays with first axes of different lengths.
+    """
+    if isinstance(source, Dataset):
+        return source
+    if isinstance(source, dict | tuple | np.ndarray):
+        return Dataset.from_tensor_slices(source)
+    return Dataset(foreign(source))
+
+
+def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
+    """What the worker reads of a dataset of global batches.
+
+    Raises:
+        TypeError: It is no dataset.
+        ValueError: It is not batched, though there are several replicas; its policy
+            does not fit it.
+    """
+    dataset = as_dataset(source)
+    recipe = dataset.recipe
+    ranks = lineage.ranks_of(recipe)
+    if worker.count * worker.replicas > 1 and ranks is not None and 0 in ranks:
+        raise not_batched()
+    files = lineage.file_count(recipe)
+    wanted = dataset.options().auto_shard_policy
+    policy = sharing_policy(wanted, worker.count, files)
+    size = lineage.batch_size_of(recipe)
+    if policy is AutoShardPolicy.FILE:
+        recipe = lineage.for_files(recipe, worker.count, worker.index)
+    elif policy is AutoShardPolicy.HINT:
+        recipe = lineage.for_hint(recipe, worker.count, worker.index)
+    return Allotment(recipe, worker, policy, size)
+
+
+def not_batched() -> ValueError:
+    """The error of elements that cannot be cut."""
+    return ValueError(
+        "experimental_distribute_dataset takes a dataset of batches, which it cuts for "
+        "the replicas. Call the `batch` method of the dataset with the global batch "
+        "size, or give distribute_datasets_from_function what each worker draws"
+    )

@@ -1,0 +1,259 @@
+"""Datasets that are read from files, and know which.
+
+A *reader* opens one file; the files are read one after the other, in the order given.
+Records (lines, serialized examples) are `bytes`, because an array of numpy would cut
+zeros from their ends. Files of arrays give their rows: an item is a row of a file that
+is open, so that shuffling moves references, and a batch is one gather per file.
+
+TFRecord files are read by grain, which is optional.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import zipfile
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, final
+
+import numpy as np
+
+from ._elements import ending
+from ._passes import UNKNOWN, Recipe
+from ._tree import Element, as_element, leaves, mapped, own, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    Path = str | os.PathLike[str]
+    Read = Callable[[str], Iterable[Any]]
+
+
+class Files(Recipe):
+    """A source that is read from files. Subclasses are final."""
+
+    __slots__ = ()
+
+    paths: tuple[str, ...]
+
+    @abc.abstractmethod
+    def of(self, paths: tuple[str, ...]) -> Recipe:
+        """The same of other files."""
+
+    def every(self, step: int, start: int) -> Recipe:
+        """The same of files ``start``, ``start + step``, … alone."""
+        return self.of(self.paths[start::step])
+
+    def size(self) -> int:
+        return UNKNOWN
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Records(Files):
+    """What a reader yields of each file."""
+
+    paths: tuple[str, ...]
+    read: Read
+
+    def of(self, paths: tuple[str, ...]) -> Self:
+        return replace(self, paths=paths)
+
+    def items(self) -> Iterator[Element]:
+        for path in self.paths:
+            with ending(iter(self.read(path))) as records:
+                yield from records
+
+    def many(self, items: list[Any]) -> Element:
+        if not isinstance(items[0], bytes):
+            return stacked(items)
+        column = np.empty(len(items), object)
+        column[:] = items
+        return column
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tables(Files):
+    """The rows of arrays in files; an item is an open file and the number of a row."""
+
+    paths: tuple[str, ...]
+    load: Callable[[str], Element]
+
+    def of(self, paths: tuple[str, ...]) -> Self:
+        return replace(self, paths=paths)
+
+    def items(self) -> Iterator[tuple[Element, int]]:
+        for path in self.paths:
+            arrays = self.load(path)
+            for row in range(_rows(arrays, path)):
+                yield arrays, row
+
+    def one(self, item: tuple[Element, int]) -> Element:
+        arrays, row = item
+        return mapped(lambda array: array[row], arrays)
+
+    def many(self, items: list[tuple[Element, int]]) -> Element:
+        rows = np.array([row for _, row in items])
+        opened = {id(arrays): arrays for arrays, _ in items}
+        if len(opened) == 1:
+            (arrays,) = opened.values()
+            return _gathered(arrays, rows)
+        files = np.array([id(arrays) for arrays, _ in items])
+        order = np.argsort(files, kind="stable")
+        parts = [
+            _gathered(opened[int(name)], rows[files == name])
+            for name in np.unique(files)
+        ]
+        back = np.argsort(order)
+        return mapped(lambda column: column[back], _appended(parts))
+
+
+def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
+    """The names as strings; one name is a list of one.
+
+    Raises:
+        ValueError: There is none.
+        TypeError: One is no path.
+    """
+    if isinstance(filenames, str | os.PathLike):
+        filenames = [filenames]
+    paths = tuple(os.fspath(each) for each in _strings(filenames))
+    if not paths:
+        raise ValueError("`filenames` is empty: a dataset is read from at least one")
+    return paths
+
+
+def read_lines(path: str) -> Iterator[bytes]:
+    """The lines of a text file, without their ends."""
+    with open(path, "rb") as file:
+        for line in file:
+            yield line.rstrip(b"\r\n") if line.endswith(b"\n") else line
+
+
+def read_tfrecords(path: str) -> Iterator[bytes]:
+    """The records of a TFRecord file, as they were written.
+
+    Raises:
+        ImportError: grain is not installed.
+        FileNotFoundError: There is no such file.
+        ValueError: The file ends inside a record; names the file.
+    """
+    records: Any = _tfrecord_reader()(path)
+    with ending(iter(records)) as source:
+        try:
+            yield from source
+        except ValueError as error:
+            raise ValueError(f"{path} is no TFRecord file: {error}") from error
+
+
+def require_tfrecords() -> None:
+    """Refuses a dataset that could not be read.
+
+    Raises:
+        ImportError: grain is not installed.
+    """
+    _tfrecord_reader()
+
+
+def load_npy(path: str) -> np.ndarray:
+    """The array of a file, mapped into memory: rows are read when they are used.
+
+    Raises:
+        ValueError: It is no file of one array of numbers; names it.
+    """
+    found = _loaded(path, "r")
+    if not isinstance(found, np.ndarray):
+        found.close()
+        raise ValueError(f"{path} is an archive of arrays: read it with from_npz")
+    return np.asarray(found)
+
+
+def load_npz(path: str) -> dict[str, np.ndarray]:
+    """The arrays of an archive by their names.
+
+    Raises:
+        ValueError: It is no archive of arrays of numbers; names it.
+    """
+    found = _loaded(path, None)
+    if isinstance(found, np.ndarray):
+        raise ValueError(f"{path} is one array, no archive: read it with from_npy")
+    with found as archive:
+        try:
+            return {name: archive[name] for name in archive.files}
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _loaded(path: str, mode: Literal["r"] | None) -> Any:
+    try:
+        return np.load(path, mmap_mode=mode, allow_pickle=False)
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path} has no arrays that can be read: {error}") from error
+
+
+def reading(read: Read) -> Read:
+    """A user's reader, whose elements become arrays that nobody else writes to."""
+    return _Owned(read)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    read: Read
+
+    def __call__(self, path: str) -> Iterator[Element]:
+        with ending(iter(self.read(path))) as source:
+            for element in source:
+                plain = isinstance(element, bytes)
+                yield element if plain else mapped(own, as_element(element))
+
+
+_MISSING: Final = (
+    "TFRecord files are read by grain, which is not installed: pip install "
+    "'zstrat[grain]' (or grain); or read them with a library of yours and "
+    "zs.data.Dataset.from_files(filenames, read)"
+)
+
+
+def _tfrecord_reader() -> Callable[[str], Iterable[bytes]]:
+    try:
+        from grain.experimental import TFRecordIterDataset
+    except ImportError as error:
+        raise ImportError(_MISSING) from error
+    reader: Callable[[str], Iterable[bytes]] = TFRecordIterDataset
+    return reader
+
+
+def _strings(filenames: Any) -> Iterator[Any]:
+    for each in filenames:
+        yield each.decode() if isinstance(each, bytes) else each
+
+
+def _rows(arrays: Element, path: str) -> int:
+    """How many rows the arrays of a file have.
+
+    Raises:
+        ValueError: They have none, or differ.
+    """
+    found = {name or "array": np.shape(leaf)[:1] for name, leaf in leaves(arrays)}
+    if not found:
+        raise ValueError(f"{path} has no arrays in it")
+    if len(set(found.values())) > 1 or () in found.values():
+        told = ", ".join(f"{k} has {v[0] if v else 'none'}" for k, v in found.items())
+        raise ValueError(
+            f"{path}: the arrays of a file must have as many rows each: {told}"
+        )
+    return int(next(iter(found.values()))[0])
+
+
+def _gathered(arrays: Element, rows: np.ndarray) -> Element:
+    return mapped(lambda array: array[rows], arrays)
+
+
+def _appended(parts: Sequence[Element]) -> Element:
+    """The rows of the first, of the second, and so on."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {key: _appended([part[key] for part in parts]) for key in first}
+    return np.concatenate(parts)

@@ -1,0 +1,167 @@
+"""Datasets of others: grain's, TensorFlow's, and whatever else can be iterated.
+
+Their elements pass through as they are. What is known about them without a pass (rows
+of a batch, how many elements, who may still write to them) is asked of their own
+libraries, which are never imported here: an object of grain has imported it before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+
+import numpy as np
+
+from ._elements import ending
+from ._options import AutoShardPolicy
+from ._passes import INFINITE, UNKNOWN, Recipe
+from ._tree import leaves
+
+if TYPE_CHECKING:
+    from ._tree import Element
+
+
+Dimensions = tuple[int | None, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Foreign(Recipe):
+    """Any iterable, and what is known about it.
+
+    Args:
+        begin: A fresh pass.
+        is_steady: Nobody writes to an element that was yielded.
+    """
+
+    begin: Callable[[], Iterator[Any]]
+    is_steady: bool = False
+    batch_size: int | None = None
+    ranks: tuple[int, ...] | None = None
+    count: int = UNKNOWN
+    policy: AutoShardPolicy | None = None
+
+    def items(self) -> Iterator[Element]:
+        with ending(self.begin()) as elements:
+            yield from elements
+
+    def size(self) -> int:
+        return self.count
+
+
+@runtime_checkable
+class TensorFlowDataset(Protocol):
+    """A ``tf.data.Dataset``, told by its shape."""
+
+    @property
+    def element_spec(self) -> Any: ...
+
+    def as_numpy_iterator(self) -> Iterator[Any]: ...
+
+    def cardinality(self) -> Any: ...
+
+    def options(self) -> Any: ...
+
+
+def foreign(source: Iterable[Any]) -> Foreign:
+    """The recipe of somebody else's dataset.
+
+    Raises:
+        TypeError: It cannot be iterated.
+    """
+    grain: Any = sys.modules.get("grain")
+    if isinstance(source, TensorFlowDataset):
+        return _of_tensorflow(source)
+    if grain is not None and isinstance(source, grain.MapDataset | grain.IterDataset):
+        return _of_grain(source, grain)
+    if isinstance(source, list):
+        return _of_list(source)
+    if not isinstance(source, Iterable):
+        raise TypeError(
+            "a strategy distributes a zs.data.Dataset, a dataset of grain or tf.data, "
+            "arrays (a dict or tuple of them), or any iterable of batches; got "
+            f"{type(source).__name__}"
+        )
+    return Foreign(source.__iter__)
+
+
+def _of_list(batches: list[Any]) -> Foreign:
+    """Batches in memory. They are alike if all but the last have the same rows."""
+    found = [_shapes(batch) for batch in batches]
+    rows = {tuple(sorted({shape[:1] for shape in shapes})) for shapes in found[:-1]}
+    known = rows or {tuple(sorted({shape[:1] for shape in each})) for each in found}
+    size: int | None = None
+    if len(known) == 1:
+        (only,) = known
+        size = only[0][0] if len(only) == 1 and only[0] else None
+    rests = {tuple(shape[1:] for shape in shapes) for shapes in found}
+    return Foreign(
+        batches.__iter__,
+        is_steady=True,
+        batch_size=size if len(rests) == 1 else None,
+        ranks=tuple(len(shape) for shape in found[0]) if found else None,
+        count=len(batches),
+    )
+
+
+def _of_grain(dataset: Any, grain: Any) -> Foreign:
+    shapes: list[Dimensions] | None
+    try:
+        spec = grain.experimental.get_element_spec(dataset)
+        shapes = [tuple(leaf.shape) for _, leaf in leaves(spec)]
+    except (NotImplementedError, ValueError):  # a transformation does not say
+        shapes = None
+    count = UNKNOWN
+    if isinstance(dataset, grain.MapDataset):
+        size = len(dataset)
+        count = INFINITE if size == sys.maxsize else size
+    # Its own threads keep elements in buffers, so nobody may write to them either.
+    return Foreign(
+        dataset.__iter__,
+        is_steady=True,
+        batch_size=None if shapes is None else _first_axis(shapes),
+        ranks=None if shapes is None else tuple(map(len, shapes)),
+        count=count,
+    )
+
+
+def _of_tensorflow(dataset: TensorFlowDataset) -> Foreign:
+    shapes = [_dimensions(leaf) for _, leaf in leaves(dataset.element_spec)]
+    ranked = [shape for shape in shapes if shape is not None]
+    policy = dataset.options().experimental_distribute.auto_shard_policy
+    # Elements are copies of tensors, which do not change.
+    return Foreign(
+        dataset.as_numpy_iterator,
+        is_steady=True,
+        batch_size=_first_axis(shapes),
+        ranks=tuple(map(len, ranked)) if len(ranked) == len(shapes) else None,
+        count=int(dataset.cardinality()),
+        policy=AutoShardPolicy(int(policy)),
+    )
+
+
+def _first_axis(shapes: list[Dimensions] | list[Dimensions | None]) -> int | None:
+    """The one first axis of all shapes, if all say one."""
+    sizes = {None if shape is None else shape[:1] for shape in shapes}
+    if len(sizes) != 1:
+        return None
+    (size,) = sizes
+    return size[0] if size else None
+
+
+def _dimensions(spec: Any) -> Dimensions | None:
+    try:
+        return tuple(spec.shape)
+    except ValueError:  # TensorFlow does not know the rank
+        return None
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of all leaves; lists are structure here, as jax has it."""
+    if isinstance(batch, dict):
+        return [shape for key in batch for shape in _shapes(batch[key])]
+    if isinstance(batch, list | tuple):
+        return [shape for item in batch for shape in _shapes(item)]
+    return [] if batch is None else [np.shape(batch)]

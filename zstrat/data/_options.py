@@ -1,0 +1,115 @@
+"""How a dataset is to be shared out among the workers of a strategy, in TF's words.
+
+Options are written by the user, attribute by attribute, and copied when they are
+attached to a dataset: what is changed afterwards changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, final
+
+SHARD_HINT: Final = -1
+"""``dataset.shard(SHARD_HINT, SHARD_HINT)`` marks the place where a strategy shards the
+dataset, under `AutoShardPolicy.HINT`."""
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """What each of several workers reads of a dataset that all of them have.
+
+    AUTO is FILE where the dataset is read from files, at least one for each worker, and
+    DATA otherwise. FILE: file i goes to worker ``i % workers``. DATA: every worker
+    reads everything and keeps its share. HINT: the dataset says where it is sharded
+    (`SHARD_HINT`). OFF: every worker reads everything and keeps all of it.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+@final
+class DistributeOptions:
+    """``options.experimental_distribute``: the part about several workers."""
+
+    __slots__ = ("_policy",)
+
+    def __init__(self, auto_shard_policy: AutoShardPolicy | None = None) -> None:
+        self._policy: AutoShardPolicy | None = None
+        if auto_shard_policy is not None:
+            self.auto_shard_policy = auto_shard_policy
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """AUTO unless it was set.
+
+        Raises:
+            TypeError: It is set to something else than an `AutoShardPolicy`.
+        """
+        return AutoShardPolicy.AUTO if self._policy is None else self._policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
+        if not isinstance(policy, AutoShardPolicy):
+            raise TypeError(
+                "auto_shard_policy must be a zs.data.AutoShardPolicy "
+                f"({', '.join(AutoShardPolicy.__members__)}), got {policy!r}"
+            )
+        self._policy = policy
+
+    @property
+    def chosen(self) -> AutoShardPolicy | None:
+        """The policy if one was set."""
+        return self._policy
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DistributeOptions):
+            return NotImplemented
+        return self._policy == other._policy
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"DistributeOptions(auto_shard_policy={self.auto_shard_policy.name})"
+
+
+@final
+class Options:
+    """What `Dataset.with_options` takes::
+
+    options = zs.data.Options()
+    options.experimental_distribute.auto_shard_policy = zs.data.AutoShardPolicy.OFF
+    dataset = dataset.with_options(options)
+    """
+
+    __slots__ = ("experimental_distribute",)
+
+    def __init__(self, auto_shard_policy: AutoShardPolicy | None = None) -> None:
+        self.experimental_distribute = DistributeOptions(auto_shard_policy)
+
+    @property
+    def auto_shard_policy(self) -> AutoShardPolicy:
+        """The same as ``experimental_distribute.auto_shard_policy``."""
+        return self.experimental_distribute.auto_shard_policy
+
+    @auto_shard_policy.setter
+    def auto_shard_policy(self, policy: AutoShardPolicy) -> None:
+        self.experimental_distribute.auto_shard_policy = policy
+
+    def merge(self, options: Options) -> Options:
+        """Both together; what is set in ``options`` counts."""
+        theirs = options.experimental_distribute.chosen
+        ours = self.experimental_distribute.chosen
+        return Options(ours if theirs is None else theirs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Options):
+            return NotImplemented
+        return self.experimental_distribute == other.experimental_distribute
+
+    __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __repr__(self) -> str:
+        return f"Options(experimental_distribute={self.experimental_distribute!r})"

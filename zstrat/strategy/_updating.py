@@ -1,0 +1,78 @@
+"""The update context: a function that changes a variable, called once for all copies.
+
+A variable that all replicas share is one array, so what is done to each of its copies
+is done once, with operands that are the same for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from ._frames import Frame, entered
+from ._per_replica import PerReplica, is_distributed, select_replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from ._strategy import Strategy
+
+
+def updated(
+    strategy: Strategy,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    group: bool,
+) -> Any:
+    """What ``fn`` returns in the update context of the one component.
+
+    Raises:
+        ValueError: There is a value per replica among the arguments.
+    """
+    given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
+    if any(isinstance(leaf, PerReplica) for leaf in given):
+        raise ValueError(
+            "update: a value per replica among the arguments; they may contain "
+            "mirrored values alone: bring it together with reduce_to first"
+        )
+    own_args, own_kwargs = select_replica(0, (tuple(args), dict(kwargs)))
+    with entered(Frame(strategy, update=0)):
+        result = fn(*own_args, **own_kwargs)
+    return result if group else _listed(result)
+
+
+def agreed(tree: Any) -> Any:
+    """What all replicas have brought, as one value. In a trace it is that of the first
+    one: whether they are equal is not known there.
+
+    Raises:
+        ValueError: They have brought different values.
+    """
+    return jax.tree.map(_agreed_leaf, tree, is_leaf=is_distributed)
+
+
+def _agreed_leaf(leaf: Any) -> Any:
+    if not isinstance(leaf, PerReplica):
+        return leaf
+    first, *others = leaf.values
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(leaf.values))
+    if not traced and not all(_are_equal(first, other) for other in others):
+        raise ValueError(
+            f"update: replicas give different values, {leaf!r:.200}: bring them "
+            "together first (get_replica_context().all_reduce)"
+        )
+    return first
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    # As bytes of numbers: nan is as good as another nan.
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def _listed(result: Any) -> Any:
+    """Each leaf as the list of what there is of it."""
+    return jax.tree.map(lambda leaf: [leaf], result, is_leaf=lambda x: x is None)
