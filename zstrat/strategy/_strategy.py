@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zstrat.data import InputContext
-from zstrat.program import _replicas
+from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
 from zstrat.variables import Variable
 
@@ -299,12 +299,12 @@ class Strategy(FirstVersion):
         team = self._team()
         if team.local > 1:
             devices = self._devices()
-            mesh = _replicas.mesh_of(devices, team.local)
+            mesh = _spread.mesh_of(devices, team.local)
             try:
                 return as_one_program(self, team, mesh, fn, args, kwargs)
             except NeedsTurns:
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
         args, kwargs = select_replica(0, (tuple(args), kwargs))
-        alone = _replicas.alone(team) if team.channel else nullcontext()
+        alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:
             return fn(*args, **kwargs)
