@@ -246,6 +246,35 @@ def test_an_error_in_one_replica_ends_the_others(two):
         two.run(lambda: zs.get_replica_context().merge_call(merge_fn))
 
 
+def test_an_error_before_the_others_begin(two):
+    begun = []
+
+    @zs.function(eager=True)
+    def fn():
+        begun.append(replica_id())
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"):
+        two.run(fn)
+    assert begun == [0]
+
+
+@pytest.mark.parametrize("peek", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_update_of_a_copy_under_a_transformation_is_refused(two, peek, inside):
+    with two.scope():
+        v = zs.Variable(1.0, name="v")
+
+    def fn():
+        if peek:
+            int(replica_id())
+        return jax.grad(lambda x: v.assign(x * 2).value() * x)(1.0)
+
+    step = zs.function(lambda: two.run(fn)) if inside else lambda: two.run(fn)
+    with pytest.raises(RuntimeError, match=r"'v'.*inside a function that jax transf"):
+        step()
+
+
 def test_variables_are_created_once_for_all(two):
     made = []
 

@@ -332,3 +332,21 @@ def test_copies_of_another_strategy_are_refused(two):
     three = zs.MirroredStrategy([f"CPU:{n}" for n in range(3)])
     with pytest.raises(ValueError, match="one value for each of 2 replicas"):
         three.run(lambda: v.value())
+
+
+def test_the_copies_of_a_variable_are_variables(two):
+    v = variable(two, [1.0, 2.0], A.NONE, name="v")
+    first, second = two.experimental_local_results(v)
+    assert (first.name, second.name) == ("v", "v/replica_1")
+    assert two.extended.value_container(second) is v
+    assert two.extended.value_container(v) is v
+    second.assign_add([1.0, 1.0])
+    assert (first.numpy().tolist(), second.numpy().tolist()) == ([1, 2], [2, 3])
+    assert v.numpy().tolist() == [1, 2]
+    assert [x.tolist() for x in two.run(lambda: v.value()).values] == [[1, 2], [2, 3]]
+    rows = zs.IndexedSlices(np.ones(1, np.float32), [1])
+    assert second.scatter_sub(rows).numpy().tolist() == [2, 2]
+    assert zs.function(lambda: second.assign([5.0, 6.0]).value())().tolist() == [5, 6]
+    assert second.numpy().tolist() == [5, 6]
+    plain = zs.Variable(1.0)
+    assert two.experimental_local_results(plain) == (plain,)

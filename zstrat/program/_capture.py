@@ -172,7 +172,13 @@ class Capture:
         return spread(variable, self._current(variable))
 
     def put_copies(self, variable: Variable, copies: jax.Array) -> None:
-        """The copies from now on; made by replicas that are part of this step."""
+        """The copies from now on; made by replicas that are part of this step.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, "an update of copies")
         self.moves.put(variable, copies)
         self._values[variable.spec.key] = copies
         self._scope.enter_context(fresh())

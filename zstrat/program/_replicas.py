@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from zstrat.variables import (
@@ -30,8 +29,6 @@ from zstrat.variables import (
     Recorder,
     Table,
     Variable,
-    VariableAggregation,
-    VariableSynchronization,
     read_all,
     recorder,
 )
@@ -50,9 +47,8 @@ from ._cross import within_mesh
 from ._eager import Immediate
 from ._feeds import Discovery, Replay
 from ._flow import Flow
-from ._iterator import Drawing
 from ._region import in_stages
-from ._substitution import is_live
+from ._spread import Spread, by_replica, mapped_over
 from ._where import claimed
 
 if TYPE_CHECKING:
@@ -67,25 +63,6 @@ _spec: Final[Any] = PartitionSpec
 
 ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
 """``(shared, own) -> pytree``: called with the shared arrays and this replica's own."""
-
-
-def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
-    """The first devices, one for each replica; None if there are fewer."""
-    if len(devices) < count:
-        return None
-    return Mesh(np.array(devices[:count]), (AXIS,))
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """An array of which each replica has its part. A leaf.
-
-    ``array`` is ``[count * n, ...]``, replica i's part being the rows from ``i * n``
-    on; or, if it is ``stacked``, ``[count, ...]``, and replica i's part ``array[i]``.
-    """
-
-    array: Any
-    stacked: bool = False
 
 
 def replicate(
@@ -137,7 +114,7 @@ def replicate(
         one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
     ) -> Any:
         mine = [*split, *copies, *rows]
-        return _mapped(one, count, mesh, mine)(values, [*shared, *whole])
+        return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
 
     rows = _looked_up(fn, found, given, mapped, outside, team)
     traced: list[_Traced] = []
@@ -204,32 +181,6 @@ class _Given:
         if rows is None:
             rows = mine[self.before_rows :]
         return Replay("strategy.run", known, (), rows)
-
-
-@contextlib.contextmanager
-def alone(team: Team) -> Iterator[None]:
-    """What is inside runs as the one replica of this process: updates are brought
-    together with those of the other processes. Nothing is mapped."""
-    outer = recorder.get()
-    before = recorder.set(_Alone(Immediate() if outer is None else outer, team))
-    try:
-        yield
-    finally:
-        recorder.reset(before)
-
-
-@contextlib.contextmanager
-def merged() -> Iterator[None]:
-    """What is inside is done once for all replicas: updates are made as they are."""
-    current = recorder.get()
-    if not isinstance(current, _Alone):
-        yield
-        return
-    before = recorder.set(current.outer)
-    try:
-        yield
-    finally:
-        recorder.reset(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,64 +260,7 @@ class _Replica:
         )
 
 
-class _Alone:
-    """The recorder inside a replica function that is the only one of its process."""
-
-    def __init__(self, outer: Recorder, team: Team) -> None:
-        self.outer = outer
-        self._team = team
-        self.live = is_live(outer)
-        """Whether values are real, so that nothing is being captured."""
-
-    def read(self, variable: Variable) -> jax.Array:
-        return self.outer.read(variable)
-
-    def update(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
-    ) -> None:
-        if optimizer is None and _is_own(variable):
-            self.outer.update(variable, op, operands, None)
-            return
-        combined = self._team.aggregate(variable, op, operands)
-        self.outer.update(variable, op, combined, optimizer)
-
-    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        return self.outer.lookup(table, ids)
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
-    ) -> None:
-        index, rows = operands
-        if optimizer is not None or not _is_own(table.components[0]):
-            index, rows = self._team.aggregate(table.components[0], op, operands)
-        self.outer.update_rows(table, op, (index, rows), optimizer)
-
-    def drew(self, leaf: object) -> bool:
-        return self.outer.drew(leaf)
-
-    def draw(self, iterator: StepIterator) -> Any:
-        if isinstance(self.outer, Drawing):
-            return self.outer.draw(iterator)
-        return iterator.draw()
-
-
-def _is_own(variable: Variable) -> bool:
-    """Whether each process has a copy that it updates by itself (TF's rules)."""
-    return (
-        variable.aggregation is VariableAggregation.NONE
-        or variable.synchronization is VariableSynchronization.ON_READ
-    )
-
-
-# ---- mapping over the devices ----------------------------------------------------
+# ---- what the function wants -----------------------------------------------------
 
 
 def _discover(
@@ -388,7 +282,7 @@ def _discover(
     mapped = jax.vmap(
         abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
     )
-    parts = [_by_replica(x, team.local) for x in split]
+    parts = [by_replica(x, team.local) for x in split]
     jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
     return probes[0].capture
 
@@ -449,73 +343,3 @@ def _rows_kind(lookup: RecordedLookup) -> Any:
 
 def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
     raise AssertionError(f"{iterator.name} was drawn from inside a replica")
-
-
-def _mapped(
-    one: Callable[..., Any],
-    count: int,
-    mesh: Mesh | None,
-    mine: Sequence[Spread],
-) -> Callable[..., Any]:
-    """``one`` over all replicas, with these arrays of their own: outputs spread, update
-    operands as they are (they are equal on every replica)."""
-    is_nested = within_mesh.get()
-    scalars: list[bool] = []
-
-    def noted(outputs: Any) -> Any:
-        arrays, operands = outputs
-        scalars[:] = [x.ndim == 0 for x in arrays]
-        return arrays, operands
-
-    def spread(arrays: Sequence[Any]) -> list[Spread]:
-        return [Spread(x, flag) for x, flag in zip(arrays, scalars, strict=True)]
-
-    if mesh is None and not is_nested:
-
-        def on_one_device(values: Any, shared: Any) -> Any:
-            arrays, operands = jax.vmap(
-                lambda values, shared, own: noted(one(values, shared, own)),
-                in_axes=(None, None, 0),
-                out_axes=(0, None),
-                axis_name=AXIS,
-                axis_size=count,
-            )(values, shared, [_by_replica(x, count) for x in mine])
-            joined = [
-                x if flag else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-                for x, flag in zip(arrays, scalars, strict=True)
-            ]
-            return spread(joined), operands
-
-        return on_one_device
-
-    def body(values: Any, shared: Any, own: Any) -> Any:
-        parts = [x[0] if y.stacked else x for x, y in zip(own, mine, strict=True)]
-        arrays, operands = noted(one(values, shared, parts))
-        return [x[None] if x.ndim == 0 else x for x in arrays], operands
-
-    each, whole = _spec(AXIS), _spec()
-    over = jax.shard_map(
-        body,
-        # The mesh of all processes is there already, and this is an axis of it.
-        mesh=None if is_nested else mesh,
-        axis_names={AXIS},
-        in_specs=(whole, whole, each),
-        out_specs=(each, whole),
-        # Off: replicas compute their own gradients of the shared values, and it is ours
-        # to say when they are summed.
-        check_vma=False,
-    )
-
-    def on_devices(values: Any, shared: Any) -> Any:
-        arrays, operands = over(values, shared, [x.array for x in mine])
-        return spread(arrays), operands
-
-    return on_devices
-
-
-def _by_replica(value: Spread, count: int) -> Any:
-    """``[count, ...]``, a row for each replica."""
-    array = value.array
-    if value.stacked:
-        return array
-    return array.reshape(count, array.shape[0] // count, *array.shape[1:])

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program._replicas import Spread
+from zstrat.program._spread import Spread
 from zstrat.variables import recorder
 
 from ._per_replica import DistributedValues, Mirrored, is_distributed

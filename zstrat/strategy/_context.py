@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import _replicas
+from zstrat.program import _alone
 from zstrat.variables import creator
 
 from ._frames import Frame as Frame
@@ -174,7 +174,7 @@ class ReplicaContext:
             return mine.meet(merging(self._strategy, merge_fn, args, named))
         if not isinstance(self._replica_id, int):
             raise NeedsTurns("it calls merge_call")
-        with entered(Frame(self._strategy)), _replicas.merged():
+        with entered(Frame(self._strategy)), _alone.merged():
             return merge_fn(self._strategy, *args, **named)
 
     def _require_current(self) -> None:

@@ -21,6 +21,7 @@ from zstrat.program._copies import apart_from_now, has_copies, updates_copies
 from zstrat.program._eager import Immediate
 from zstrat.program._iterator import Drawing
 from zstrat.program._moves import moved
+from zstrat.program._refusals import update_inside
 from zstrat.program._substitution import is_live
 from zstrat.variables import KeepsCopies, creator, recorder
 
@@ -156,6 +157,8 @@ class _Own:
     def _update_own(
         self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> None:
+        if any(isinstance(x, jax.core.Tracer) for x in operands) and self.live:
+            raise update_inside(variable.spec, op.name)
         apart_from_now(variable)
         number, copies = self._turn.number, self._copies(variable)
         value = moved(op, operands, copies[number])

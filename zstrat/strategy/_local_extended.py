@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
+from zstrat.variables import Variable
+
+from ._copy_home import container_of
 from ._cross_device import CrossDeviceOps, ReductionToOneDevice
 from ._devices import task_names
 from ._extended import StrategyExtended
@@ -54,6 +57,10 @@ class LocalExtended(StrategyExtended):
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(self._variables.owns(part) for part in v.components)
+
+    def value_container(self, value: Any) -> Any:
+        """The variable that ``value`` is a copy of, or ``value``."""
+        return container_of(value) if isinstance(value, Variable) else value
 
     def _cross_device_ops(self) -> CrossDeviceOps:
         return self._ops

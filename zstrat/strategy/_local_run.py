@@ -25,12 +25,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from zstrat.program._collective import AXIS, Team
 from zstrat.program._substitution import is_live
-from zstrat.variables import AbstractVariable, is_staging, recorder
+from zstrat.variables import is_staging, recorder
 
 from ._arguments import NUMBERS, Plain, UnevenParts, unwrapped
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
 from ._one_program import alone, as_one_program
+from ._own_step import called, returned
 from ._per_replica import (
     DistributedValues,
     PerReplica,
@@ -189,7 +190,7 @@ class LocalMesh:
             tree = self._given((tuple(args), dict(kwargs)))
             try:
                 with self._there():
-                    return kept.step(*tree[0], **tree[1])
+                    return called(kept, tree)
             except NeedsTurns as found:
                 if self._is_compiled:
                     raise TypeError(
@@ -249,7 +250,7 @@ class LocalMesh:
         @functools.wraps(fn)
         def step(*args: Any, **kwargs: Any) -> Any:
             way = self._staged if self._is_compiled else self._traced
-            return jax.tree.map(_returned, way(fn, args, kwargs))
+            return jax.tree.map(returned, way(fn, args, kwargs))
 
         return step
 
@@ -295,31 +296,3 @@ class LocalMesh:
         if len(numbers) == len(parts) and len(set(numbers)) == 1:
             return numbers[0]
         return self._placed(parts)
-
-
-class _Itself:
-    """A variable that a function returns, as a part of the structure of its result."""
-
-    def __init__(self, variable: AbstractVariable) -> None:
-        self.variable = variable
-
-
-jax.tree_util.register_pytree_node(
-    _Itself, lambda node: ((), node.variable), lambda variable, _: variable
-)
-
-
-def _returned(leaf: Any) -> Any:
-    """A leaf of what a function returns that is a step of its own.
-
-    Raises:
-        NeedsTurns: It is nothing that a program returns.
-    """
-    if isinstance(leaf, AbstractVariable):
-        return _Itself(leaf)
-    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
-        return leaf
-    raise NeedsTurns(f"it returns a {type(leaf).__name__}")
-
-
-_PLAIN: Final = (bool, int, float, complex, str, bytes)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.program import _replicas
+from zstrat.program import _replicas, _spread
 from zstrat.program._refusals import LOOKS
 from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
@@ -96,9 +96,9 @@ def _is_slices(node: object) -> bool:
 
 def _per_replica(node: Any, count: int) -> Any:
     """An array or an IndexedSlices as one value per replica, all else as it is."""
-    if isinstance(node, _replicas.Spread):
+    if isinstance(node, _spread.Spread):
         return PerReplica.of_whole(node.array, count, stacked=node.stacked)
-    if not any(isinstance(leaf, _replicas.Spread) for leaf in jax.tree.leaves(node)):
+    if not any(isinstance(leaf, _spread.Spread) for leaf in jax.tree.leaves(node)):
         return node
     return PerReplica([_of_replica(i, node, count) for i in range(count)])
 
@@ -107,7 +107,7 @@ def _of_replica(replica: int, node: Any, count: int) -> Any:
     return jax.tree.map(
         lambda leaf: (
             _per_replica(leaf, count).values[replica]
-            if isinstance(leaf, _replicas.Spread)
+            if isinstance(leaf, _spread.Spread)
             else leaf
         ),
         node,

@@ -12,12 +12,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zstrat.data import InputContext
-from zstrat.program import _replicas
+from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
+from zstrat.variables import Variable
 
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
+from ._copy_home import copies_of
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
@@ -194,7 +196,10 @@ class Strategy(FirstVersion):
         return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """One entry per local replica; ``(value,)`` for what is not distributed."""
+        """One entry per local replica; ``(value,)`` for what is not distributed. Of a
+        variable of several devices its copies, each a variable."""
+        if isinstance(value, Variable):
+            return copies_of(value)
         return local_results(value)
 
     def experimental_distribute_dataset(
@@ -294,12 +299,12 @@ class Strategy(FirstVersion):
         team = self._team()
         if team.local > 1:
             devices = self._devices()
-            mesh = _replicas.mesh_of(devices, team.local)
+            mesh = _spread.mesh_of(devices, team.local)
             try:
                 return as_one_program(self, team, mesh, fn, args, kwargs)
             except NeedsTurns:
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
         args, kwargs = select_replica(0, (tuple(args), kwargs))
-        alone = _replicas.alone(team) if team.channel else nullcontext()
+        alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:
             return fn(*args, **kwargs)

@@ -115,7 +115,7 @@ def _arrays(
         if isinstance(home, LocalHome):
             arrays.append(home.taken()[0])
             continue
-        arrays.append(np.asarray(home.value()))
+        arrays.append(home.shown())
         for rule in _rules(each, optimizers):
             arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(home.slots(rule))]
     return arrays
@@ -134,7 +134,7 @@ def _put(
             home.put(next(left), {})
             continue
         place = home.residence.place
-        home.take_over(home.placed(next(left)))
+        home.take_over_shown(next(left))
         for rule in _rules(each, optimizers):
             treedef: Any = jax.tree.structure(home.slots(rule))
             leaves = [place(next(left)) for _ in range(treedef.num_leaves)]

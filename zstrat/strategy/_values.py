@@ -7,7 +7,6 @@ and on numpy.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,13 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.variables import AbstractVariable, IndexedSlices
 
+from ._one_array import (
+    gather_whole,
+    is_one_array,
+    no_rank,
+    reduce_whole,
+)
+from ._one_array import require_axes as require_axes
 from ._per_replica import DistributedValues as DistributedValues
 from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
@@ -72,8 +78,8 @@ def reduce_values(
     def leaf(node: Any) -> Any:
         if isinstance(node, Mirrored) and op is ReduceOp.MEAN:
             return _reduce(op, [node.values[0]], axes)
-        if _is_one_array(node):
-            return _reduce_whole(op, node, axes)
+        if is_one_array(node):
+            return reduce_whole(op, node, axes)
         if isinstance(node, DistributedValues):
             return _joined(lambda parts: _reduce(op, parts, axes), node)
         if replicas == 1:
@@ -95,8 +101,8 @@ def gather_values(value: Any, axis: int, replicas: int) -> Any:
     """
 
     def leaf(node: Any) -> Any:
-        if _is_one_array(node):
-            return _gather_whole(node, axis)
+        if is_one_array(node):
+            return gather_whole(node, axis)
         if isinstance(node, DistributedValues):
             return _joined(lambda parts: concatenate(parts, axis), node)
         if replicas > 1:
@@ -120,88 +126,11 @@ def require_gatherable(value: Any) -> None:
         if isinstance(leaf, IndexedSlices):
             raise NotImplementedError("gather does not support IndexedSlices")
         if not np.ndim(leaf):
-            raise _no_rank()
+            raise no_rank()
 
 
 def is_whole(node: object) -> bool:
     return isinstance(node, DistributedValues | IndexedSlices)
-
-
-def _no_rank() -> ValueError:
-    return ValueError(
-        "gather: the values must have a rank of at least 1; give scalars an axis first "
-        "(x[None])"
-    )
-
-
-# ---- one array for all replicas --------------------------------------------------
-
-
-def _is_one_array(node: Any) -> bool:
-    return isinstance(node, DistributedValues) and isinstance(node.whole, jax.Array)
-
-
-def _part_shape(value: DistributedValues) -> tuple[int, ...]:
-    """The shape of each replica's value."""
-    rows, *rest = value.whole.shape
-    return tuple(rest) if value.is_stacked else (rows // value.replicas, *rest)
-
-
-def _reduce_whole(
-    op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
-) -> jax.Array:
-    shape = _part_shape(value)
-    count = value.replicas
-    if axes is not None:
-        axes = tuple(axis % len(shape) for axis in require_axes(axes, shape))
-        count *= math.prod(shape[axis] for axis in axes)
-    divisor = count if op is ReduceOp.MEAN else None
-    reduce = _summed if _is_traced(value.whole) else _summed_at_once
-    found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
-    return found
-
-
-def _summed(
-    whole: jax.Array,
-    shape: tuple[int, ...],
-    axes: tuple[int, ...] | None,
-    divisor: int | None,
-) -> jax.Array:
-    parts = whole.reshape(shape)
-    if axes is None:
-        total = parts.sum(0, dtype=whole.dtype)
-    else:
-        total = parts.sum((0, *[axis + 1 for axis in axes]))
-    return total if divisor is None else total / divisor
-
-
-_summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_summed)
-
-
-def _gather_whole(value: DistributedValues, axis: int) -> jax.Array:
-    shape = _part_shape(value)
-    if not shape:
-        raise _no_rank()
-    axis = require_axes((axis,), shape)[0] % len(shape)
-    whole: jax.Array = value.whole
-    if axis == 0 and not value.is_stacked:
-        return whole
-    gather = _gathered if _is_traced(whole) else _gathered_at_once
-    found: jax.Array = gather(whole, (value.replicas, *shape), axis)
-    return found
-
-
-def _gathered(whole: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
-    count, *part = shape
-    part[axis] *= count
-    return jnp.moveaxis(whole.reshape(shape), 0, axis).reshape(part)
-
-
-_gathered_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2))(_gathered)
-
-
-def _is_traced(array: Any) -> bool:
-    return isinstance(array, jax.core.Tracer)
 
 
 # ---- several values --------------------------------------------------------------
@@ -230,19 +159,6 @@ def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
             f"axis must be None, an integer or a list of integers, got {axis!r}"
         )
     return tuple(int(a) for a in given)
-
-
-def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    rank = len(shape)
-    for axis in axes:
-        if not -rank <= axis < rank:
-            raise ValueError(
-                f"axis {axis} is out of bounds for a value of shape {shape}: expected "
-                f"{-rank} <= axis < {rank}"
-                if rank
-                else f"axis {axis} is out of bounds for a scalar: give axis=None"
-            )
-    return axes
 
 
 def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:
@@ -300,7 +216,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
     arrays = [as_array(part) for part in parts]
     for array in arrays:
         if not array.shape:
-            raise _no_rank()
+            raise no_rank()
         axis = require_axes((axis,), array.shape)[0]
     rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
     if len(rests) > 1:

@@ -62,4 +62,5 @@ from ._tree import values as values
 from ._variable import Variable as Variable
 from ._variable import detached as detached
 from ._variable import handle as handle
+from ._variable import next_key as next_key
 from ._variable import owned as owned

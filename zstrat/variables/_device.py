@@ -166,6 +166,14 @@ class DeviceHome:
         here = self.residence
         self._value = here.returned(value) if here.travels else value
 
+    def shown(self) -> np.ndarray:
+        """The value from outside of the replicas."""
+        return self._seen()
+
+    def take_over_shown(self, value: np.ndarray) -> None:
+        """The inverse: every copy begins anew."""
+        self._value = self.placed(self._shared_out(value))
+
     def take_over_slots(self, optimizer: Optimizer, slots: Any) -> None:
         """What the optimizer keeps from now on."""
         here = self.residence

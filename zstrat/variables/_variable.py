@@ -220,10 +220,15 @@ def _local(request: Request) -> Variable:
     return owned(request, array, LocalHome(array))
 
 
+def next_key() -> int:
+    """The key of a variable of this process."""
+    return next(_local_keys)
+
+
 def owned(request: Request, array: np.ndarray, home: Home) -> Variable:
     """A new variable of this process, as asked for, with this value in its home."""
     spec = VariableSpec(
-        next(_local_keys),
+        next_key(),
         request.name,
         array.shape,
         array.dtype.name,
