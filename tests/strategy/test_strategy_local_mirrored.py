@@ -320,3 +320,20 @@ def test_place_gives_each_device_its_part(two):
     batch = two._mesh.place_batch(buffer)
     buffer[:] = 7
     assert two.reduce("sum", batch, 0) == 4.0
+
+
+def test_a_program_over_parts_of_the_cpu_is_done_when_its_step_returns(eight):
+    """Two of them under way could wait for each other's threads for ever."""
+
+    def work(x):
+        for _ in range(20):
+            x = jnp.tanh(x @ x)
+        return zs.get_replica_context().all_reduce("sum", x)
+
+    @zs.function
+    def step(x):
+        return eight.run(work, args=(x,))
+
+    for once in (step, lambda x: eight.run(work, args=(x,))):
+        (value, *_) = eight.experimental_local_results(once(jnp.ones((400, 400))))
+        assert value.is_ready()

@@ -14,6 +14,7 @@ from . import _refusals
 from ._capture import Capture
 from ._context import worker_context
 from ._feeds import Replay
+from ._settled import settled
 
 if TYPE_CHECKING:
     from ._context import WorkerContext
@@ -55,7 +56,8 @@ class Program:
             with _refusals.in_our_words(self.plan.function):
                 outputs = self._jitted(inputs, elements, values)
             self._traced = True
-        return outputs
+        results, operands = outputs
+        return settled(outputs, results or (operands[0] if operands else ()))
 
 
 def _replayed(plan: Plan, template: Template, context: WorkerContext | None) -> Any:

@@ -18,6 +18,7 @@ from . import _refusals
 from ._compile import own
 from ._cross import Kind
 from ._held import Held, cut_at
+from ._settled import settled
 from ._stages import stages
 
 if TYPE_CHECKING:
@@ -148,6 +149,7 @@ class StagedProgram:
             with _refusals.in_our_words(self.plan.function):
                 outputs = part.run(given_up, kept)
             self._traced = part is self._stages[-1]
+        settled(outputs, outputs)
         if part is self._stages[-1]:
             return outputs
         assert isinstance(store, dict)

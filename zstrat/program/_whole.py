@@ -23,6 +23,7 @@ from . import _refusals
 from ._compile import own
 from ._cross import PROCESS, within_mesh
 from ._held import Held
+from ._settled import settled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,6 +88,7 @@ class WholeProgram:
                     outputs = self._jitted(moved, held.slots(), read, given)
                 self._traced = True
             results, values, slots, operands = outputs
+            settled(outputs, results or values)
             held.put(values, slots)
         plan = self.plan
         mine = [

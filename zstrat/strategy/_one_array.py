@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.collectives import ReduceOp
+from zstrat.program._settled import settled
 
 from ._per_replica import DistributedValues
 
@@ -38,7 +39,7 @@ def reduce_whole(
     divisor = count if op is ReduceOp.MEAN else None
     reduce = _summed if _is_traced(value.whole) else _summed_at_once
     found: jax.Array = reduce(value.whole, (value.replicas, *shape), axes, divisor)
-    return found
+    return settled(found, (found,))
 
 
 def _summed(
@@ -68,7 +69,7 @@ def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
         return whole
     gather = _gathered if _is_traced(whole) else _gathered_at_once
     found: jax.Array = gather(whole, (value.replicas, *shape), axis)
-    return found
+    return settled(found, (found,))
 
 
 def _gathered(whole: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
