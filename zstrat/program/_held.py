@@ -36,7 +36,8 @@ class Held:
     ) -> None:
         self._plan = plan
         self._moved = moved
-        self._slots = slots
+        self._moved_homes = [_home(variable) for variable in moved]
+        self._slot_homes = [(_home(variable), rule) for variable, rule in slots]
         self._homes = [variable.home for variable in plan.variables]
         homes = [*self._homes, *[variable.home for variable in moved]]
         found = {
@@ -98,12 +99,12 @@ class Held:
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
         """Those of the next values, and of the slots of each optimizer."""
-        slots = [_home(variable).residence.sharding for variable, _ in self._slots]
-        return [_home(variable).sharding for variable in self._moved], slots
+        slots = [home.residence.sharding for home, _ in self._slot_homes]
+        return [home.sharding for home in self._moved_homes], slots
 
     def slots(self) -> list[Any]:
         """What each optimizer keeps beside each variable that it moves."""
-        return [_home(variable).slots(rule) for variable, rule in self._slots]
+        return [home.slots(rule) for home, rule in self._slot_homes]
 
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
@@ -114,10 +115,10 @@ class Held:
 
     def put(self, values: Sequence[Any], slots: Sequence[Any]) -> None:
         """The next values and slots, in the order of the plan."""
-        for variable, value in zip(self._moved, values, strict=True):
-            _home(variable).take_over(value)
-        for (variable, rule), tree in zip(self._slots, slots, strict=True):
-            _home(variable).take_over_slots(rule, tree)
+        for home, value in zip(self._moved_homes, values, strict=True):
+            home.take_over(value)
+        for (home, rule), tree in zip(self._slot_homes, slots, strict=True):
+            home.take_over_slots(rule, tree)
         for residence in self._residences:
             residence.steps += bool(self._moved)
 
