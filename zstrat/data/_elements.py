@@ -45,11 +45,13 @@ def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
     A pass that is given up ends its sources one after the other by this, not by the
     garbage collector's whim.
     """
+    # Asked now: at the end of the interpreter nobody can answer any more.
+    closing = iterator if isinstance(iterator, Closing) else None
     try:
         yield iterator
     finally:
-        if isinstance(iterator, Closing):
-            iterator.close()
+        if closing is not None:
+            closing.close()
 
 
 @final

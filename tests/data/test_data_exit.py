@@ -1,0 +1,32 @@
+"""A program that ends in the middle of passes says nothing about them."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+import zstrat as zs
+
+strategy = zs.MirroredStrategy()
+
+def dataset():
+    rows = zs.data.Dataset.from_tensor_slices(np.zeros((640, 4), np.float32))
+    return rows.shuffle(100, seed=0).repeat().batch(8, drop_remainder=True)
+
+alone = iter(dataset())
+next(alone)
+distributed = iter(strategy.experimental_distribute_dataset(dataset()))
+next(distributed)
+"""
+
+
+def test_passes_that_are_open_at_the_end_of_a_program_end_quietly():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
