@@ -110,8 +110,8 @@ def test_gradients_of_parts_and_of_the_whole(make_cluster):
     assert float(value) == 30.0
     np.testing.assert_array_equal(np.asarray(gradient), [2.0, 4.0, 6.0, 8.0])
     first, second = w.variables
-    value, gradients = zs.value_and_grad(
-        lambda parts: loss(parts[0]) + loss(parts[1])
-    )([first, second])
+    value, gradients = zs.value_and_grad(lambda parts: loss(parts[0]) + loss(parts[1]))(
+        [first, second]
+    )
     assert float(value) == 30.0
     assert [np.asarray(each).tolist() for each in gradients] == [[2.0, 4.0], [6.0, 8.0]]

@@ -109,6 +109,7 @@ def test_the_initial_array_is_copied():
     np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
 
 
+@pytest.mark.shows("tf.Variable")
 def test_updates_return_the_variable():
     variable = zv.Variable([1.0, 2.0])
     assert variable.assign([3.0, 4.0], read_value=False) is variable
@@ -264,6 +265,7 @@ async def test_blocking_methods_work_under_a_running_loop():
     assert asyncio.get_running_loop().is_running()
 
 
+@pytest.mark.shows("Variable.name")
 def test_names_devices_and_flags():
     variable = zv.Variable([1.0, 2.0], name="w", trainable=False)
     assert (variable.name, variable.shape, variable.ndim, variable.size) == (
