@@ -83,6 +83,7 @@ def definition(*args, **kwargs):
     return Server(*args, **kwargs, start=False).server_def
 
 
+@pytest.mark.shows("Server(job_name=, task_index=, protocol=)")
 def test_which_task():
     assert definition(TWO, "ps", 1).address == "127.0.0.1:2"
     assert definition(TWO, "worker").task_index == 0

@@ -223,6 +223,7 @@ AGGREGATIONS = [
 ]
 
 
+@pytest.mark.shows("tf.Variable(aggregation=)")
 @pytest.mark.parametrize(("aggregation", "expected"), AGGREGATIONS)
 def test_updates_follow_the_aggregation_and_happen_once(four, aggregation, expected):
     strategy = four.strategy

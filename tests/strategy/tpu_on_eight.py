@@ -81,6 +81,7 @@ def test_each_core_is_a_replica(resolver):
     assert "8 replicas of 1" in repr(strategy)
 
 
+@pytest.mark.shows("TPUStrategy(tpu_cluster_resolver=)")
 def test_without_arguments_it_is_the_tpu_of_this_machine():
     strategy = zs.TPUStrategy()
     assert isinstance(strategy.cluster_resolver, TPUClusterResolver)
@@ -225,6 +226,8 @@ def test_split_images_and_replicated_labels(make):
     np.testing.assert_allclose(loss, np.mean((Y - np.tanh(X @ W)) ** 2), rtol=1e-5)
 
 
+@pytest.mark.shows("experimental_assign_to_logical_device(logical_device_id=)")
+@pytest.mark.shows("experimental_split_to_logical_devices(partition_dimensions=)")
 def test_the_checks_of_annotations_and_their_order(make):
     strategy = make([1, 1, 1, 2], 4)
     x = np.zeros((3, 4), np.float32)

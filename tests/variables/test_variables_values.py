@@ -15,6 +15,7 @@ import zstrat.variables as zv
 from zstrat.wire import DTYPES, UpdateOp
 
 
+@pytest.mark.shows("tf.Variable(initial_value=)")
 def test_python_values_get_tf_dtypes_and_arrays_keep_theirs():
     dtypes = {
         zv.Variable(v).dtype.name for v in (1.0, [1.0, 2.0], np.float32(1), jnp.ones(2))
