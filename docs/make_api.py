@@ -23,16 +23,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TABLE: Final = ROOT / "docs" / "api.md"
 _ELSEWHERE: Final = "jax: "
 _HEAD: Final = """# Where tf.distribute's names live
 
+For those who come from TensorFlow: the names of its four pages on parameter servers,
+TPUs, towers and the first version of tf.distribute, where each of them lives here
+(`import zstrat as zs`), and a test that shows what its page promises. A name with
+`(x=)` is an argument that has a behaviour of its own. Under each table stands what has
+no name here because JAX has one.
+
 Made by `make api` of docs/names.toml, the code and the marks of the tests; do not edit.
-`zs` is `import zstrat as zs`.
 """
+_INSTEAD: Final = "Instead of these, in a program of JAX:\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +94,10 @@ def table(root: Path) -> str:
 
 
 def shows(root: Path) -> dict[str, str]:
-    """Name -> the first test, in order of files, that is marked with it."""
+    """Name -> the first test, in order of files, that is marked with it; also in files
+    that run in processes of their own, which are not called test_*."""
     found: dict[str, str] = {}
-    for path in sorted((root / "tests").rglob("test_*.py")):
+    for path in sorted((root / "tests").rglob("*.py")):
         where = path.relative_to(root).as_posix()
         for test, names in _marked(ast.parse(path.read_text())):
             for name in names:
@@ -116,7 +123,7 @@ def _rows(
                 f"  {name!r} ({here}) is shown by no test: mark one with "
                 f"@pytest.mark.shows({name!r})"
             )
-        rows.append(Row(name, f"`{here}`", file, shown.get(name, "")))
+        rows.append(Row(name, here, file, shown.get(name, "")))
     return rows, wrong
 
 
@@ -169,10 +176,29 @@ def _names(mark: ast.expr) -> list[str]:
 
 
 def _section(title: str, about: str, rows: list[Row]) -> str:
-    lines = [f"## {title}\n", f"{about}\n", "| name | here | file | shown by |"]
-    lines.append("|---|---|---|---|")
-    lines += [f"| {r.name} | {r.here} | {r.file} | {r.test} |" for r in rows]
+    here = [
+        (r.name, _link(r.here, r.file), _link(*_shown(r.test))) for r in rows if r.test
+    ]
+    instead = [(r.name, r.here) for r in rows if not r.test]
+    lines = [f"## {title}\n", f"{about.strip()}\n"]
+    lines += _grid(("name", "here", "shown by"), here)
+    if instead:
+        lines += ["", _INSTEAD, *_grid(("name", "instead"), instead)]
     return "\n".join(lines) + "\n"
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _shown(test: str) -> tuple[str, str]:
+    file, _, name = test.partition("::")
+    return name, file
+
+
+def _link(text: str, file: str) -> str:
+    return f"[`{text}`](../{file})" if file else f"`{text}`"
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def test_simple_refuses_other_types() -> None:
         SimpleClusterResolver(SPEC, master=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.shows("tf.distribute.cluster_resolver.ClusterResolver")
 def test_a_resolver_of_your_own_needs_two_methods() -> None:
     class Mine(ClusterResolver):
         def cluster_spec(self) -> ClusterSpec:
@@ -111,6 +112,9 @@ def test_tf_config_unset_or_empty(tf_config: Callable[[Any], None], value: Any) 
     assert resolver.num_accelerators() == {}
 
 
+@pytest.mark.shows("tf.distribute.cluster_resolver.TFConfigClusterResolver")
+@pytest.mark.shows("TF_CONFIG", "ClusterResolver.cluster_spec")
+@pytest.mark.shows("ClusterResolver.task_type", "ClusterResolver.task_id")
 def test_tf_config_full(tf_config: Callable[[Any], None]) -> None:
     tf_config(
         {

@@ -14,6 +14,7 @@ from zstrat.cluster import ClusterSpec
 DENSE = {"worker": ["w0:1", "w1:1"], "ps": ["p0:1"]}
 
 
+@pytest.mark.shows("ClusterSpec")
 def test_answers_about_a_dense_job() -> None:
     spec = ClusterSpec(DENSE)
     assert spec.jobs == ["worker", "ps"]

@@ -107,6 +107,7 @@ def named(service: Service, **options: Any) -> TPUClusterResolver:
 # ---- local -------------------------------------------------------------------------
 
 
+@pytest.mark.shows("tf.distribute.cluster_resolver.TPUClusterResolver")
 def test_the_tpu_in_this_machine() -> None:
     resolver = TPUClusterResolver("local")
     assert not resolver.cluster_spec()
@@ -117,6 +118,7 @@ def test_the_tpu_in_this_machine() -> None:
     assert set(resolver.num_accelerators()) == {"TPU"}
 
 
+@pytest.mark.shows("TPUClusterResolver(tpu='')")
 def test_local_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_NAME", "local")
     assert TPUClusterResolver(tpu="").master() == "local"

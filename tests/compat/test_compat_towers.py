@@ -40,6 +40,7 @@ def distribution():
     return distribute.ParameterServerStrategy()
 
 
+@pytest.mark.shows("group", "scope")
 def test_one_tower(distribution):
     assert distribution.num_towers == 1
     assert distribution.is_single_tower
@@ -69,6 +70,7 @@ def test_one_tower(distribution):
     assert list(dataset._elements()) == [1, 2]
 
 
+@pytest.mark.shows("tf.contrib.distribute.DistributionStrategy")
 def test_outside_of_every_strategy():
     tower = distribute.get_tower_context()
     assert tower.tower_id == 0
@@ -81,6 +83,7 @@ def test_outside_of_every_strategy():
     assert zs.get_tower_context is distribute.get_tower_context
 
 
+@pytest.mark.shows("configure(cluster_spec=, task_type=, task_id=)")
 @pytest.mark.parametrize("task", [("worker", None), (None, 0), (None, None)])
 def test_a_cluster_needs_a_task(distribution, task):
     with pytest.raises(ValueError, match="must also specify `task_type` and `task_id`"):

@@ -35,6 +35,7 @@ def test_a_name(name):
     assert name in dir(distribute)
 
 
+@pytest.mark.shows("cluster_resolver")
 def test_modules():
     assert zs.compat.v1.distribute is distribute
     resolvers = distribute.cluster_resolver
@@ -71,6 +72,7 @@ def test_methods_of_the_class():
         assert callable(getattr(distribute.Strategy, name))
 
 
+@pytest.mark.shows("experimental", "experimental.MultiWorkerMirroredStrategy")
 def test_strategies_with_their_arguments_of_old(monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     experimental = distribute.experimental

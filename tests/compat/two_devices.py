@@ -28,6 +28,8 @@ def plain(tree):
     return jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), tree)
 
 
+@pytest.mark.shows("call_for_each_tower", "unwrap", "tf.get_tower_context")
+@pytest.mark.shows("merge_call", "tower_id")
 def test_the_example_of_merge_calls(distribution, capsys):
     # Called once in "cross-tower" context.
     def merge_fn(distribution, three_plus_tower_id):
@@ -51,6 +53,7 @@ def test_the_example_of_merge_calls(distribution, capsys):
     assert capsys.readouterr().out == "[10, 11]\n"
 
 
+@pytest.mark.shows("colocate_vars_with", "update")
 def test_the_example_of_colocation_and_update(distribution):
     seen = []
     with distribution.scope():
@@ -72,6 +75,7 @@ def test_the_example_of_colocation_and_update(distribution):
     assert seen == [0]
 
 
+@pytest.mark.shows("worker_device_index")
 def test_the_example_of_numbered_devices(distribution):
     found = []
     with distribution.scope():
@@ -85,6 +89,10 @@ def test_the_example_of_numbered_devices(distribution):
     assert found == CPUS
 
 
+@pytest.mark.shows("between_graph", "is_single_tower", "num_towers")
+@pytest.mark.shows("parameter_devices", "should_checkpoint", "should_init")
+@pytest.mark.shows("should_save_summary", "worker_devices", "initialize", "finalize")
+@pytest.mark.shows("ParameterServerStrategy(num_gpus_per_worker=)")
 def test_what_the_strategy_says_of_itself(distribution):
     assert distribution.num_towers == 2
     assert not distribution.is_single_tower
@@ -98,6 +106,7 @@ def test_what_the_strategy_says_of_itself(distribution):
     assert distribution.finalize() is None
 
 
+@pytest.mark.shows("TowerContext", "call_for_each_tower(run_concurrently=)")
 def test_towers_know_themselves(distribution):
     def fn():
         tower = distribute.get_tower_context()
@@ -140,6 +149,9 @@ def test_different_numbers_of_merge_calls_are_refused(distribution):
         distribution.call_for_each_tower(fn)
 
 
+@pytest.mark.shows("reduce", "reduce(destinations=)", "batch_reduce")
+@pytest.mark.shows("tf.VariableAggregation.SUM", "tf.VariableAggregation.MEAN")
+@pytest.mark.shows("tf.VariableAggregation.ONLY_FIRST_TOWER")
 @pytest.mark.parametrize(
     ("aggregation", "wanted"), [(SUM, 5.0), (MEAN, 2.5), (FIRST, 1.0)]
 )
@@ -170,6 +182,7 @@ def test_values_that_are_the_same_in_all_towers(distribution):
                 distribution.reduce(wrong, 3.0, CPUS[0])
 
 
+@pytest.mark.shows("broadcast")
 def test_a_broadcast_goes_to_all_towers(distribution):
     with distribution.scope():
         found = distribution.broadcast(jnp.arange(2.0))
@@ -180,6 +193,7 @@ def test_a_broadcast_goes_to_all_towers(distribution):
         assert distribution.broadcast(3) == 3
 
 
+@pytest.mark.shows("update(grouped=)")
 def test_updates_take_single_values(distribution):
     with distribution.scope():
         v = zs.Variable(1.0)
@@ -199,6 +213,7 @@ def test_updates_take_single_values(distribution):
         assert found == ([v], [3.0])
 
 
+@pytest.mark.shows("non_slot_devices", "update_non_slot", "read_var", "value_container")
 def test_updates_without_a_variable(distribution):
     with distribution.scope():
         b, a = zs.Variable(1.0, name="b"), zs.Variable(2.0, name="a")
@@ -234,6 +249,7 @@ def test_assignments_in_towers_follow_the_aggregation(distribution):
             distribution.call_for_each_tower(wrong, numbers(1.0, 4.0))
 
 
+@pytest.mark.shows("distribute_dataset", "iterator.get_next")
 def test_a_dataset_is_dealt_out(distribution):
     dataset = distribution.distribute_dataset(lambda: zs.data.Dataset.range(7).batch(1))
     with distribution.scope():
@@ -252,6 +268,12 @@ def test_a_dataset_is_dealt_out(distribution):
     assert plain(distribution.unwrap(again.get_next())) == [[0], [1]]
 
 
+@pytest.mark.shows("run_steps_on_dataset")
+@pytest.mark.shows("run_steps_on_dataset(iterations=, initial_loop_values=)")
+@pytest.mark.shows("MultiStepContext", "MultiStepContext.set_last_step_output")
+@pytest.mark.shows("MultiStepContext.set_non_tensor_output")
+@pytest.mark.shows("MultiStepContext.last_step_outputs")
+@pytest.mark.shows("MultiStepContext.non_tensor_outputs", "MultiStepContext.run_op")
 def test_steps_on_a_dataset(distribution):
     with distribution.scope():
         seen = zs.Variable(0.0, aggregation=SUM)

@@ -169,6 +169,7 @@ def test_a_batch_that_fits_is_one_piece_for_each_replica():
 # policies
 
 
+@pytest.mark.shows("tf.data.experimental.AutoShardPolicy.AUTO")
 @pytest.mark.parametrize(
     ("policy", "workers", "files", "meaning"),
     [

@@ -37,6 +37,7 @@ def test_jax_is_not_imported():
 # input context
 
 
+@pytest.mark.shows("v1 InputContext")
 def test_input_context_defaults_and_words():
     context = InputContext()
     assert (context.num_input_pipelines, context.input_pipeline_id) == (1, 0)
@@ -45,6 +46,7 @@ def test_input_context_defaults_and_words():
     assert "input pipeline id 2, total: 4" in told
 
 
+@pytest.mark.shows("InputContext.get_per_replica_batch_size")
 def test_per_replica_batch_size():
     context = InputContext(num_replicas_in_sync=2)
     assert context.get_per_replica_batch_size(12) == 6
@@ -55,6 +57,7 @@ def test_per_replica_batch_size():
 # sources
 
 
+@pytest.mark.shows("tf.data.Dataset.range")
 @pytest.mark.parametrize("args", [(5,), (2, 7), (7, 1, -2), (0,), (3, 3)])
 def test_range(args):
     dataset = Dataset.range(*args)
@@ -68,6 +71,7 @@ class Pair(NamedTuple):
     y: np.ndarray
 
 
+@pytest.mark.shows("tf.data.Dataset.from_tensor_slices")
 def test_slices_of_nested_structures():
     images, labels = np.arange(12.0).reshape(3, 2, 2), np.array([5, 6, 7])
     tree = {"a": images, "b": (labels, Pair(labels, images)), "c": [1, 2, 3]}
@@ -172,6 +176,7 @@ def test_generator_error_passes():
 # transformations
 
 
+@pytest.mark.shows("tf.data.Dataset.batch", "Dataset.batch(drop_remainder=)")
 def test_batch_stacks_and_keeps_or_drops_the_rest():
     dataset = Dataset.from_tensor_slices((np.arange(7), np.arange(14.0).reshape(7, 2)))
     kept, dropped = list(dataset.batch(3)), list(dataset.batch(3, drop_remainder=True))
@@ -202,6 +207,7 @@ def test_batch_of_unlike_elements(elements, words):
         list(Dataset.from_generator(lambda: elements).batch(2))
 
 
+@pytest.mark.shows("tf.data.Dataset.repeat")
 def test_repeat():
     dataset = Dataset.range(3)
     assert numbers(dataset.repeat(2)) == [0, 1, 2, 0, 1, 2]
@@ -214,6 +220,7 @@ def test_repeat():
     assert dataset.repeat()  # nevertheless true
 
 
+@pytest.mark.shows("tf.data.Dataset.shuffle")
 @given(size=st.integers(0, 40), buffer=st.integers(1, 50), seed=st.integers(0, 99))
 def test_shuffle_is_a_permutation_within_its_buffer(size, buffer, seed):
     order = numbers(Dataset.range(size).shuffle(buffer, seed))
@@ -251,6 +258,7 @@ def test_shards_part_the_elements(size, shards):
     assert sum(len(p) for p in parts) == size
 
 
+@pytest.mark.shows("tf.data.Dataset")
 @given(
     size=st.integers(0, 20),
     steps=st.lists(
@@ -356,6 +364,7 @@ def join_prefetchers():
     return not prefetchers()
 
 
+@pytest.mark.shows("tf.data.Dataset.prefetch")
 def test_prefetch_is_bounded_and_in_order():
     made, room = [], threading.Semaphore(0)
 

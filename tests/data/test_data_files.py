@@ -24,6 +24,7 @@ def text_files(folder, *contents):
 # text
 
 
+@pytest.mark.shows("tf.data.TextLineDataset")
 def test_lines_come_without_their_ends(tmp_path):
     paths = text_files(tmp_path, b"one\ntwo\r\n\nthree", b"", b"four\n")
     dataset = Dataset.from_text_lines(paths)
@@ -137,6 +138,7 @@ def write_tfrecords(path, records):
         )
 
 
+@pytest.mark.shows("tf.data.TFRecordDataset")
 def test_tfrecords_are_read_by_grain(tmp_path):
     pytest.importorskip("grain", reason="grain is not installed")
     write_tfrecords(tmp_path / "a", [b"one\0\0", b""])

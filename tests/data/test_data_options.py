@@ -26,6 +26,8 @@ def test_the_values_are_those_of_tensorflow():
     assert experimental.SHARD_HINT == SHARD_HINT == -1
 
 
+@pytest.mark.shows("tf.data.experimental.DistributeOptions")
+@pytest.mark.shows("tf.data.experimental.DistributeOptions.auto_shard_policy")
 def test_a_user_sets_the_policy_as_in_tensorflow():
     options = Options()
     assert options.experimental_distribute.auto_shard_policy is AutoShardPolicy.AUTO

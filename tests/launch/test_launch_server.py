@@ -18,6 +18,7 @@ ONE = {"ps": ["127.0.0.1:0"]}
 TWO = {"ps": ["127.0.0.1:1", "127.0.0.1:2"], "worker": ["127.0.0.1:3"]}
 
 
+@pytest.mark.shows("tf.distribute.Server", "Server.join")
 def test_serves_until_it_is_stopped():
     with Server(ONE) as server:
         assert server.target.startswith("tcp://127.0.0.1:")
@@ -44,6 +45,7 @@ def test_starts_later():
     server.stop()
 
 
+@pytest.mark.shows("Server")
 def test_local_server_is_a_worker():
     server = Server.create_local_server()
     assert (server.server_def.job_name, server.server_def.task_index) == ("worker", 0)
@@ -81,6 +83,7 @@ def definition(*args, **kwargs):
     return Server(*args, **kwargs, start=False).server_def
 
 
+@pytest.mark.shows("Server(job_name=, task_index=, protocol=)")
 def test_which_task():
     assert definition(TWO, "ps", 1).address == "127.0.0.1:2"
     assert definition(TWO, "worker").task_index == 0

@@ -26,6 +26,7 @@ def worker_run(function, *args, **kwargs):
     return zs.rebuild(result.layout.structure, result.leaves, treedef), result.updates
 
 
+@pytest.mark.shows("tf.function")
 def test_each_variable_is_one_read_and_updates_keep_their_order(home):
     v, w = home.variable([1.0, 2.0], "v"), home.variable([5.0, 6.0], "w")
 

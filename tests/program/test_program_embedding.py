@@ -62,6 +62,7 @@ def test_rows_come_in_the_order_of_their_ids(home, kind):
     np.testing.assert_array_equal(rows, TABLE[IDS])
 
 
+@pytest.mark.shows("tf.nn.embedding_lookup")
 def test_what_is_not_asked_for_does_not_travel(home):
     dealt = [home.variable(TABLE[n::3], f"d{n}") for n in range(3)]
     zs.function(lambda i: zs.embedding_lookup(dealt, i, partition_strategy="mod"))(IDS)

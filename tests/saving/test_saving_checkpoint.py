@@ -47,6 +47,7 @@ class Net(Module):
         return [np.asarray(v.numpy()).tolist() for v in self.variables]
 
 
+@pytest.mark.shows("tf.train.Checkpoint", "Checkpoint.restore")
 def test_what_was_saved_is_restored(tmp_path):
     net = Net(3.0)
     path = Checkpoint(net=net).save(tmp_path / "ckpt")

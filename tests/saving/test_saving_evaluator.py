@@ -50,6 +50,7 @@ def save(training, number):
     return manager.save()
 
 
+@pytest.mark.shows("the evaluator task")
 def test_each_new_checkpoint_is_evaluated_once(training, tmp_path):
     w, seen = Variable(np.zeros(3, "f4")), Memory()
 
@@ -176,6 +177,7 @@ def model():
     return {"emb": table, "a/b": [Variable(3.0)]}, rows
 
 
+@pytest.mark.shows("tf.saved_model.save", "ShardedVariable, saved as one variable")
 def test_one_plain_file(model, tmp_path):
     tree, rows = model
     live = export_safetensors(tree, tmp_path / "live.safetensors")

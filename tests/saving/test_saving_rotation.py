@@ -54,6 +54,7 @@ def folders(path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if each.is_dir())
 
 
+@pytest.mark.shows("tf.train.CheckpointManager", "CheckpointManager(max_to_keep=)")
 def test_the_newest_are_kept(checkpoint, tmp_path):
     manager = CheckpointManager(checkpoint, tmp_path / "a" / "b", 2)
     assert (manager.latest_checkpoint, manager.checkpoints) == (None, [])

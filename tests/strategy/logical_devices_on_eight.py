@@ -101,6 +101,7 @@ def test_what_is_replicated_is_whole_everywhere():
     assert "all-gather" in step.lower(X, W).compile().as_text()
 
 
+@pytest.mark.shows("TPUStrategy.experimental_assign_to_logical_device")
 def test_what_is_assigned_is_there_and_its_number_in_the_program():
     devices = logical(2, 4)
     step = mapped(devices, lambda x, w: devices.assigned(x @ w, 3))

@@ -41,6 +41,8 @@ def other(make_cluster):
     return make_cluster().strategy
 
 
+@pytest.mark.shows("get_replica_context", "get_strategy", "has_strategy")
+@pytest.mark.shows("in_cross_replica_context")
 def test_the_states_of_a_program(strategy):
     seen = [state()]
     with strategy.scope() as entered:
@@ -56,6 +58,7 @@ def test_the_states_of_a_program(strategy):
     assert seen == [OUTSIDE, CROSS, REPLICA, CROSS, OUTSIDE, REPLICA, OUTSIDE]
 
 
+@pytest.mark.shows("ReplicaContext")
 def test_the_replica_context_of_one_replica(strategy):
     def replica_fn():
         context = get_replica_context()
@@ -173,6 +176,7 @@ async def test_tasks_have_their_own_context(strategy, other):
     assert state() == OUTSIDE
 
 
+@pytest.mark.shows("the default strategy")
 def test_the_default_strategy(strategy):
     default = get_strategy()
     assert default.num_replicas_in_sync == 1

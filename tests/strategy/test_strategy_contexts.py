@@ -47,6 +47,7 @@ def where():
     return in_cross_replica_context(), get_replica_context(), get_update_replica_id()
 
 
+@pytest.mark.shows("StrategyExtended.update")
 def test_update_is_a_cross_replica_context_that_knows_its_copy(strategy):
     with strategy.scope():
         v = zs.Variable(1.0)
@@ -100,6 +101,7 @@ def test_an_update_in_a_replica_function_is_made_once_for_all(strategy):
 # ---- current without a scope -------------------------------------------------------
 
 
+@pytest.mark.shows("experimental_set_strategy")
 def test_a_strategy_is_current_without_a_scope(installed):
     assert get_strategy() is installed
     assert has_strategy()
@@ -227,6 +229,7 @@ def test_strategies_are_not_copied_but_stand_for_themselves(strategy):
     assert copy.deepcopy({"s": strategy})["s"] is strategy
 
 
+@pytest.mark.shows("Strategy", "StrategyExtended")
 def test_the_default_strategy_has_the_whole_face():
     default = get_strategy()
     extended = default.extended
@@ -247,6 +250,7 @@ def test_the_default_strategy_has_the_whole_face():
     assert default.experimental_local_results(3) == (3,)
 
 
+@pytest.mark.shows("tf.distribute.RunOptions", "RunOptions", "get_loss_reduction")
 def test_options_and_the_reduction_of_losses():
     options = RunOptions()
     assert options.experimental_enable_dynamic_batch_size

@@ -18,6 +18,8 @@ OPS = [
 HERE = "/device:CPU:0"
 
 
+@pytest.mark.shows("CrossDeviceOps", "HierarchicalCopyAllReduce", "NcclAllReduce")
+@pytest.mark.shows("ReductionToOneDevice")
 @settings(deadline=None, max_examples=20)
 @given(
     st.sampled_from(OPS),

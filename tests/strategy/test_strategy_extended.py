@@ -27,6 +27,7 @@ def per_replica(strategy, *values):
 # ---- reduce_to ---------------------------------------------------------------------
 
 
+@pytest.mark.shows("tf.distribute.StrategyExtended.reduce_to")
 @pytest.mark.parametrize(("op", "wanted"), [("sum", [8.0, 12.0]), ("MEAN", [2.0, 3.0])])
 def test_the_values_of_the_replicas_are_reduced(four, op, wanted):
     values = per_replica(
@@ -38,6 +39,7 @@ def test_the_values_of_the_replicas_are_reduced(four, op, wanted):
             np.testing.assert_allclose(each, wanted)
 
 
+@pytest.mark.shows("tf.distribute.StrategyExtended.batch_reduce_to")
 def test_a_batch_keeps_its_order_and_its_structure(four):
     one = per_replica(four, *(np.float32(n) for n in range(4)))
     two = per_replica(four, *(np.full(3, n, np.int32) for n in range(4)))
@@ -183,6 +185,7 @@ def test_a_component_belongs_to_its_container(make_cluster):
     assert get_strategy().extended.value_container(whole) is whole
 
 
+@pytest.mark.shows("StrategyExtended.call_for_each_replica")
 def test_methods_for_all_replicas_are_refused_inside_of_one(four):
     extended = four.extended
     with four.scope():
@@ -250,6 +253,7 @@ def test_outputs_that_a_replica_hands_out_are_merged(strategy):
 # ---- what the first version had besides --------------------------------------------
 
 
+@pytest.mark.shows("Strategy.experimental_run")
 def test_methods_of_the_first_version(four, strategy):
     values = PerReplica((1, 2, 3, 4))
     assert four.unwrap(values) == [1, 2, 3, 4]

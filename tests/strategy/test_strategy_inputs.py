@@ -64,6 +64,7 @@ def test_the_example_of_the_documentation(two):
     assert all(isinstance(each, PerReplica) for each in result)
 
 
+@pytest.mark.shows("iter(DistributedDataset), next(iterator)")
 def test_a_step_draws_what_a_loop_does(two):
     dataset = Dataset.from_tensor_slices({"x": np.arange(8, dtype=np.float32)}).batch(4)
     iterator = iter(two.experimental_distribute_dataset(dataset))
@@ -227,6 +228,7 @@ def test_an_empty_share_looks_like_the_others():
     assert values(per_replica(scalars)) == [0.0, 0.0]
 
 
+@pytest.mark.shows("tf.distribute.InputOptions")
 def test_elements_are_placed_unless_options_say_no():
     here = inputs(2, place=lambda share: "placed")
     dataset = Dataset.range(2).batch(2)
@@ -239,6 +241,7 @@ def test_elements_are_placed_unless_options_say_no():
 # functions
 
 
+@pytest.mark.shows("tf.distribute.InputContext")
 def test_a_function_is_told_which_pipeline_it_is_and_deals_in_turn():
     told = []
 
@@ -257,6 +260,7 @@ def test_elements_of_functions_need_no_rows():
     assert drawn(made) == [[0, 1], [2, 0]]  # TF, too, makes a scalar zero
 
 
+@pytest.mark.shows("InputReplicationMode")
 def test_one_function_for_each_replica():
     told = []
 
@@ -486,6 +490,7 @@ def test_a_step_takes_the_iterator_not_the_dataset(two):
         step()
 
 
+@pytest.mark.shows("tf.distribute.DistributedDataset")
 def test_nothing_is_added_to_a_distributed_dataset():
     distributed = inputs().of_dataset(Dataset.range(4).batch(2))
     for name in ("map", "batch", "shuffle", "prefetch", "with_options", "take"):
@@ -508,6 +513,7 @@ def spec(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+@pytest.mark.shows("DistributedDataset.element_spec")
 def test_the_element_spec_has_a_part_for_each_replica():
     data = {"x": np.zeros((6, 3), np.float32), "y": np.zeros(6, np.int64)}
     distributed = inputs().of_dataset(Dataset.from_tensor_slices(data).batch(4))

@@ -18,6 +18,7 @@ def strategy():
         strategy.close()
 
 
+@pytest.mark.shows("ParameterServerStrategy.experimental_distribute_dataset")
 def test_a_dataset_function_distributes_over_the_replicas_of_its_worker(strategy):
     coordinator = zs.ClusterCoordinator(strategy)
 

@@ -82,6 +82,7 @@ def test_a_dataset_function_distributes_on_its_worker(strategy):
     assert values(made) == [[[0], [1]], [[2], [3]]]
 
 
+@pytest.mark.shows("ParameterServerStrategy.distribute_datasets_from_function")
 @pytest.mark.usefixtures("on_a_worker")
 def test_functions_are_told_their_worker(strategy):
     def dataset_fn():

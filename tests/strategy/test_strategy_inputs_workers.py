@@ -87,6 +87,7 @@ def test_together_they_draw_every_row_once(total, size, workers, replicas):
 # files
 
 
+@pytest.mark.shows("tf.data.experimental.AutoShardPolicy")
 def test_each_worker_reads_files_of_its_own(tmp_path):
     dataset = Dataset.from_npy(files(tmp_path, [4, 4, 2])).batch(4)
     found = Lockstep(2, 1).run(lambda inputs: inputs.of_dataset(dataset))
@@ -162,6 +163,7 @@ def test_too_few_files_are_an_error_in_every_worker(tmp_path):
 # off and hints
 
 
+@pytest.mark.shows("tf.data.experimental.AutoShardPolicy.OFF")
 def test_without_sharding_every_worker_draws_all():
     dataset = opted(Dataset.range(7).batch(4), OFF)
     found = Lockstep(2, 1).run(lambda inputs: inputs.of_dataset(dataset))

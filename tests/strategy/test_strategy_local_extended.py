@@ -80,6 +80,7 @@ def test_a_batch_of_dense_and_sparse_values(strategy):
         assert plain(third) == {"x": [1, 1, 1]}
 
 
+@pytest.mark.shows("Mirrored values")
 def test_a_mirrored_value_stays_itself(strategy):
     with strategy.scope():
         v = zs.Variable(0.0)

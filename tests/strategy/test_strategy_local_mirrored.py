@@ -75,6 +75,7 @@ def test_what_is_no_device_is_refused(devices, words):
         zs.MirroredStrategy(devices)
 
 
+@pytest.mark.shows("MirroredStrategy")
 @pytest.mark.parametrize("as_step", [True, False], ids=["in a step", "by itself"])
 def test_training_is_that_of_the_whole_batch(eight, as_step):
     transformation = optax.adam(0.1)
@@ -106,6 +107,7 @@ def test_training_is_that_of_the_whole_batch(eight, as_step):
         assert step.trace_count == 1
 
 
+@pytest.mark.shows("PerReplica values")
 def test_values_per_replica_go_in_and_come_out_where_they_are(eight):
     given = eight._mesh.place_batch(X)
     result = eight.run(lambda x: (x * 2, x.sum()), args=(given,))

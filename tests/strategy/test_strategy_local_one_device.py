@@ -44,6 +44,7 @@ def expected(steps):
     return w, losses
 
 
+@pytest.mark.shows("experimental.CentralStorageStrategy")
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize(
     ("make", "where"),
@@ -81,6 +82,7 @@ def test_the_faces():
         zs.OneDeviceStrategy("TPU:0")
 
 
+@pytest.mark.shows("OneDeviceStrategy")
 def test_one_device_has_contexts_and_plain_values():
     one = zs.OneDeviceStrategy("CPU:3")
 

@@ -23,6 +23,7 @@ def replica_id():
     return zs.get_replica_context().replica_id_in_sync_group
 
 
+@pytest.mark.shows("ReplicaContext.merge_call")
 def test_the_seeds_example_of_merge_call(two):
     """3 plus the number of the replica; all get the sum and add their own."""
 

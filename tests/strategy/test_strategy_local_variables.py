@@ -220,6 +220,7 @@ def test_no_synchronization_is_refused(two):
 MERGED = [(A.SUM, 3), (A.MEAN, 1.5), (A.ONLY_FIRST_REPLICA, 1)]
 
 
+@pytest.mark.shows("VariableSynchronization.ON_READ")
 @pytest.mark.parametrize(("aggregation", "merged"), MERGED)
 def test_on_read_merges_when_it_is_read(two, run, aggregation, merged):
     v = variable(two, 0.0, aggregation, S.ON_READ)

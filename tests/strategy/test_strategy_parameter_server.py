@@ -144,6 +144,8 @@ def refuse_to_connect(spec, settings):
     raise AssertionError("connected although an argument is wrong")
 
 
+@pytest.mark.shows("ParameterServerStrategy.extended")
+@pytest.mark.shows("ParameterServerStrategy.num_replicas_in_sync")
 def test_the_face_of_the_strategy(make_cluster):
     fake = make_cluster(ps=3, workers=5)
     strategy = fake.strategy
@@ -161,6 +163,7 @@ def test_the_face_of_the_strategy(make_cluster):
     assert copy.deepcopy(strategy) is strategy
 
 
+@pytest.mark.shows("ParameterServerStrategy.scope", "Variable.device")
 def test_variables_go_round_the_ps_in_order_of_creation(make_cluster):
     strategy = make_cluster(ps=3).strategy
     v1 = zv.Variable(0.0)
@@ -191,6 +194,7 @@ def test_a_tree_is_created_in_one_request(cluster):
     }
 
 
+@pytest.mark.shows("StrategyExtended.colocate_vars_with")
 def test_colocation_does_not_move_the_others(make_cluster):
     strategy = make_cluster(ps=3).strategy
     with strategy.scope():

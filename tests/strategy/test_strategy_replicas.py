@@ -64,6 +64,7 @@ def test_the_face_of_several_replicas(four):
     assert four.strategy.extended.worker_devices == names
 
 
+@pytest.mark.shows("ParameterServerStrategy.run")
 def test_training_on_replicas_is_training_on_the_whole_batch(four):
     strategy = four.strategy
     with strategy.scope():
@@ -222,6 +223,7 @@ AGGREGATIONS = [
 ]
 
 
+@pytest.mark.shows("tf.Variable(aggregation=)")
 @pytest.mark.parametrize(("aggregation", "expected"), AGGREGATIONS)
 def test_updates_follow_the_aggregation_and_happen_once(four, aggregation, expected):
     strategy = four.strategy

@@ -47,12 +47,14 @@ def test_reduce_and_gather_are_numpys_on_all_the_rows(three, data):
     np.testing.assert_allclose(mean, whole.mean(axis), rtol=1e-12)
 
 
+@pytest.mark.shows("reduce(reduce_op=)", "ReduceOp")
 @pytest.mark.parametrize("op", ["sum", "Sum", "SUM", ReduceOp.SUM])
 def test_the_operation_is_an_enum_or_a_name_in_any_case(three, op):
     value = PerReplica((1.0, 2.0, 4.0))
     assert three.reduce(op, value, axis=None) == 7.0
 
 
+@pytest.mark.shows("ParameterServerStrategy.reduce", "reduce(axis=)")
 def test_the_seeds_example_of_axis(make_cluster):
     two = make_cluster(devices=2).strategy
     value = PerReplica((np.arange(4), np.arange(4, 8)))
@@ -127,6 +129,7 @@ def test_slices_are_joined(three):
         three.gather(PerReplica(parts), 0)
 
 
+@pytest.mark.shows("ParameterServerStrategy.gather")
 def test_the_seeds_examples_of_gather(make_cluster):
     four = make_cluster(devices=4).strategy
     single = np.arange(6).reshape(1, 2, 3)
@@ -136,6 +139,7 @@ def test_the_seeds_examples_of_gather(make_cluster):
         np.testing.assert_array_equal(gathered, np.concatenate([single] * 4, axis))
 
 
+@pytest.mark.shows("gather(axis=)")
 def test_gather_refuses_what_does_not_fit(three, one):
     with pytest.raises(ValueError, match="rank of at least 1"):
         three.gather(PerReplica((1, 2, 3)), 0)
@@ -151,6 +155,7 @@ def test_gather_refuses_what_does_not_fit(three, one):
     np.testing.assert_array_equal(get_strategy().gather(np.ones((2, 1)), 0), [[1], [1]])
 
 
+@pytest.mark.shows("ParameterServerStrategy.experimental_local_results")
 def test_local_results(three):
     value = PerReplica((1, 2, 3))
     assert three.experimental_local_results(value) == (1, 2, 3)
@@ -159,6 +164,9 @@ def test_local_results(three):
     assert three.experimental_local_results({"a": 1}) == ({"a": 1},)
 
 
+@pytest.mark.shows(
+    "ParameterServerStrategy.experimental_distribute_values_from_function"
+)
 def test_values_from_a_function_are_always_wrapped(three, one):
     array = np.array([3.0, 2.0, 1.0])
     value = three.experimental_distribute_values_from_function(

@@ -65,6 +65,8 @@ def whole(strategy, value):
 # ---- the face --------------------------------------------------------------------
 
 
+@pytest.mark.shows("TPUStrategy.cluster_resolver", "TPUStrategy.extended")
+@pytest.mark.shows("TPUStrategy.num_replicas_in_sync")
 def test_each_core_is_a_replica(resolver):
     strategy = zs.TPUStrategy(resolver)
     assert strategy.num_replicas_in_sync == 8
@@ -79,12 +81,14 @@ def test_each_core_is_a_replica(resolver):
     assert "8 replicas of 1" in repr(strategy)
 
 
+@pytest.mark.shows("TPUStrategy(tpu_cluster_resolver=)")
 def test_without_arguments_it_is_the_tpu_of_this_machine():
     strategy = zs.TPUStrategy()
     assert isinstance(strategy.cluster_resolver, TPUClusterResolver)
     assert strategy.cluster_resolver.cluster_spec() == ClusterSpec({})
 
 
+@pytest.mark.shows("TPUStrategy(experimental_device_assignment=)")
 def test_replicas_of_a_device_assignment(make):
     strategy = make([1, 1, 1, 2], 3)
     assert strategy.num_replicas_in_sync == 3
@@ -93,6 +97,7 @@ def test_replicas_of_a_device_assignment(make):
     assert "3 replicas of 2" in repr(strategy)
 
 
+@pytest.mark.shows("StrategyExtended.worker_devices")
 def test_the_devices_of_a_logical_device(make):
     """Cores of a chip are neighbours in the order of ids; replicas go along y, then
     along z: the cores of a mesh of 1x2x2x2 by hand, in a ring of chips."""
@@ -137,6 +142,7 @@ def test_an_assignment_of_another_system(resolver):
 # ---- annotations ---------------------------------------------------------------
 
 
+@pytest.mark.shows("TPUStrategy.experimental_assign_to_logical_device")
 def test_the_seeds_addition_on_logical_device_0(make):
     strategy = make([1, 1, 1, 2], 1)
 
@@ -162,6 +168,7 @@ def test_the_same_with_four_replicas(make):
     np.testing.assert_allclose(whole(strategy, result), X + X)
 
 
+@pytest.mark.shows("TPUStrategy.experimental_split_to_logical_devices")
 @pytest.mark.parametrize("spmd", [False, True])
 def test_the_seeds_image_split_over_eight(make, spmd):
     strategy = make([1, 2, 2, 2], 1, experimental_spmd_xla_partitioning=spmd)
@@ -199,6 +206,7 @@ def test_the_seeds_replicate_example_as_written_splits_over_too_few(make):
         strategy.run(step_fn, args=(on_replicas(strategy, images),))
 
 
+@pytest.mark.shows("TPUStrategy.experimental_replicate_to_logical_devices")
 def test_split_images_and_replicated_labels(make):
     """The replicate example with a split that fits: its loss is that of the whole."""
     strategy = make([1, 1, 1, 2], 4)
@@ -218,6 +226,8 @@ def test_split_images_and_replicated_labels(make):
     np.testing.assert_allclose(loss, np.mean((Y - np.tanh(X @ W)) ** 2), rtol=1e-5)
 
 
+@pytest.mark.shows("experimental_assign_to_logical_device(logical_device_id=)")
+@pytest.mark.shows("experimental_split_to_logical_devices(partition_dimensions=)")
 def test_the_checks_of_annotations_and_their_order(make):
     strategy = make([1, 1, 1, 2], 4)
     x = np.zeros((3, 4), np.float32)
@@ -238,6 +248,7 @@ def test_the_checks_of_annotations_and_their_order(make):
         with_one.experimental_assign_to_logical_device(x, 1)
 
 
+@pytest.mark.shows("TPUStrategy(experimental_spmd_xla_partitioning=)")
 def test_nothing_is_assigned_in_spmd_mode(make):
     strategy = make([1, 1, 1, 2], 4, experimental_spmd_xla_partitioning=True)
     with pytest.raises(ValueError, match="Cannot assign a tensor to a logical device"):
@@ -260,6 +271,7 @@ def test_a_split_result_lies_in_tiles_on_its_replica(make):
     np.testing.assert_allclose(shards[first], X[:2, :3] * 2)
 
 
+@pytest.mark.shows("TPUStrategy.experimental_local_results")
 def test_a_value_of_a_replica_is_the_view_that_its_logical_device_0_has(make):
     strategy = make([1, 1, 1, 2], 4)
 
@@ -309,6 +321,7 @@ def test_replicas_on_devices_of_other_processes_are_refused():
 # ---- run -------------------------------------------------------------------------
 
 
+@pytest.mark.shows("TPUStrategy.run")
 def test_the_seeds_run(resolver):
     strategy = zs.TPUStrategy(resolver)
 
@@ -478,6 +491,7 @@ def test_training_is_training_on_one_device(make, shape, replicas):
     np.testing.assert_allclose(w, value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.shows("TPUStrategy.scope")
 def test_a_variable_is_whole_on_every_core(make):
     strategy = make([1, 1, 1, 2], 4)
     with strategy.scope():
@@ -591,6 +605,7 @@ def test_a_step_of_its_own_returns_what_programs_return(make):
         strategy.run(step_fn)
 
 
+@pytest.mark.shows("experimental.TPUStrategy")
 def test_the_strategy_of_the_first_version(make):
     strategy = zs.compat.v1.distribute.experimental.TPUStrategy(steps_per_run=2)
     assert isinstance(strategy, zs.TPUStrategy)
@@ -623,6 +638,9 @@ def rows_fn(context):
     return rows.repeat().batch(1, drop_remainder=True)
 
 
+@pytest.mark.shows("tf.distribute.TPUStrategy")
+@pytest.mark.shows("TPUStrategy.distribute_datasets_from_function", "tape.gradient")
+@pytest.mark.shows("optimizer.apply_gradients")
 def test_the_seeds_training_loop(resolver):
     """Every replica draws a row of its own: four times each of two."""
     strategy = zs.TPUStrategy(resolver)
@@ -668,6 +686,7 @@ def test_a_step_outside_of_a_step_draws_from_a_distributed_dataset(make):
     )
 
 
+@pytest.mark.shows("TPUStrategy.experimental_distribute_dataset")
 def test_batches_that_are_too_short_for_all_replicas_end_the_data(make):
     """Shapes are static: of ten rows in batches of eight the last two are left out."""
     strategy = make([1, 1, 1, 2], 4)
@@ -681,6 +700,7 @@ def test_batches_that_are_too_short_for_all_replicas_end_the_data(make):
     np.testing.assert_array_equal(np.concatenate(found), 2 * rows[:8])
 
 
+@pytest.mark.shows("TPUStrategy.experimental_distribute_values_from_function")
 def test_values_that_were_placed_by_hand(resolver):
     """The seed's fourth example of distributed values."""
     strategy = zs.TPUStrategy(resolver)

@@ -66,6 +66,7 @@ def spec(local):
     return {"ps": ps, "worker": ["localhost:1", "localhost:2"]}
 
 
+@pytest.mark.shows("tf.contrib.distribute.ParameterServerStrategy")
 def test_programs_of_several_towers_train_the_same_variables(spec):
     programs = [
         subprocess.Popen(
@@ -90,6 +91,7 @@ def test_programs_of_several_towers_train_the_same_variables(spec):
             each.communicate()
 
 
+@pytest.mark.shows("configure", "configure(session_config=)")
 def test_a_strategy_joins_a_cluster_once(spec):
     distribution = distribute.ParameterServerStrategy()
     config = distribute.SessionConfig(["/job:other"])

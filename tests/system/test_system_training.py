@@ -164,6 +164,7 @@ def test_training_equals_plain_optax_on_one_worker():
         strategy.close()
 
 
+@pytest.mark.shows("ClusterCoordinator.create_per_worker_dataset")
 def test_each_worker_has_its_own_dataset(coordinator):
     def dataset(context):
         me, count = context.input_pipeline_id, context.num_input_pipelines

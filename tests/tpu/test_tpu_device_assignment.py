@@ -39,6 +39,7 @@ def assignment():
     )
 
 
+@pytest.mark.shows("tf.tpu.experimental.DeviceAssignment")
 def test_what_it_says(assignment):
     assert (assignment.num_replicas, assignment.num_cores_per_replica) == (2, 2)
     assert assignment.core_assignment.shape == (2, 2, 4)
@@ -154,6 +155,7 @@ def test_both_cores_of_a_chip_go_before_another_chip():
     assert cores(found) == ["0000", "0001", "1000", "1001"]
 
 
+@pytest.mark.shows("tf.tpu.experimental.DeviceAssignment.build")
 def test_replicas_go_by_core_then_x_then_y():
     found = DeviceAssignment.build(whole([2, 2, 1, 2]), num_replicas=8)
     assert cores(found) == [
@@ -168,6 +170,7 @@ def test_replicas_go_by_core_then_x_then_y():
     ]
 
 
+@pytest.mark.shows("DeviceAssignment.build(computation_shape=, num_replicas=)")
 def test_cores_of_a_replica_row_by_row():
     found = DeviceAssignment.build(
         whole([2, 2, 1, 2]),

@@ -42,6 +42,7 @@ def test_the_devices_of_this_process():
     assert topology.device_coordinates[0, :, 3].tolist() == list(range(count))
 
 
+@pytest.mark.shows("tf.tpu.experimental.initialize_tpu_system")
 def test_cpus_are_laid_into_a_mesh_of_any_shape(of):
     cpus = [stand_in(n, platform="cpu") for n in range(8)]
     assert of(cpus).mesh_shape.tolist() == [1, 1, 1, 8]
@@ -103,6 +104,7 @@ def test_connecting_to_this_host():
     assert zs.experimental_connect_to_cluster(ClusterSpec({"worker": ["a:1"]})) is None
 
 
+@pytest.mark.shows("tf.config.experimental_connect_to_cluster")
 def test_connecting_to_several_hosts_is_up_to_jax():
     spec = ClusterSpec({"worker": ["a:1", "b:1"]})
     words = r"has 2 tasks, and 1 process.*jax.distributed.initialize\(.*num_processes=2"

@@ -45,6 +45,7 @@ def test_what_it_says(topology):
     assert topology.missing_devices.shape == (0, 4)
 
 
+@pytest.mark.shows("the topology that it returns")
 def test_what_is_where(topology):
     for task, row in enumerate(COORDINATES):
         for device, place in enumerate(row):

@@ -20,6 +20,9 @@ F32 = np.dtype(np.float32)
 
 
 # The numbers are those of TensorFlow's own documentation and tests.
+@pytest.mark.shows("tf.distribute.experimental.partitioners.Partitioner")
+@pytest.mark.shows("tf.distribute.experimental.partitioners.FixedShardsPartitioner")
+@pytest.mark.shows("tf.distribute.experimental.partitioners.MaxSizePartitioner")
 @pytest.mark.parametrize(
     ("partitioner", "shape", "dtype", "parts"),
     [

@@ -47,6 +47,7 @@ class Model(zv.Module):
         self.size = 3
 
 
+@pytest.mark.shows("Model.trainable_variables")
 def test_a_module_collects_what_is_in_its_attributes():
     dense, model = Dense(), Model()
     assert [v.name for v in dense.variables] == ["b", "frozen", "w"]
@@ -56,6 +57,7 @@ def test_a_module_collects_what_is_in_its_attributes():
     assert (dense.name, model.name) == ("dense", "model")
 
 
+@pytest.mark.shows("tf.IndexedSlices")
 def test_slices_are_pytree_nodes_that_add_up():
     slices = zv.IndexedSlices(jnp.ones((3, 2)), jnp.array([0, 2, 0]), (3, 2))
     assert len(jax.tree.leaves(slices)) == 2

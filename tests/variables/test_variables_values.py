@@ -15,6 +15,7 @@ import zstrat.variables as zv
 from zstrat.wire import DTYPES, UpdateOp
 
 
+@pytest.mark.shows("tf.Variable(initial_value=)")
 def test_python_values_get_tf_dtypes_and_arrays_keep_theirs():
     dtypes = {
         zv.Variable(v).dtype.name for v in (1.0, [1.0, 2.0], np.float32(1), jnp.ones(2))
@@ -109,6 +110,7 @@ def test_the_initial_array_is_copied():
     np.testing.assert_array_equal(variable.numpy(), [0.0, 0.0])
 
 
+@pytest.mark.shows("tf.Variable")
 def test_updates_return_the_variable():
     variable = zv.Variable([1.0, 2.0])
     assert variable.assign([3.0, 4.0], read_value=False) is variable
@@ -264,6 +266,7 @@ async def test_blocking_methods_work_under_a_running_loop():
     assert asyncio.get_running_loop().is_running()
 
 
+@pytest.mark.shows("Variable.name")
 def test_names_devices_and_flags():
     variable = zv.Variable([1.0, 2.0], name="w", trainable=False)
     assert (variable.name, variable.shape, variable.ndim, variable.size) == (
