@@ -53,6 +53,17 @@ def test_the_example_of_merge_calls(distribution, capsys):
     assert capsys.readouterr().out == "[10, 11]\n"
 
 
+@pytest.mark.shows("tf.get_variable")
+def test_a_variable_that_towers_create_is_one_for_all(distribution):
+    def fn():
+        return zs.Variable(2.0, name="w")
+
+    with distribution.scope():
+        (created,) = distribution.unwrap(distribution.call_for_each_tower(fn))
+    assert isinstance(created, zs.Variable)
+    assert (created.name, created.numpy()) == ("w", 2.0)
+
+
 @pytest.mark.shows("colocate_vars_with", "update")
 def test_the_example_of_colocation_and_update(distribution):
     seen = []

@@ -219,7 +219,7 @@ def test_numbers_that_change_become_inputs(two):
         assert two.run(shaped, (1.0, n)).whole.shape == (2 * n,)
 
 
-def test_the_seeds_example_of_reduce(two):
+def test_tensorflows_example_of_reduce(two):
     def step_fn():
         return jnp.asarray(zs.get_replica_context().replica_id_in_sync_group)
 
@@ -229,7 +229,7 @@ def test_the_seeds_example_of_reduce(two):
     assert two.reduce("SUM", per_replica, axis=None) == 1
 
 
-def test_the_seeds_examples_of_gather():
+def test_tensorflows_examples_of_gather():
     four = zs.MirroredStrategy([f"CPU:{n}" for n in range(4)])
     single = np.arange(6).reshape(1, 2, 3)
     values = four.experimental_distribute_values_from_function(lambda _: single)
@@ -249,7 +249,7 @@ def test_the_seeds_examples_of_gather():
     np.testing.assert_array_equal(two.gather(values, 0), [[1], [2], [1], [2]])
 
 
-def test_the_seeds_examples_of_values_from_a_function(two):
+def test_tensorflows_examples_of_values_from_a_function(two):
     def local(value_fn):
         return two.experimental_local_results(
             two.experimental_distribute_values_from_function(value_fn)

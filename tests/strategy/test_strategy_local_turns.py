@@ -24,7 +24,7 @@ def replica_id():
 
 
 @pytest.mark.shows("ReplicaContext.merge_call")
-def test_the_seeds_example_of_merge_call(two):
+def test_tensorflows_example_of_merge_call(two):
     """3 plus the number of the replica; all get the sum and add their own."""
 
     def merge_fn(strategy, three_plus_id):

@@ -55,7 +55,7 @@ def test_the_operation_is_an_enum_or_a_name_in_any_case(three, op):
 
 
 @pytest.mark.shows("ParameterServerStrategy.reduce", "reduce(axis=)")
-def test_the_seeds_example_of_axis(make_cluster):
+def test_tensorflows_example_of_axis(make_cluster):
     two = make_cluster(devices=2).strategy
     value = PerReplica((np.arange(4), np.arange(4, 8)))
     np.testing.assert_array_equal(two.reduce("sum", value, None), [4, 6, 8, 10])
@@ -130,7 +130,7 @@ def test_slices_are_joined(three):
 
 
 @pytest.mark.shows("ParameterServerStrategy.gather")
-def test_the_seeds_examples_of_gather(make_cluster):
+def test_tensorflows_examples_of_gather(make_cluster):
     four = make_cluster(devices=4).strategy
     single = np.arange(6).reshape(1, 2, 3)
     value = PerReplica((single,) * 4)

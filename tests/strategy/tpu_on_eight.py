@@ -1,4 +1,4 @@
-"""TPUStrategy on eight devices: the seed's examples with jax in place of TensorFlow,
+"""TPUStrategy on eight devices: TensorFlow's examples with jax in place of it,
 its errors, and the same numbers as on one device."""
 
 import functools
@@ -30,7 +30,7 @@ def resolver():
 
 @pytest.fixture
 def make(resolver):
-    """The seed's first lines."""
+    """TensorFlow's first lines."""
 
     def make(
         computation_shape=None, num_replicas=1, mesh_shape=(1, 2, 2, 2), **options
@@ -143,7 +143,7 @@ def test_an_assignment_of_another_system(resolver):
 
 
 @pytest.mark.shows("TPUStrategy.experimental_assign_to_logical_device")
-def test_the_seeds_addition_on_logical_device_0(make):
+def test_tensorflows_addition_on_logical_device_0(make):
     strategy = make([1, 1, 1, 2], 1)
 
     @zs.function
@@ -170,7 +170,7 @@ def test_the_same_with_four_replicas(make):
 
 @pytest.mark.shows("TPUStrategy.experimental_split_to_logical_devices")
 @pytest.mark.parametrize("spmd", [False, True])
-def test_the_seeds_image_split_over_eight(make, spmd):
+def test_tensorflows_image_split_over_eight(make, spmd):
     strategy = make([1, 2, 2, 2], 1, experimental_spmd_xla_partitioning=spmd)
     images = RNG.normal(size=(2, 4, 8, 3)).astype(np.float32)
     kernel = RNG.normal(size=(3, 5)).astype(np.float32)
@@ -186,13 +186,13 @@ def test_the_seeds_image_split_over_eight(make, spmd):
     )
 
 
-def test_the_seeds_shape_does_not_fit_another_mesh(make):
+def test_tensorflows_shape_does_not_fit_another_mesh(make):
     words = r"computation footprint \[1, 2, 2, 2\] does not fit"
     with pytest.raises(ValueError, match=words):
         make([1, 2, 2, 2], 1, mesh_shape=(2, 2, 1, 2))
 
 
-def test_the_seeds_replicate_example_as_written_splits_over_too_few(make):
+def test_tensorflows_replicate_example_as_written_splits_over_too_few(make):
     """Over 8, with an assignment of two logical devices: it must raise."""
     strategy = make([1, 1, 1, 2], 4)
     images = np.zeros((4, 8, 8, 3), np.float32)
@@ -322,7 +322,7 @@ def test_replicas_on_devices_of_other_processes_are_refused():
 
 
 @pytest.mark.shows("TPUStrategy.run")
-def test_the_seeds_run(resolver):
+def test_tensorflows_run(resolver):
     strategy = zs.TPUStrategy(resolver)
 
     @zs.function
@@ -631,7 +631,7 @@ def test_a_resolver_of_hosts_without_a_tpu_is_no_obstacle():
 
 
 def rows_fn(context):
-    """The seed's two rows, again and again, one at a time."""
+    """TensorFlow's two rows, again and again, one at a time."""
     del context
     labels = np.array([[1], [0]], np.int32)
     rows = zs.data.Dataset.from_tensor_slices((X[:2, :5], labels))
@@ -641,7 +641,7 @@ def rows_fn(context):
 @pytest.mark.shows("tf.distribute.TPUStrategy")
 @pytest.mark.shows("TPUStrategy.distribute_datasets_from_function", "tape.gradient")
 @pytest.mark.shows("optimizer.apply_gradients")
-def test_the_seeds_training_loop(resolver):
+def test_tensorflows_training_loop(resolver):
     """Every replica draws a row of its own: four times each of two."""
     strategy = zs.TPUStrategy(resolver)
     start = RNG.normal(size=(5, 2)).astype(np.float32)
@@ -702,7 +702,7 @@ def test_batches_that_are_too_short_for_all_replicas_end_the_data(make):
 
 @pytest.mark.shows("TPUStrategy.experimental_distribute_values_from_function")
 def test_values_that_were_placed_by_hand(resolver):
-    """The seed's fourth example of distributed values."""
+    """TensorFlow's fourth example of distributed values."""
     strategy = zs.TPUStrategy(resolver)
     multiple_values = []
     for i in range(strategy.num_replicas_in_sync):

@@ -118,8 +118,8 @@ def test_extents_are_four_positive_integers(name, extents, words):
 
 
 def test_a_footprint_that_does_not_fit():
-    """The seed's example of eight logical devices does not fit a 2x2x1x2 mesh, and does
-    fit one of 1x2x2x2."""
+    """TensorFlow's example of eight logical devices does not fit a 2x2x1x2 mesh, and
+    does fit one of 1x2x2x2."""
     words = r"computation footprint \[1, 2, 2, 2\] does not fit in TPU topology shape"
     with pytest.raises(ValueError, match=words):
         DeviceAssignment.build(whole([2, 2, 1, 2]), [1, 2, 2, 2])

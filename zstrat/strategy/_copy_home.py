@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zstrat.program._copies import is_on_read
 from zstrat.variables import DeviceHome, apply, handle, next_key
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     home = variable.home
     if not isinstance(home, DeviceHome) or home.residence.copies == 1:
         return (variable,)
+    if home.residence.travels and not is_on_read(variable):
+        return (variable,)  # all replicas share it
     spec = variable.spec
     names = [spec.name]
     names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
