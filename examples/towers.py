@@ -150,7 +150,7 @@ def arguments():
     add("--servers", help="addresses of ps that run already, HOST:PORT,...")
     add("--ps", type=int, default=2, help="parameter servers to start here")
     add("--workers", type=int, default=2, help="workers to start here")
-    add("--towers", type=int, default=2, help="devices that each worker computes on")
+    add("--towers", type=int, default=2, help="of each worker, a device for each")
     add("--steps", type=int, default=800, help="of all workers together")
     add("--batch", type=int, default=32, help="images of a step, for each tower")
     add("--rate", type=float, default=0.1, help="of gradient descent")
