@@ -106,3 +106,27 @@ def test_without_a_cluster_a_configuration_stays_as_it_is(distribution):
     config = distribute.SessionConfig()
     distribution.configure(session_config=config)
     assert config == distribute.SessionConfig([], True)
+
+
+SCRIPT = """
+import numpy as np
+import zstrat as zs
+from zstrat.contrib import distribute
+
+rows = zs.data.Dataset.from_tensor_slices(np.arange(6.0, dtype=np.float32)).batch(2)
+distribution = distribute.ParameterServerStrategy()
+iterator = iter(distribution.distribute_dataset(lambda: rows))
+print(next(iterator).tolist())
+"""
+
+
+def test_a_script_that_ends_in_the_middle_of_a_pass_says_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[0.0, 1.0]\n", "")

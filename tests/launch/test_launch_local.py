@@ -25,6 +25,13 @@ def look(cluster, timeout=30):
     return run(observe(cluster.spec, Settings(), timeout))
 
 
+def test_a_cluster_without_workers():
+    with LocalCluster(2, 0) as cluster:
+        assert cluster.tasks == ("ps:0", "ps:1")
+        assert cluster.spec.jobs == ["ps"]
+        assert not [sight.problem for sight in look(cluster) if sight.problem]
+
+
 def wait_gone(pid, seconds=30):
     """Waits until the process has ended, without asking again and again."""
     try:
@@ -138,7 +145,7 @@ def test_daemons_that_are_not_ready_in_time():
     ("arguments", "words"),
     [
         ({"num_ps": 0}, "num_ps=0"),
-        ({"num_workers": 0}, "num_workers=0"),
+        ({"num_workers": -1}, "num_workers=-1: expected 0 or more"),
         ({"lane": "pigeon"}, "lane='pigeon'"),
         ({"logs": "nowhere"}, "logs='nowhere'"),
     ],

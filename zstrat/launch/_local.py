@@ -37,7 +37,8 @@ class LocalCluster:
             strategy = zs.ParameterServerStrategy(cluster.resolver)
 
     Args:
-        num_ps, num_workers: How many of each, at least one of each.
+        num_ps, num_workers: How many of each. No workers: for programs that train by
+            themselves, as with `BetweenGraphStrategy`.
         lane: How bodies and messages travel: "tcp" (loopback ports, open to every user
             of this machine), "ipc" (sockets in a folder that only this user can
             enter), "shm" (the same, and large bodies through shared memory) or "auto"
@@ -68,10 +69,10 @@ class LocalCluster:
         directory: str | os.PathLike[str] | None = None,
         settings: Settings | None = None,
     ) -> None:
-        if num_ps < 1 or num_workers < 1:
-            raise ValueError(
-                f"num_ps={num_ps}, num_workers={num_workers}: expected 1 or more"
-            )
+        if num_ps < 1:
+            raise ValueError(f"num_ps={num_ps}: expected 1 or more")
+        if num_workers < 0:
+            raise ValueError(f"num_workers={num_workers}: expected 0 or more")
         if logs not in ("files", "terminal"):
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
@@ -80,7 +81,7 @@ class LocalCluster:
         self.directory = nest.folder
         self._extra = () if worker_devices is None else virtual(worker_devices)
         daemons = told(self._settings, self.lane, env or {})
-        workers = {"NPROC": str(share(num_workers)), **daemons}
+        workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         self._children: dict[str, Child] = {}
         jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
         for job, count, variables in jobs:

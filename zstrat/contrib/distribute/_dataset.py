@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any, final
 
 from zstrat.program import StepIterator
 from zstrat.strategy import regroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable
 
 
 @final
@@ -22,7 +23,12 @@ class PerDeviceDataset:
         self._towers = towers
 
     def __iter__(self) -> PerDeviceIterator:
-        return PerDeviceIterator(self._elements(), name="a distributed dataset")
+        elements = self._elements()
+        made = PerDeviceIterator(elements, name="a distributed dataset")
+        # When the program ends at the latest: a pass that the interpreter ends while it
+        # takes itself down complains of what is gone already.
+        weakref.finalize(made, elements.close)
+        return made
 
     def make_one_shot_iterator(self) -> PerDeviceIterator:
         """`iter`, by its old name."""
@@ -32,7 +38,7 @@ class PerDeviceDataset:
         """`iter`: there is nothing to initialize."""
         return iter(self)
 
-    def _elements(self) -> Iterator[Any]:
+    def _elements(self) -> Generator[Any, None, None]:
         elements = iter(self._dataset_fn())
         if self._towers == 1:
             yield from elements
