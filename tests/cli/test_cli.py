@@ -22,6 +22,7 @@ from zstrat.cli._signals import endings
 from zstrat.cli._tables import lines, size, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
+from zstrat.errors import UnavailableError
 from zstrat.launch import LocalCluster, Sight
 
 
@@ -257,6 +258,34 @@ def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):
     assert sorted(named) == sorted((c, n) for c in calls for n in ("40", "400"))
     assert {rule.call for rule in read_choices(file).rules} == calls
     assert f"ZSTRAT_CHOICES={file}" in ran.output
+
+
+@pytest.mark.parametrize("name", ["", "no such folder/choices.toml"])
+def test_a_table_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path, monkeypatch, name
+):
+    def measure(*_):
+        raise AssertionError("it measures")
+
+    monkeypatch.setattr("zstrat.cli._bench.calibrate", measure)
+    ran = zstrat("bench", "collectives", "--calibrate", str(tmp_path / name))
+    assert (ran.exit_code, ran.exception.__class__) == (2, SystemExit), ran.output
+    assert str(tmp_path / name) in ran.output
+
+
+@pytest.mark.parametrize("before", [None, "mine"])
+def test_a_table_is_not_touched_before_it_was_measured(tmp_path, monkeypatch, before):
+    file = tmp_path / "choices.toml"
+    if before is not None:
+        file.write_text(before)
+
+    def measure(*_):
+        raise UnavailableError("a rank was lost")
+
+    monkeypatch.setattr("zstrat.cli._bench.calibrate", measure)
+    ran = zstrat("bench", "collectives", "--calibrate", str(file))
+    assert "a rank was lost" in ran.output
+    assert (file.read_text() if file.exists() else None) == before
 
 
 def test_bench_collectives_of_nonsense():

@@ -6,7 +6,9 @@ from collectives_groups import ranks_of
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import Group
+from zstrat.collectives import _traffic as traffic_module
 from zstrat.errors import (
+    BusyError,
     CancelledError,
     ClosedError,
     CollectiveTimeoutError,
@@ -70,6 +72,19 @@ def test_a_rank_that_does_not_call_is_named_to_all_others(trio):
         groups[2].all_reduce(np.ones(1000))
     with pytest.raises(UnavailableError, match=r"reform\(\)"):
         groups[2].all_reduce(np.ones(1000))
+
+
+def test_a_rank_that_is_sent_too_much_before_it_calls_says_what_to_do(
+    trio, monkeypatch
+):
+    monkeypatch.setattr(traffic_module, "EARLY", 2**20)
+    groups = trio.groups()
+    data = np.ones(2**20)
+    trio.outcomes(lambda group: group.broadcast(data), groups[:2])
+    assert groups[2]._work.generation._broken_flag.wait(10)
+    words = r"from rank [01] \(.*rank 2 \(.*keeps 1 MiB.*call barrier\(\) on all ranks"
+    with pytest.raises(BusyError, match=words):
+        groups[2].broadcast(data)
 
 
 def test_who_waits_for_the_guilty_is_not_guilty(trio):

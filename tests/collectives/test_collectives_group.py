@@ -14,6 +14,7 @@ from collectives_groups import ranks_of
 import zstrat as zs
 from zstrat.collectives import _invitation
 from zstrat.errors import ClosedError, InvalidArgumentError
+from zstrat.transport import ThreadBell
 
 UFUNCS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 DTYPES = ["float32", "float64", "float16", "bfloat16", "int8", "int32", "int64"]
@@ -202,6 +203,23 @@ def test_broadcast(on_all, root, count):
     data = [numbers(rank, "float32", count) for rank in range(3)]
     for result in on_all(lambda group: group.broadcast(data[group.rank], root)):
         equal(result, data[root])
+
+
+@pytest.mark.parametrize("count", [1, 10, 1_000_000])
+def test_what_the_root_changes_after_an_async_broadcast_shows_nowhere(on_all, count):
+    data = [np.full((2, count), rank, "f4") for rank in range(3)]
+
+    def call(group):
+        pending = group.broadcast_async(list(data[group.rank]), 1)
+        bell = ThreadBell()
+        if pending._enlist(bell):
+            bell.wait(10)
+        assert pending.done()
+        data[group.rank][...] = 7
+        return pending.result()
+
+    for result in on_all(call):
+        equal(np.stack(result), np.ones((2, count), "f4"))
 
 
 def test_broadcast_result_is_not_the_operand(on_all):

@@ -197,6 +197,25 @@ def test_what_does_not_fit_is_refused_with_the_name_and_both_sides(op, operands,
         check(op, operands, *MATRIX, "kernel")
 
 
+class Scarce(np.ndarray):
+    """Rows that can be taken once; then there is no memory."""
+
+    def __getitem__(self, at):
+        if self.taken:
+            raise MemoryError
+        self.taken = True
+        return np.asarray(self)[at]
+
+
+def test_a_division_that_runs_out_of_memory_has_changed_nothing():
+    value = np.array([100, 7, 100])
+    rows = np.array([2, 5, 5]).view(Scarce)
+    rows.taken = False
+    with pytest.raises(MemoryError):
+        compute(UpdateOp.SCATTER_DIV, value, (np.array([0, 0, 2]), rows), value)
+    assert value.tolist() == [100, 7, 100]
+
+
 def test_scalars_have_no_rows_and_integers_no_zero_divisor():
     with pytest.raises(InvalidArgumentError, match="a variable that has rows"):
         check(

@@ -26,6 +26,7 @@ from zstrat.ps import PsService, Ref
 from zstrat.ps import _disk as disk_module
 from zstrat.ps import _snapshot as snapshot_module
 from zstrat.ps import _snapshot_service as service_module
+from zstrat.ps._pins import Pin
 from zstrat.wire import (
     CreateOptimizer,
     Job,
@@ -97,6 +98,27 @@ async def test_a_pin_keeps_rows_while_rows_are_trained(rig):
     trace = np.zeros((50, 4), "f4")
     trace[indices] = 1
     np.testing.assert_array_equal(await rig.bytes_of(pinned[1]), trace)
+
+
+async def test_requests_come_between_the_pieces_of_a_large_tensor(rig, monkeypatch):
+    monkeypatch.setattr(service_module, "PIECE", 64, raising=False)
+    value = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
+    table = await rig.create(0, 1, value)
+    (pinned,) = await rig.client.pin(1, [table], [])
+    copy, updates, sizes = Pin.copy, [], []
+
+    def spied(pin, start, out):
+        sizes.append(len(out))
+        copy(pin, start, out)
+        change = np.array([len(sizes) % 50]), np.ones((1, 4), "f4")
+        update = rig.update(table, UpdateOp.SCATTER_ADD, *change)
+        updates.append(asyncio.create_task(update))
+
+    monkeypatch.setattr(Pin, "copy", spied)
+    np.testing.assert_array_equal(await rig.bytes_of(pinned), value)
+    assert sizes == [64] * 12 + [32]
+    assert updates[0].done()
+    await asyncio.gather(*updates)
 
 
 async def test_thousands_of_tensors_are_described_in_several_answers(rig, monkeypatch):

@@ -279,11 +279,24 @@ def test_nan_is_a_value(store):
     assert np.isnan(store.read([Read(3, -1)])[1][0]).all()
 
 
-def test_a_step_below_the_low_water_mark_is_a_duplicate_even_of_its_own(store):
-    late = push((2, UpdateOp.ADD, (filled(2, 1),)), step=4, low_water=5)
-    assert not store.push(late).applied
-    assert not store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=3)).applied
-    assert store.push(push((2, UpdateOp.ADD, (filled(2, 1),)), step=5)).applied
+def test_a_step_below_the_low_water_mark_is_a_duplicate(store):
+    add = 2, UpdateOp.ADD, (filled(2, 1),)
+    assert store.push(push(add, step=5, low_water=5)).applied
+    assert not store.push(push(add, step=4)).applied
+    assert not store.push(push(add, step=4, low_water=3)).applied
+    assert store.push(push(add, step=6, low_water=5)).applied
+
+
+@pytest.mark.parametrize("step", [-1, 4])
+def test_a_mark_above_the_step_of_its_push_is_refused_and_not_believed(store, step):
+    """It would have the pushes of everybody else counted as duplicates."""
+    add = 2, UpdateOp.ADD, (filled(2, 1),)
+    with pytest.raises(
+        InvalidArgumentError, match=rf"ps.*step {step} .* below 1000 are over"
+    ):
+        store.push(push(add, step=step, low_water=1000))
+    assert store.push(push(add, step=3, low_water=2)).applied
+    assert store.statistics()["low_water"] == 2
 
 
 def two_values(store: Store):

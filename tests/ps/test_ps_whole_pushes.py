@@ -213,6 +213,37 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
     assert not before.any()
 
 
+def test_a_push_that_is_refused_late_holds_no_memory(monkeypatch):
+    """Memory beside what a reader looks at was there; the program was not."""
+    store = store_with("adam")
+    reader = store.read([Read(2, -1)])
+    before = store.statistics()["held_bytes"]
+
+    def refuse(*_):
+        raise RuntimeError("this program cannot be compiled")
+
+    monkeypatch.setattr("zstrat.ps._plans.Run.prepare", refuse)
+    with pytest.raises(RuntimeError, match="cannot be compiled"):
+        store.push(push((2, UpdateOp.ADD, ONES), (1, UpdateOp.OPTIMIZE, ONES)))
+    assert store.statistics()["held_bytes"] == before
+    assert not reader[1][0].any()
+
+
+def test_a_push_without_memory_for_its_last_value_holds_none_for_its_first(monkeypatch):
+    store = store_with("adam")
+    readers = store.read([Read(1, -1), Read(2, -1)])
+    before = store.statistics()["held_bytes"]
+    first, make = store.find([1])[0].cell, cell_module.lasting
+    monkeypatch.setattr(
+        "zstrat.ps._cell.Cell._beside",
+        lambda cell: _beside(cell, make if cell is first else no_memory),
+    )
+    with pytest.raises(MemoryError):
+        store.push(push((1, UpdateOp.ADD, ONES), (2, UpdateOp.ADD, ONES)))
+    assert store.statistics()["held_bytes"] == before
+    del readers
+
+
 def _beside(cell, make):
     return cell_module.Buffer(make(cell.shape, cell.dtype))
 

@@ -7,6 +7,7 @@ import pytest
 import zmq
 from transport_talk import Raw, greeting, pull, soon
 
+from zstrat.config import Settings, Timeouts
 from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
 from zstrat.transport import _dial, new_incarnation
 from zstrat.transport._monitor import Event, Happening
@@ -168,6 +169,21 @@ async def test_a_loss_is_told_though_the_timer_came_early(net, swift):
     link._loop = Hasty(link._loop)
     await relay.close()
     assert "its connection broke" in (await caller.lost.get()).reason
+
+
+async def test_a_deadline_is_told_though_the_timer_came_early(net):
+    """And not at the next look at the connection, which is much later."""
+    idle = Settings(timeouts=Timeouts(beat=60.0, patience=300.0))
+    _, address, _ = await net.serve(settings=idle)
+    relay = await net.relay(address)
+    link, caller = await net.open(relay.address, settings=idle)
+    await caller.opened.get()
+    link._loop = Hasty(link._loop)
+    with relay.held():
+        late = link._loop.time() + 0.05
+        with pytest.raises(DeadlineExceededError, match="Inspect"):
+            await asyncio.wait_for(link.request(Inspect(), deadline=late), 30)
+        assert link._loop.time() >= late
 
 
 async def test_a_half_open_connection_is_lost_by_silence_and_greets_again(net, swift):

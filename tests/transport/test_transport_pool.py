@@ -32,3 +32,36 @@ def test_the_pool_keeps_no_more_than_its_bound():
     del (first := [pool.allocate(2**20) for _ in range(3)])[:]
     assert not first
     assert pool.statistics() == {"leases": 0, "idle_bytes": 2**20}
+
+
+def asked_for(pool, size, now):
+    """What a step at ``now`` leaves behind, between two looks at the clock."""
+    del (body := [pool.allocate(size)])[:]
+    assert not body
+    pool.age(now)
+
+
+def test_a_new_size_is_kept_though_old_ones_fill_the_pool_that_is_in_use():
+    pool = Pool(kept=3 * 2**20)
+    for size in (2**20, 2**21):
+        asked_for(pool, size, 100.0)
+    asked_for(pool, 2**20, 105.0)
+    asked_for(pool, 3 * 2**19, 106.0)
+    # What was used last but one second ago has stayed, the older one has gone.
+    assert pool.statistics()["idle_bytes"] == 2**20 + 3 * 2**19
+
+
+def test_sizes_that_take_turns_do_not_drive_each_other_out():
+    pool = Pool(kept=2**20)
+    asked_for(pool, 2**20, 100.0)
+    for turn in range(10):
+        asked_for(pool, 2**19, 100.5 + turn)
+        asked_for(pool, 2**20, 101.0 + turn)
+    assert pool.statistics()["idle_bytes"] == 2**20
+
+
+def test_a_size_that_nobody_asks_for_goes_though_others_are_in_use():
+    pool = Pool()
+    for now in range(100, 140):
+        asked_for(pool, 2**21 if now < 102 else 2**20, float(now))
+    assert pool.statistics()["idle_bytes"] == 2**20

@@ -57,6 +57,8 @@ def collectives(ranks: int, sizes: str, lane: str, file: Path | None) -> None:
     """Compare the algorithms of collectives, among processes of this machine."""
     try:
         plan = Calibration(ranks, _sizes(sizes), lane)
+        if file is not None:
+            _check_writable(file)
         found: list[Measurement] = []
         code = run_loop(interruptible(_calibrated(plan, found)))
         click.echo("\n".join(_compared(found)))
@@ -74,6 +76,19 @@ async def _calibrated(plan: Calibration, found: list[Measurement]) -> int:
 
     found += await calibrate(plan, begins)
     return 0
+
+
+def _check_writable(file: Path) -> None:
+    """Before minutes go by with measuring. What the file holds stays until then.
+
+    Raises:
+        OSError: It cannot be written to.
+    """
+    is_new = not file.exists()
+    with file.open("a"):
+        pass
+    if is_new:
+        file.resolve().unlink()  # not the link to it
 
 
 def _sizes(text: str) -> tuple[int, ...]:

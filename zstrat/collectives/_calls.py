@@ -71,7 +71,9 @@ class Calls(abc.ABC):
             tag: Numbers this call among those with the same tag alone, so that other
                 ranks may make it earlier or later than calls without.
             timeout: Seconds; default: that of the group.
-            compression: How contributions travel; default: as they are.
+            compression: How contributions travel; default: as they are. What "int8" and
+                "topk" leave out is added to the next call with the same tag, shapes and
+                dtypes; with another tag for every call it is lost.
             algorithm: Default: chosen by size.
 
         Returns:
@@ -201,12 +203,18 @@ class Calls(abc.ABC):
     ) -> Any:
         """The arrays of rank ``root``, on all ranks.
 
+        The root does not wait for the others: what comes to a rank that has not called
+        yet is kept there, up to 1 GiB. If there may be more, and a rank may be late
+        (after loading a checkpoint, say), call `barrier` before it on all ranks.
+
         Args:
             tree: Of the same shapes and dtypes on all ranks; its values count at the
                 root alone.
 
         Raises:
             ValueError: There is no such rank.
+            BusyError: As `all_reduce`; or more than 1 GiB came to a rank that had not
+                called yet: the group has ended.
             Others: As `all_reduce`.
         """
         options = self._options(timeout, tag, algorithm)

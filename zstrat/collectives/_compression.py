@@ -24,6 +24,7 @@ import numpy as np
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
+from ._left import Left
 from ._reduction import narrow
 from ._terms import ReduceOp
 
@@ -71,11 +72,12 @@ class Compressor:
 
     A codec is asked for per call. Calls of the same ``name`` (tag and position within
     the tree) with the same sizes follow each other: each gets what the one before left.
-    Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``.
+    Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``; names
+    that are used once need 256 MiB together (`zstrat.collectives._left`).
     """
 
     compression: Compression
-    _left: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    _left: Left = field(default_factory=Left)
 
     def codec(self, name: str, reduction: Reduction) -> Codec:
         """How one call makes its values smaller.
@@ -178,7 +180,7 @@ class _Feedback:
     codec: _Int8 | _TopK
     accumulator: np.dtype
     name: str
-    left: dict[tuple[str, int], np.ndarray]
+    left: Left
 
     def encode(self, place: int, values: np.ndarray) -> np.ndarray:
         with np.errstate(all="ignore"):  # inf and NaN travel on, as in `Reduction`
@@ -190,7 +192,7 @@ class _Feedback:
             wanted -= self.codec.decode(data, len(wanted))
         # What is no number any more would stay so for ever.
         np.nan_to_num(wanted, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-        self.left[self.name, place] = wanted
+        self.left.put((self.name, place), wanted)
         return data
 
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:

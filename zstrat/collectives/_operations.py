@@ -52,6 +52,9 @@ class Draft:
     algorithm: str | None = None
     bytes_per_pack: int = 0
     parts: int = 0
+    meanwhile: Callable[[], None] | None = None
+    """For the caller's thread to do while the first calls are on their way, if it does
+    not wait for them."""
 
     def call(
         self,
@@ -134,9 +137,24 @@ def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
             draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
+    copies = _copies(leaves, results) if is_root else {}
+
+    def keep() -> None:
+        """The root may change its arrays when this is over, or the calls."""
+        while copies:
+            at, copy = copies.popitem()
+            np.copyto(copy, results[at])
+            results[at] = copy
+
+    draft.meanwhile = keep
     yield calls
-    back = _kept if is_root else _given
-    return lambda: [back(leaf, results[at]) for at, leaf in enumerate(leaves)]
+
+    def finish() -> list[Any]:
+        keep()
+        back = _kept if is_root else _given
+        return [back(leaf, results[at]) for at, leaf in enumerate(leaves)]
+
+    return finish
 
 
 def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Steps:
@@ -261,14 +279,20 @@ def _target(
     return memory(source.size, source.dtype)
 
 
+def _copies(
+    leaves: Sequence[Leaf], results: dict[int, np.ndarray]
+) -> dict[int, np.ndarray]:
+    """Memory for what the root of a broadcast gets: never that which it gave, unless
+    nobody can write to it."""
+    return {
+        at: memory(leaf.flat.size, leaf.flat.dtype)
+        for at, leaf in enumerate(leaves)
+        if not leaf.is_jax and results[at].ctypes.data == leaf.flat.ctypes.data
+    }
+
+
 def _kept(leaf: Leaf, result: np.ndarray) -> Any:
-    """What the root of a broadcast gets: never the memory that it gave, unless nobody
-    can write to that."""
-    if leaf.is_jax:
-        return leaf.origin
-    if result.ctypes.data == leaf.flat.ctypes.data:
-        result = result.copy()
-    return _given(leaf, result)
+    return leaf.origin if leaf.is_jax else _given(leaf, result)
 
 
 def _given(leaf: Leaf, result: np.ndarray) -> Any:

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from ._progress import Progress, Send
 
 EARLY: Final = 1024 * MiB
-"""Bytes of hops of calls that this rank has not made yet. What others can send ahead is
-bounded by what they have under way; more than this is a rank that never calls."""
+"""Bytes of hops of calls that this rank has not made yet. Nobody asks before he sends:
+what waits for an answer cannot be sent ahead by much, but the root of a broadcast sends
+all of it. To whom more comes than this, the group ends, and the error says what to do.
+"""
 
 BACKLOG: Final = 32
 """Hops that may wait for one rank before no more are made: enough to keep its line
@@ -188,9 +190,12 @@ class Traffic:
         if self._early_bytes > EARLY:
             owner = self._owner
             error = BusyError(
-                f"{owner.title}: {self._early_bytes >> 20} MiB arrived for calls that "
-                f"{owner.name(owner.rank)} has not made: the ranks do not make the "
-                "same calls, or one is far behind: call barrier() now and then"
+                f"{owner.title}: {self._early_bytes >> 20} MiB arrived, the last of "
+                f"them from {owner.name(sender)}, for calls that "
+                f"{owner.name(owner.rank)} has not made yet; it keeps {EARLY >> 20} "
+                "MiB of such. If it is only late, call barrier() on all ranks before "
+                "calls that send so much (a broadcast after loading, say); else the "
+                "ranks do not make the same calls"
             )
             owner.abort(error, hop.call)
 

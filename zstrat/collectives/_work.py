@@ -83,6 +83,8 @@ class Work:
             raise
         if turn is None:
             Flight(self.generation, steps, pending, over).begin(self._station, calls)
+            if not blocking and draft.meanwhile is not None:
+                draft.meanwhile()
             return pending
         assert self.engine is not None
         journey = Journey(
@@ -99,6 +101,8 @@ class Work:
             journey.run()
         else:
             self._runner.put(journey)
+            if draft.meanwhile is not None:
+                draft.meanwhile()
         return pending
 
     def carry_out(

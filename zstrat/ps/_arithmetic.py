@@ -2,8 +2,9 @@
 
 Every function here has the form ``compute(source, operands, out)``: it leaves the new
 value in ``out``, which is either ``source`` itself or other memory. Operands have been
-validated (`check`), so that nothing here can fail half-way: a floating-point exception
-is a value (inf, NaN), not an error.
+validated (`check`), and memory that an operation needs is there before it writes, so
+that nothing here can fail half-way: a floating-point exception is a value (inf, NaN),
+not an error.
 
 Duplicate indices of a scatter accumulate for add, sub, mul and div, are in any order
 the same for min and max, and the last one wins for update. `np.add.at` on rows goes
@@ -184,16 +185,19 @@ def _scatter(
 def _divide_integers(out: np.ndarray, found: Runs, rows: np.ndarray) -> None:
     """Division that truncates towards zero, as XLA and TensorFlow divide integers.
 
-    Round k divides by the k-th row of every index.
+    Round k divides by the k-th row of every index, in memory of its own: a round that
+    finds no more of it must not leave those before it.
     """
+    new = gather(out, found.unique)
     for turn in range(int(found.counts.max())):
         some = np.flatnonzero(found.counts > turn)
-        at, divisor = found.unique[some], rows[found.order[found.starts[some] + turn]]
-        dividend = out[at]
+        divisor = rows[found.order[found.starts[some] + turn]]
+        dividend = new[some]
         quotient = dividend // divisor
         inexact = quotient * divisor != dividend
         quotient += (inexact & ((dividend < 0) != (divisor < 0))).astype(out.dtype)
-        out[at] = quotient
+        new[some] = quotient
+    as_rows(out)[found.unique] = as_rows(new)
 
 
 @lru_cache(maxsize=256)

@@ -177,6 +177,10 @@ class Cell:
         while len(self._reserved) < wanted:
             self._reserved.append(self._beside())
 
+    def unreserve(self) -> None:
+        """Gives up what `reserve` set aside and no update has begun to use."""
+        self._reserved.clear()
+
     def require(self) -> None:
         """Raises UnavailableError if the value was lost (`lose`)."""
         if self._lost:

@@ -124,7 +124,7 @@ class PsClient(SnapshotCalls):
         Args:
             step: The closure whose effect this is, -1 for none. A server applies
                 ``(step, part)`` at most once in a session.
-            low_water: All steps below are over.
+            low_water: All steps below are over; at most ``step``.
 
         Returns:
             Whether any server applied it; False if all had done so before.

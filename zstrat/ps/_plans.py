@@ -171,7 +171,15 @@ class PushPlan:
         lost, because half of a push must never be seen."""
         for run in self.runs:
             run.look()
-        self._reserve()
+        try:
+            self._reserve()
+            self._apply()
+        except BaseException:  # to the caller; nobody may come for what is left over
+            for update in self.updates:
+                update.held.cell.unreserve()
+            raise
+
+    def _apply(self) -> None:
         ahead = Ahead()
         for run in self.runs:
             run.prepare(ahead)

@@ -30,7 +30,7 @@ from zstrat.wire import (
 
 from ._disk import Disk
 from ._loads import Loads
-from ._snapshot import Snapshots
+from ._snapshot import PIECE, Snapshots
 from ._snapshot_write import SnapshotWrite
 from ._thread import ComputeThread
 
@@ -44,7 +44,7 @@ ENTRIES: Final = 1024
 """Tensors that one answer describes: with long names they still fit into a header."""
 
 LARGEST: Final = 64 * 2**20
-"""Bytes of a tensor that are read at a time: they are copied on the loop."""
+"""Bytes of a tensor that one answer brings."""
 
 SnapshotRequest = (
     PinSnapshot
@@ -195,8 +195,10 @@ class SnapshotService:
         part = pin.view(start, start + size)
         if part is None:
             part = np.empty(size, np.uint8)
-            async with self._turn([tensor.entry.key]):
-                pin.copy(start, part)
+            for at in range(0, size, PIECE):
+                async with self._turn([tensor.entry.key]):
+                    pin.copy(start + at, part[at : at + PIECE])
+                await asyncio.sleep(0)  # requests come between two pieces
         return SnapshotPart((part,))
 
     # ---- loading -----------------------------------------------------------------

@@ -246,7 +246,8 @@ class Store:
 
         Raises:
             NotFoundError: A variable or optimizer does not exist.
-            InvalidArgumentError: An update does not fit its variable.
+            InvalidArgumentError: An update does not fit its variable, or the low-water
+                mark is above the step.
             BusyError: The step could not be remembered.
         """
         return self._duplicate(push) or push_plan(
@@ -263,6 +264,7 @@ class Store:
         come again because its variable has changed since.
 
         Raises:
+            InvalidArgumentError: The low-water mark is above the step.
             BusyError: The step could not be remembered.
         """
         duplicate = self._duplicate(push)
@@ -336,7 +338,17 @@ class Store:
         self.counts.updates += len(push.updates)
 
     def _duplicate(self, push: Push) -> Pushed | None:
-        """The answer to a push that was applied before; admits any other."""
+        """The answer to a push that was applied before; admits any other.
+
+        Of a step that a coordinator still waits for, no mark that it sent is above it.
+        A mark that is would have the pushes of all others counted as duplicates.
+        """
+        if push.low_water > max(push.step, 0):
+            raise InvalidArgumentError(
+                f"{self._task}: a push of step {push.step} says that all steps below "
+                f"{push.low_water} are over, its own too: low_water is at most "
+                f"{max(push.step, 0)} while the step is under way"
+            )
         self._ledger.raise_to(push.low_water)
         if self._ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1

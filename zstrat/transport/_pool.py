@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -23,6 +24,11 @@ KEPT: Final = 256 * 2**20
 
 SPARE: Final = 30.0
 """Seconds: longer than a pause for a checkpoint or an evaluation."""
+
+STALE: Final = 1.0
+"""Seconds after which memory of a size makes room for that of another one. Touching
+fresh pages again costs a caller that comes so seldom next to nothing; among those that
+take turns faster, what is there stays, or each would lose its own to the next."""
 
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
 
@@ -47,13 +53,22 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
     return lease.data
 
 
+@dataclass(slots=True)
+class _Shelf:
+    """Idle memory of one size, and when somebody asked for that size."""
+
+    memories: list[np.ndarray] = field(default_factory=list)
+    is_used: bool = True
+    used_at: float = 0.0
+
+
 class Pool:
     """Aligned memory by size. Leases may die on any thread."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept, self._idle_bytes, self._leases = kept, 0, 0
-        self._idle: dict[int, list[np.ndarray]] = {}
-        self._is_used, self._used_at = False, 0.0
+        self._idle: dict[int, _Shelf] = {}
+        self._now, self._full_at = 0.0, -1.0
         # Re-entrant: a collection that starts inside the lock may end a lease.
         self._lock = threading.RLock()
 
@@ -68,13 +83,16 @@ class Pool:
         return lend(memory[:nbytes], self._give_back, memory)
 
     def age(self, now: float) -> None:
-        """Lets idle memory go that nobody asked for in `SPARE` seconds."""
-        if self._is_used:
-            self._is_used, self._used_at = False, now
-        elif self._idle_bytes and now - self._used_at > SPARE:
-            with self._lock:
-                self._idle.clear()
-                self._idle_bytes = 0
+        """Lets idle memory go of sizes that nobody asked for in `SPARE` seconds."""
+        self._now = now
+        if not self._idle:
+            return
+        with self._lock:
+            for size, shelf in list(self._idle.items()):
+                if shelf.is_used:
+                    shelf.is_used, shelf.used_at = False, now
+                elif now - shelf.used_at > SPARE:
+                    self._drop(size)
 
     def statistics(self) -> dict[str, int]:
         with self._lock:
@@ -82,11 +100,13 @@ class Pool:
 
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
-            self._leases, self._is_used = self._leases + 1, True
-            idle = self._idle.get(size)
-            if idle:
-                self._idle_bytes -= size
-                return idle.pop()
+            self._leases += 1
+            shelf = self._idle.get(size)
+            if shelf is not None:
+                shelf.is_used = True
+                if shelf.memories:
+                    self._idle_bytes -= size
+                    return shelf.memories.pop()
         fresh = np.empty(size + ALIGNMENT, np.uint8)
         start = -fresh.ctypes.data % ALIGNMENT
         return fresh[start : start + size]
@@ -95,9 +115,32 @@ class Pool:
         size = memory.nbytes
         with self._lock:
             self._leases -= 1
+            if self._idle_bytes + size > self._kept and not self._make_room(size):
+                return
+            shelf = self._idle.get(size)
+            if shelf is None:
+                shelf = self._idle[size] = _Shelf()
+            shelf.memories.append(memory)
+            self._idle_bytes += size
+
+    def _make_room(self, size: int) -> bool:
+        """Drops sizes that are stale, the longest unused first."""
+        if self._full_at == self._now:
+            return False  # what was stale by then has gone
+        stale = [
+            (shelf.used_at, other)
+            for other, shelf in self._idle.items()
+            if not shelf.is_used and self._now - shelf.used_at > STALE
+        ]
+        for _, other in sorted(stale):
+            self._drop(other)
             if self._idle_bytes + size <= self._kept:
-                self._idle.setdefault(size, []).append(memory)
-                self._idle_bytes += size
+                return True
+        self._full_at = self._now
+        return False
+
+    def _drop(self, size: int) -> None:
+        self._idle_bytes -= size * len(self._idle.pop(size).memories)
 
 
 POOL: Final = Pool()

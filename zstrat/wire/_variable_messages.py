@@ -153,6 +153,7 @@ class Push:
     ``step`` names the closure: a ps applies the pushes of ``(session, step, part)`` at
     most once. ``step`` -1: not part of a closure, applied as often as it is sent.
     All steps below ``low_water`` are over; a push of one is answered as a duplicate.
+    A mark above the step itself (above 0 for -1) is refused.
     """
 
     kind: ClassVar = 37
