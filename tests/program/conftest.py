@@ -28,6 +28,8 @@ class Here(Residence):
     """One device of this process."""
 
     sharding = sharding_apart = None
+    formation = 0
+    """How often its processes were formed anew."""
 
     def place(self, array):
         return jnp.array(array)
@@ -35,7 +37,7 @@ class Here(Residence):
     place_apart = place
 
     def mark(self):
-        return None
+        return self.formation
 
     def settle(self):
         pass
