@@ -96,7 +96,7 @@ class LocalShelf:
             home = variable.home
             assert isinstance(home, InProcess)
             key = variable.spec.key
-            value, slots = home.taken()
+            value, slots = home.taken(variable.name)
             found.append(self._put(key, 0, "", value, bool(value.ndim)))
             for optimizer in optimizers:
                 named = slots.get(optimizer.id)
