@@ -82,6 +82,11 @@ class Residence(abc.ABC):
     def mark(self) -> Hashable:
         """What a program of a step depends on; it is not used under another one."""
 
+    def replicas(self) -> tuple[int, int]:
+        """Number of the first replica of this process, and how many all processes
+        have."""
+        return 0, self.copies
+
     @abc.abstractmethod
     def settle(self) -> None:
         """Called with the lock held before values are used: they may have to come from
@@ -346,13 +351,27 @@ class DeviceHome:
         return seen
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
-        """Copies that make up the value, or the value."""
-        if not self.is_apart:
-            return value
+        """Copies that make up the value, with those of other processes."""
         count = self.residence.copies
         if self._on_read is VariableAggregation.SUM:
-            value = np.asarray(value / count, value.dtype)
-        return np.broadcast_to(value, (count, *value.shape))
+            first, total = self.residence.replicas()
+            copies = shares(value, total)[first : first + count]
+        else:
+            copies = np.broadcast_to(value, (count, *value.shape))
+        return copies if self.is_apart else copies[0]
+
+
+def shares(value: np.ndarray, count: int) -> np.ndarray:
+    """``[count, ...]`` of the same dtype whose sum is the value; integers that do not
+    divide evenly are one more in the first shares."""
+    if value.dtype.kind not in "iu":
+        return np.broadcast_to(
+            np.asarray(value / count, value.dtype), (count, *value.shape)
+        )
+    wide = value if value.dtype.itemsize == 8 else value.astype(np.int64)
+    whole, rest = np.divmod(wide, count)
+    rows = np.arange(count).reshape(-1, *[1] * value.ndim)
+    return np.asarray(whole + (rows < rest), value.dtype)
 
 
 def _is_lost(tree: Any) -> bool:
