@@ -6,11 +6,14 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zstrat.variables import (
+    DeviceHome,
     Optimizer,
+    Residence,
     ShardedVariable,
     Variable,
     VariableSpec,
@@ -19,6 +22,25 @@ from zstrat.variables import (
     handle,
 )
 from zstrat.wire._messages import UpdateOp
+
+
+class Here(Residence):
+    """One device of this process."""
+
+    sharding = sharding_apart = None
+    formation = 0
+    """How often its processes were formed anew."""
+
+    def place(self, array):
+        return jnp.array(array)
+
+    place_apart = place
+
+    def mark(self):
+        return self.formation
+
+    def settle(self):
+        pass
 
 
 class DictHome:
@@ -38,6 +60,11 @@ class DictHome:
         self.values[key] = value
         spec = VariableSpec(key, name, value.shape, value.dtype.name, ps=0)
         return handle(spec, self)
+
+    def on_devices(self, value: Any, name: str = "v") -> Variable:
+        """One that a step moves itself."""
+        variable = self.variable(value, name)
+        return handle(variable.spec, DeviceHome(np.array(value), Here()))
 
     def sharded(self, value: Any, parts: int = 2, name: str = "t") -> ShardedVariable:
         """A variable whose first rows are one more per component than the others."""

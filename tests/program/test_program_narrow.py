@@ -12,14 +12,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import (
-    ABSENT,
-    DeviceHome,
-    IndexedSlices,
-    Residence,
-    apply,
-    handle,
-)
+from zstrat.variables import ABSENT, IndexedSlices, apply
 from zstrat.wire._messages import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
@@ -64,34 +57,11 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         zs.function(lambda ids: zs.embedding_lookup(table, ids))(wide)
 
 
-class Here(Residence):
-    """One device of this process."""
-
-    sharding = sharding_apart = None
-
-    def place(self, array):
-        return jnp.array(array)
-
-    place_apart = place
-
-    def mark(self):
-        return None
-
-    def settle(self):
-        pass
-
-
-def on_devices(home, value, name="v"):
-    """A variable that the step moves itself."""
-    variable = home.variable(value, name)
-    return handle(variable.spec, DeviceHome(np.array(value), Here()))
-
-
 @pytest.fixture(params=["elsewhere", "on devices"])
 def table(home, request):
     if request.param == "elsewhere":
         return home.variable(TABLE)
-    return on_devices(home, TABLE)
+    return home.on_devices(TABLE)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64"])
@@ -118,7 +88,7 @@ def test_indices_of_a_step_that_only_updates_have_to_fit(table, dtype):
 
 
 def test_ids_of_rows_on_devices_have_to_fit(home):
-    table = on_devices(home, TABLE)
+    table = home.on_devices(TABLE)
 
     @zs.function
     def step(ids, hashes):
@@ -157,7 +127,7 @@ def test_small_indices_reach_all_rows_of_a_large_variable(home, op):
     whole = np.linspace(1, 2, 300, dtype=np.float32)
     index, rows = np.array([7, 0, 7, 120], np.int8), np.float32([2, 3, 4, 5])
     expected = apply(op, whole, (index.astype(int), rows))
-    for variable in (home.variable(whole), on_devices(home, whole)):
+    for variable in (home.variable(whole), home.on_devices(whole)):
 
         @zs.function
         def step(index, rows, variable=variable):

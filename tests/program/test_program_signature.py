@@ -95,6 +95,23 @@ def test_changing_elements_are_named_too():
         step(it)
 
 
+def test_a_trace_for_other_processes_is_no_argument_of_the_user(home):
+    variable = home.on_devices(np.float32(1))
+    step = zs.function(lambda x: variable.assign_add(x))
+
+    def formed_anew(times):
+        for _ in range(times):
+            variable.home.residence.formation += 1
+            step(1.0)
+
+    formed_anew(4)
+    with pytest.warns(zs.RetraceWarning, match="processes of its strategy") as told:
+        formed_anew(1)
+    assert "argument compares" not in str(told[0].message)
+    assert step.trace_count == 5
+    assert variable.numpy() == 6
+
+
 @pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
 def test_programs_are_bounded():
     step = zs.function(lambda mode: mode)

@@ -1,8 +1,10 @@
-"""What a step knows about the worker that runs it.
+"""What a step knows about where it runs: the worker, and the strategy.
 
 The worker sets `worker_context` around every step and dataset function. A step that
 asks is traced again when the answer changes (a second attempt, say), because the answer
-is a Python value of the trace.
+is a Python value of the trace. The strategy in whose scope a step is called, or whose
+replica function calls it, names its programs, asked for or not: `strategy.run` and
+others look at it, too.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import weakref
+    from collections.abc import Callable, Hashable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,37 @@ asked: Final[ContextVar[Callable[[], None] | None]] = ContextVar(
     "zstrat_worker_context_asked", default=None
 )
 """Told whenever a trace asks, so that its plan is not used under another context."""
+
+surroundings: Final[ContextVar[Hashable]] = ContextVar(
+    "zstrat_surroundings", default=None
+)
+"""Names what a body is told of its strategy: the `Mark` of the innermost context. Set
+by whoever enters or leaves one; None: nothing was entered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Equal where a body is told the same. ``strategy`` is held weakly by the programs
+    that it names; ``place`` says on which side of it the code is."""
+
+    strategy: weakref.ref[object]
+    place: Hashable
+
+
+class Beneath:
+    """What surrounds code that has entered nothing."""
+
+    mark: Mark | None = None
+
+
+beneath: Final = Beneath()
+
+
+def surrounding() -> Hashable:
+    """What surrounds the code that calls this."""
+    mark = surroundings.get()
+    return beneath.mark if mark is None else mark
+
 
 ABSTRACT: Final = WorkerContext(worker_index=0, worker_count=1)
 """What a step sees while the coordinator traces it only for its shapes."""

@@ -22,7 +22,7 @@ from ._narrow import require_fitting
 from ._programs import HereProgram
 from ._refusals import not_shared, variables_in_our_words
 from ._results import Computed, StepResult, StepUpdate
-from ._row_updates import split as split_rows
+from ._row_updates import outgoing
 from ._rows_program import RowsProgram
 from ._running import Lookups
 from ._signature import cut
@@ -131,7 +131,7 @@ class Prepared:
         assert isinstance(self._program, Program)
         elements, given = _leaves(self._draws), list(values)
         results, operands = self._program(self._given, elements, given)
-        return Computed(results, operands, lambda: self._updates(operands))
+        return Computed(results, operands, lambda: _outgoing(self.plan, operands))
 
     def run(self, values: Sequence[np.ndarray]) -> StepResult:
         """Computes the step.
@@ -155,17 +155,6 @@ class Prepared:
         if self.plan.is_constant:
             program.constant = result
         return result
-
-    def _updates(self, operands: list[list[jax.Array]]) -> list[StepUpdate]:
-        found: list[StepUpdate] = []
-        for planned, arrays in zip(self.plan.updates, operands, strict=True):
-            host = tuple([np.asarray(array) for array in arrays])
-            if planned.table is not None:
-                found += split_rows(planned, host[0], host[1])
-            else:
-                spec, op = planned.spec, planned.op
-                found.append(StepUpdate(spec, op, planned.optimizer, host))
-        return found
 
 
 def run_eager(
@@ -235,11 +224,12 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     if plan.narrowed:
         require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
     try:
-        results, updates = program.run(inputs, elements)
+        results, operands = program.run(inputs, elements)
     except BaseException:
         draws.unread()  # nothing has changed: the step may be run again
         raise
-    _apply(plan, updates)
+    # The variables that live here have moved: what was drawn is used up.
+    _apply(plan, _outgoing(plan, operands))
     return plan.out_structure.unflatten(results)
 
 
@@ -254,6 +244,14 @@ def _answered(plan: Plan, prepared: Prepared) -> list[np.ndarray]:
         values += read_parts([(handles[spec.key], at) for spec, at in wanted.rows])
         wanted = prepared.advance(values)
     return values
+
+
+def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepUpdate]:
+    """What a step wants done to variables that live elsewhere."""
+    found: list[StepUpdate] = []
+    for update, arrays in zip(plan.updates, operands, strict=True):
+        found += outgoing(update, arrays)
+    return found
 
 
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:

@@ -8,11 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from zstrat.variables import DeviceHome, read_all
-
-from ._results import StepUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -121,18 +117,6 @@ class Held:
             home.take_over_slots(rule, tree)
         for residence in self._residences:
             residence.steps += bool(self._moved)
-
-    def updates(self, operands: Sequence[Sequence[Any]]) -> list[StepUpdate]:
-        """What the step wants done to variables that live elsewhere."""
-        return [
-            StepUpdate(
-                planned.spec,
-                planned.op,
-                planned.optimizer,
-                tuple([np.asarray(array) for array in arrays]),
-            )
-            for planned, arrays in zip(self._plan.updates, operands, strict=True)
-        ]
 
 
 def _home(variable: Variable) -> DeviceHome:

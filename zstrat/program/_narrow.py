@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import keystr, tree_flatten_with_path
@@ -96,17 +97,45 @@ def require_fitting(
     """
     for number, place in narrowed.items():
         leaf = np.asarray(leaves[number])
-        fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if not leaf.size or fit.min <= int(leaf.min()) <= int(leaf.max()) <= fit.max:
+        if fits(leaf):
             continue
-        wrong = int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
         raise ValueError(
-            f"{place} of the step function {step!r} contains {wrong}, and ids of rows "
-            f"are computed from it, where jax would take {leaf.dtype} for 32 bits and "
+            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and ids "
+            f"of rows are computed from it, where jax would take {leaf.dtype} for 32 "
+            "bits and "
             "use another row: make it fit before (hash it in the dataset), give ids of "
             "lookups on parameter servers as they are, or switch on jax_enable_x64 in "
             "this program and on the workers (JAX_ENABLE_X64=1)"
         )
+
+
+def fits(leaf: Any) -> bool:
+    """Whether jax takes integers of numpy for what they are; all else fits. Cost: a
+    pass over those that jax takes for ones of fewer bits."""
+    if not _is_narrowed(leaf) or not leaf.size:
+        return True
+    fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return bool(fit.min <= int(leaf.min()) and int(leaf.max()) <= fit.max)
+
+
+def uncut(leaf: Any) -> jax.Array:
+    """The array of jax, of one that is known while a program is traced.
+
+    Raises:
+        ValueError: It does not fit 32 bits.
+    """
+    if fits(leaf):
+        return jnp.asarray(leaf)
+    raise ValueError(
+        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}, and jax "
+        f"would take {leaf.dtype} for 32 bits and compute with another number: make it "
+        "fit before (hash it in the dataset), or switch on jax_enable_x64"
+    )
+
+
+def _wrong(leaf: np.ndarray) -> int:
+    fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
 
 
 def _is_narrowed(leaf: Any) -> bool:

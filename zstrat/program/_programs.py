@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
-from ._context import worker_context
+from ._context import surrounding, worker_context
 from ._discover import discover
 from ._held import Held
 from ._iterator import Element
@@ -66,6 +66,11 @@ class Signature:
         if isinstance(found, HereProgram) and not found.is_current:
             return None
         return found
+
+    def is_stale(self, elements: Sequence[Element]) -> bool:
+        """Whether there is one, of processes that are others now."""
+        found = self.programs.get(self._name(elements))
+        return isinstance(found, HereProgram) and not found.is_current
 
     def add(self, elements: Sequence[Element], program: AnyProgram) -> None:
         """Keeps a program that was just traced."""
@@ -166,6 +171,7 @@ class Programs:
         self._fn = fn
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
         self._words: dict[str, str] = {}
+        self._around: Hashable = None
         # Re-entrant: a body may call its own step function, which is inlined.
         self._lock = threading.RLock()
 
@@ -201,6 +207,8 @@ class Programs:
         kwargs: Mapping[str, Any],
         draws: Draws,
     ) -> AnyProgram:
+        known = self._signatures.get(call.key)
+        is_stale = known is not None and known.is_stale(draws.elements)
         try:
             require_traceable(args, kwargs)
             plan, body = discover(self._step, self._fn, call, draws.supply)
@@ -212,7 +220,10 @@ class Programs:
         signature = self._signatures.setdefault(call.key, Signature())
         signature.add(draws.elements, program)
         self._forget_oldest()
-        self._count(describe(args, kwargs, draws.elements))
+        words = describe(args, kwargs, draws.elements)
+        if signature.asks_context:
+            words["the worker"] = str(worker_context.get())
+        self._count(words, is_stale)
         return program
 
     def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
@@ -232,8 +243,9 @@ class Programs:
             if not oldest.programs:
                 self._signatures.popitem(last=False)
 
-    def _count(self, words: dict[str, str]) -> None:
+    def _count(self, words: dict[str, str], is_stale: bool) -> None:
         before, self._words = self._words, words
+        last, self._around = self._around, surrounding()
         self.trace_count += 1
         if self.trace_count not in WARN_AT:
             return
@@ -243,6 +255,15 @@ class Programs:
             for place in dict.fromkeys((*before, *words))
             if before.get(place) != words.get(place)
         ]
+        if last != self._around:
+            changed.append(
+                "it is called in another strategy's scope or replica context"
+            )
+        if is_stale:
+            changed.append(
+                "the processes of its strategy, their ranks or their devices are "
+                "others (they were formed anew, say)"
+            )
         warnings.warn(
             f"the step function {self._step!r} was traced {self.trace_count} times, "
             "and each trace is compiled. Since the last one: "

@@ -47,6 +47,7 @@ from ._cross import within_mesh
 from ._eager import Immediate
 from ._feeds import Discovery, Replay
 from ._flow import Flow
+from ._narrow import uncut
 from ._region import in_stages
 from ._spread import Spread, by_replica, mapped_over
 from ._where import claimed
@@ -88,13 +89,14 @@ def replicate(
             computes all replicas.
 
     Raises:
-        ValueError: An update of a variable whose aggregation is NONE.
+        ValueError: An update of a variable whose aggregation is NONE, or integers of
+            numpy that do not fit the 32 bits that jax computes with.
         NotImplementedError: A scatter update that cannot be aggregated.
         RuntimeError: An update under a jax transformation, a read after an optimizer's
             update, or a draw, inside a replica.
     """
-    shared = [jnp.asarray(x) for x in shared]
-    split = [Spread(jnp.asarray(x.array), x.stacked) for x in split]
+    shared = [uncut(x) for x in shared]
+    split = [Spread(uncut(x.array), x.stacked) for x in split]
     count = team.local
     found = _discover(fn, shared, split, team)
     recording = recorder.get()

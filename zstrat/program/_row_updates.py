@@ -23,6 +23,8 @@ from ._results import StepUpdate
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import jax
+
     from zstrat.variables import VariableSpec
 
     from ._plan import PlannedUpdate
@@ -34,6 +36,19 @@ SUMMED: Final = frozenset(
 
 Part = tuple["VariableSpec", slice, np.ndarray]
 """A component, and which of the summed rows are its, for which of its own rows."""
+
+
+def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepUpdate]:
+    """What a step wants done for one update of its plan; waits for the operands.
+
+    Raises:
+        IndexError: The table has no such row. Names it and the user's line.
+    """
+    arrays = tuple([np.asarray(array) for array in operands])
+    if update.table is None:
+        return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
+    indices, rows = arrays
+    return split(update, indices, rows)
 
 
 def parted(

@@ -24,15 +24,14 @@ from ._compile import own
 from ._flow import Flow
 from ._ids import Ids, Inputs, Place
 from ._lookups import Level
-from ._results import StepUpdate
-from ._row_updates import SUMMED, parted, split
+from ._row_updates import SUMMED, outgoing, parted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from ._lookups import Asked, Block
     from ._plan import Plan
-    from ._results import StepResult
+    from ._results import StepResult, StepUpdate
     from ._retrace import Traced
 
 
@@ -107,14 +106,7 @@ class RowsProgram:
             for number, mine in zip(shared.updates, parts, strict=True):
                 found[number] = parted(self.plan.updates[number], summed, mine)
         for number, operands in outputs.operands.items():
-            update = self.plan.updates[number]
-            arrays = tuple([np.asarray(array) for array in operands])
-            if update.table is not None:
-                found[number] = split(update, arrays[0], arrays[1])
-            else:
-                found[number] = [
-                    StepUpdate(update.spec, update.op, update.optimizer, arrays)
-                ]
+            found[number] = outgoing(self.plan.updates[number], operands)
         return [step for number in sorted(found) for step in found[number]]
 
     def _compiled(self, flow: Flow, inputs: Inputs) -> Callable[..., Any]:

@@ -24,6 +24,7 @@ from jax.tree_util import keystr
 from zstrat.variables import AbstractVariable, Optimizer, Variable
 
 from . import _refusals
+from ._context import surrounding
 from ._iterator import Element, StepIterator
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ _NUMBERS: Final = frozenset((int, float, complex))
 class Call:
     """The arguments of one call, cut.
 
-    ``key`` is ``treedef``, a mark per leaf, and whether jax computes in 64 bits.
+    ``key`` is ``treedef``, a mark per leaf, whether jax computes in 64 bits, and the
+    strategy around the call.
     ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
     iterators, both in order; ``leaves`` are all leaves.
     """
@@ -52,7 +54,7 @@ class Call:
 
 _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
 _BARE_CALLS: Final = {
-    x64: Call((_NO_ARGUMENTS, (), x64), _NO_ARGUMENTS, [], [], [])
+    x64: Call((_NO_ARGUMENTS, (), x64, None), _NO_ARGUMENTS, [], [], [])
     for x64 in (False, True)
 }
 
@@ -64,7 +66,8 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         TypeError: An argument is neither a pytree of arrays nor hashable, or it is
             being traced by jax.
     """
-    if not args and not kwargs:
+    around = surrounding()
+    if not args and not kwargs and around is None:
         return _BARE_CALLS[_in_64_bits()]
     leaves, treedef = jax.tree.flatten((args, kwargs))
     inputs: list[Any] = []
@@ -97,7 +100,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         else:
             marks.append((kind, leaf))
     # The types that jax makes of the same arguments depend on the flag.
-    key = (treedef, tuple(marks), _in_64_bits())
+    key = (treedef, tuple(marks), _in_64_bits(), around)
     try:
         hash(key)
     except TypeError:
@@ -131,6 +134,7 @@ def describe(
 ) -> dict[str, str]:
     """The types that name a program, by place, in words."""
     words = {place: _words(leaf) for place, leaf in _places(args, kwargs)}
+    words["jax_enable_x64"] = str(_in_64_bits())
     for number, element in enumerate(elements):
         paths, _ = jax.tree_util.tree_flatten_with_path(
             element.treedef.unflatten(element.leaves)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from ._cross import Channel
     from ._plan import Plan
-    from ._results import StepUpdate
     from ._retrace import Staged
     from ._stages import Crossing, Stage
 
@@ -87,9 +86,9 @@ class StagedProgram:
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[list[jax.Array], list[StepUpdate]]:
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns what it wants done to other variables, too.
+        may not be ready yet. Returns the operands of the plan's updates, too.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
@@ -105,7 +104,7 @@ class StagedProgram:
             outputs = self._computed(given)
             results, values, slots, operands = cut_at(outputs, self._treedefs)
             held.put(values, slots)
-        return results, held.updates(operands)
+        return results, operands
 
     def _computed(self, given: list[Any]) -> list[Any]:
         if self._is_whole:

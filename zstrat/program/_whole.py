@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ._plan import Plan
-    from ._results import StepUpdate
     from ._retrace import Staged
 
 # jax's stubs leave these untyped.
@@ -70,9 +69,9 @@ class WholeProgram:
 
     def run(
         self, inputs: Sequence[Any], leaves: Sequence[Any]
-    ) -> tuple[list[jax.Array], list[StepUpdate]]:
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns what it wants done to other variables, too."""
+        may not be ready yet. Returns the operands of the plan's updates, too."""
         held = self._held
         with held.locked():
             values = held.values()
@@ -98,7 +97,7 @@ class WholeProgram:
         own_results = [
             _mine(x, like) for x, like in zip(results, plan.out_specs, strict=True)
         ]
-        return own_results, held.updates(mine)
+        return own_results, mine
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
         """The values of the plan's reads, in their order."""

@@ -83,7 +83,15 @@ class Checkpoint(Tracked):
         What is saved is each variable as it is when the call begins; training goes on
         while it is written. Parameter servers that see the folder write side by side.
 
+        Of variables with ``synchronization=ON_READ`` (metrics) the value of all
+        replicas is saved. With several processes to save one is a collective: all
+        processes save, at the same place of the program, and those whose
+        ``strategy.extended.should_checkpoint`` is false to a folder of their own, which
+        they may delete. Without such variables the chief saves alone.
+
         Raises:
+            CollectiveTimeoutError, PeerLostError: Another process did not save such a
+                variable; names both.
             PSUnavailableError: A parameter server is gone.
             BusyError: Another program saves to the same folder; says which.
             ResourceExhaustedError: A disk is full.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
+from zstrat.strategy import SyncOnReadVariable
 from zstrat.variables import InProcess, slot_infos
 from zstrat.wire import TensorEntry, raw
 
@@ -96,7 +97,9 @@ class LocalShelf:
             home = variable.home
             assert isinstance(home, InProcess)
             key = variable.spec.key
-            value, slots = home.taken()
+            value, slots = home.taken(variable.name)
+            if isinstance(variable, SyncOnReadVariable):
+                value = variable.saved_value()
             found.append(self._put(key, 0, "", value, bool(value.ndim)))
             for optimizer in optimizers:
                 named = slots.get(optimizer.id)

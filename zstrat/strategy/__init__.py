@@ -24,6 +24,7 @@ from ._inputs import Inputs as Inputs
 from ._mirrored_local import MirroredStrategy as MirroredStrategy
 from ._multi_step import MultiStepContext as MultiStepContext
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from ._on_read import SyncOnReadVariable as SyncOnReadVariable
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
 from ._options import CommunicationImplementation as CommunicationImplementation
 from ._options import CommunicationOptions as CommunicationOptions

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.program._narrow import uncut
 from zstrat.program._spread import Spread
 from zstrat.variables import recorder
 
@@ -62,7 +63,7 @@ class Arguments:
     Raises:
         UnevenParts: Parts of one argument differ in shape, dtype or structure.
         ValueError: There is not one part for each replica, or drawn rows do not split
-            evenly.
+            evenly, or integers do not fit 32 bits.
     """
 
     def __init__(self, tree: Any, replicas: int) -> None:
@@ -148,7 +149,7 @@ def _joined(parts: Sequence[Any]) -> Any:
                 "the parts of a PerReplica argument of strategy.run are neither arrays "
                 f"nor equal: {values!r:.200}"
             )
-    arrays = [jnp.asarray(value) for value in values]
+    arrays = [uncut(value) for value in values]
     kinds = {(array.shape, array.dtype.name) for array in arrays}
     if len(kinds) > 1:
         raise UnevenParts(

@@ -24,8 +24,10 @@ from zstrat.program._cross import PROCESS
 if TYPE_CHECKING:
     from zstrat.program._cross import Collective
 
-_LONGEST: Final = 256
-"""Bytes of an address: more than a host name may have."""
+_LONGEST: Final = 1024
+"""Bytes of what rank 0 tells: more than an address, or why there is none, has."""
+_REFUSAL: Final = "!"
+"""What no address begins with: why there is none."""
 
 
 def joined(collective: Collective, host: str, timeout: float) -> Mesh:
@@ -37,7 +39,8 @@ def joined(collective: Collective, host: str, timeout: float) -> Mesh:
         timeout: Seconds to wait for the other processes.
 
     Raises:
-        ValueError: The address is not a loopback or private one.
+        ValueError: The address is not a loopback or private one. In every process.
+        OSError: In that of rank 0: it cannot listen there.
         RuntimeError: jax was used before, or another job has been formed, or the
             processes have different numbers of devices.
     """
@@ -76,14 +79,30 @@ def require_private(host: str) -> None:
 
 
 def _told(collective: Collective, host: str) -> str:
-    """The address of the coordinator, from rank 0."""
-    said = np.zeros(_LONGEST, np.uint8)
+    """The address of the coordinator, from rank 0, or why it has none: nobody waits for
+    a process that has given up."""
+    refused: Exception | None = None
+    text = ""
     if collective.rank == 0:
-        require_private(host)
-        text = f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}".encode()
-        said[: len(text)] = np.frombuffer(text, np.uint8)
+        try:
+            text = _address(host)
+        except (ValueError, OSError) as error:
+            refused, text = error, f"{_REFUSAL}{error}"
+    said = np.zeros(_LONGEST, np.uint8)
+    raw = text.encode()[:_LONGEST]
+    said[: len(raw)] = np.frombuffer(raw, np.uint8)
     heard = np.asarray(collective.broadcast([said], 0)[0])
-    return heard.tobytes().rstrip(b"\0").decode()
+    if refused is not None:
+        raise refused
+    found = heard.tobytes().rstrip(b"\0").decode(errors="replace")
+    if found.startswith(_REFUSAL):
+        raise ValueError(f"rank 0 formed no job of XLA: {found[len(_REFUSAL) :]}")
+    return found
+
+
+def _address(host: str) -> str:
+    require_private(host)
+    return f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}"
 
 
 def _free_port(host: str) -> int:

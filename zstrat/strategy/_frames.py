@@ -14,10 +14,12 @@ anything else is an error that names both strategies.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from zstrat.program._context import Mark, beneath, surroundings
 from zstrat.variables import creator
 
 if TYPE_CHECKING:
@@ -37,6 +39,18 @@ class Frame:
     strategy: Strategy
     replica: ReplicaContext | None = None
     update: int | None = None
+
+    @property
+    def mark(self) -> Mark:
+        """What a step that is called here is traced for."""
+        return Mark(weakref.ref(self.strategy), (self._side, self.update))
+
+    @property
+    def _side(self) -> int | str:
+        if self.replica is None:
+            return "cross-replica"
+        number = self.replica.replica_id_in_sync_group
+        return number if isinstance(number, int) else "traced"
 
 
 _frames: Final[ContextVar[tuple[Frame, ...]]] = ContextVar("zstrat_frames", default=())
@@ -60,6 +74,7 @@ def current() -> Frame | None:
 def push(frame: Frame) -> None:
     """Enters a context."""
     _frames.set((*_frames.get(), frame))
+    surroundings.set(frame.mark)
 
 
 def pop(frame: Frame) -> None:
@@ -77,6 +92,7 @@ def pop(frame: Frame) -> None:
             "same thread and task"
         )
     _frames.set(frames[:-1])
+    surroundings.set(frames[-2].mark if len(frames) > 1 else None)
 
 
 def install(strategy: Strategy | None, own: Creator | None) -> None:
@@ -92,6 +108,7 @@ def install(strategy: Strategy | None, own: Creator | None) -> None:
             "experimental_set_strategy is for programs that enter none"
         )
     _beneath.frame = None if strategy is None else Frame(strategy)
+    beneath.mark = None if _beneath.frame is None else _beneath.frame.mark
     creator.install(own)
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.program._collective import AXIS, Team
+from zstrat.program._narrow import fits
 from zstrat.program._substitution import is_live
 from zstrat.variables import is_staging, recorder
 
@@ -131,7 +132,11 @@ class LocalMesh:
         whole = share.whole
         return self.place(share.parts) if whole is None else self.place_batch(whole)
 
-    def _put(self, array: Any) -> jax.Array:
+    def _put(self, array: Any) -> Any:
+        """The array on the devices. Integers of 64 bits that jax would cut stay on the
+        host as they are: a program that computes ids of rows from them refuses them."""
+        if not fits(array):
+            return np.array(array)
         placed: jax.Array = jax.device_put(self._own(array), self._rows)
         return placed
 
@@ -156,6 +161,8 @@ class LocalMesh:
         if self.mesh.size > self.replicas:
             joined = self._put(np.concatenate(arrays))
             return PerReplica.of_whole(joined, self.replicas)
+        if not all(map(fits, arrays)):
+            return PerReplica.of_whole(np.concatenate(arrays), self.replicas)
         own = [self._own(array) for array in arrays]
         there = jax.device_put(own, list(self.devices))
         return PerReplica.of_whole(self._joined(there), self.replicas)

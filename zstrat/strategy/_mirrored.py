@@ -212,6 +212,12 @@ class _Devices(Residence):
     def mark(self) -> Hashable:
         return (None if self._channel is None else self._channel.mark, self.parted)
 
+    def replicas(self) -> tuple[int, int]:
+        if self._channel is None:
+            return super().replicas()
+        rank, size = self._channel.rank, self._channel.size
+        return rank * self.copies, size * self.copies
+
     def settle(self) -> None:
         self._settle()
 

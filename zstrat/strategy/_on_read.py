@@ -3,7 +3,7 @@
 What a replica function counts (examples seen, sums of a metric) is added up here and
 now, without a word to the others; who reads the variable outside of replica functions
 gets the sum, the mean, or the first of all values. With several processes reading is a
-collective then: all of them read.
+collective then: all of them read. A checkpoint has what is read, so all of them save.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program._cross import Kind, first_of, sum_over
 from zstrat.variables import (
     KeepsCopies,
@@ -59,6 +60,30 @@ class SyncOnReadVariable(Variable):
     def local_value(self) -> np.ndarray:
         """The value of this process: of its replicas together."""
         return self._home.read(self)
+
+    def saved_value(self) -> np.ndarray:
+        """What a checkpoint has: the value of all replicas of all processes; where
+        there is none (NONE), that of the first replica here.
+
+        Cost: a collective, if there are several processes: all of them call this.
+
+        Raises:
+            DataLossError: The value of this process is lost.
+            PeerLostError, CollectiveTimeoutError: Another one did not take part; a note
+                names the variable.
+        """
+        if self.aggregation is VariableAggregation.NONE:
+            return self._home.read(self)
+        try:
+            return self._read_now()
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            error.add_note(
+                f"{self._spec} has synchronization=ON_READ: to save it is to read it "
+                "from all processes, so that all of them save, at the same place of "
+                "the program; those whose checkpoint nobody wants save to another "
+                "folder"
+            )
+            raise
 
     def _read_now(self) -> np.ndarray:
         if self._is_mine:

@@ -2,7 +2,8 @@
 
 The variables of a strategy are created in the same order in every process, so a number
 names one, and an optimizer, everywhere. Whoever has made the most steps tells what he
-has and gives it to all: after a lost process some may have made one step more.
+has and gives it to all: after a lost process some may have made one step more. Who has
+lost a value, because a step failed in the middle, counts as one who comes anew.
 
 Law of the file: all processes call `taken_over` together, and go through the same
 collectives whatever each of them has.
@@ -48,14 +49,21 @@ def taken_over(
         Negative if all come anew: then nothing has changed.
 
     Raises:
+        DataLossError: A value of this process is lost, and all others come anew or have
+            lost one too.
         InvalidArgumentError: This process has created other variables than that one.
         PeerLostError, CollectiveTimeoutError: Not all processes take part.
     """
     # Of several with as many steps the first one.
     rank, size = collective.rank, collective.size
+    lost = _lost(variables)
+    steps = steps if lost is None else -1
     best = int(_reduced(collective, steps * size + size - 1 - rank))
     root, most = size - 1 - best % size, best // size
     if most < 0:
+        if lost is not None:
+            home, name = lost
+            home.require_kept(name)
         return most
     mine = _list(variables, optimizers) if rank == root else []
     told = _told(collective, root, mine)
@@ -64,6 +72,15 @@ def taken_over(
     if rank != root:
         _put(told, variables, optimizers, [np.asarray(x) for x in given])
     return most
+
+
+def _lost(variables: Mapping[int, Variable]) -> tuple[DeviceHome, str] | None:
+    """A variable whose value another process would have to give, if there is one."""
+    for variable in variables.values():
+        home = variable.home
+        if isinstance(home, DeviceHome) and home.is_lost and not _is_own(variable):
+            return home, variable.name
+    return None
 
 
 def _list(
@@ -108,16 +125,21 @@ def _arrays(
     variables: Mapping[int, Variable],
     optimizers: Sequence[Optimizer],
 ) -> list[Any]:
-    """The values and leaves of slots of the list; made here, where they are not yet."""
+    """The values and leaves of slots of the list; made here, where they are not yet or
+    no more."""
     arrays: list[Any] = []
     for each in told:
         home = _home(each, variables)
         if isinstance(home, LocalHome):
             arrays.append(home.taken()[0])
             continue
-        arrays.append(home.shown())
+        is_lost = home.is_lost
+        arrays.append(home.like() if is_lost else home.shown())
         for rule in _rules(each, optimizers):
-            arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(home.slots(rule))]
+            rule_slots = (
+                rule.transformation.init(home.like()) if is_lost else home.slots(rule)
+            )
+            arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(rule_slots)]
     return arrays
 
 

@@ -24,6 +24,7 @@ import jax
 import numpy as np
 
 from zstrat.errors import DataLossError
+from zstrat.wire import UpdateOp
 
 from ._local import moved
 from ._slots import named_slots, slots_from
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
     from jax.sharding import Mesh, Sharding
-
-    from zstrat.wire import UpdateOp
 
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
@@ -82,6 +81,11 @@ class Residence(abc.ABC):
     @abc.abstractmethod
     def mark(self) -> Hashable:
         """What a program of a step depends on; it is not used under another one."""
+
+    def replicas(self) -> tuple[int, int]:
+        """Number of the first replica of this process, and how many all processes
+        have."""
+        return 0, self.copies
 
     @abc.abstractmethod
     def settle(self) -> None:
@@ -171,8 +175,36 @@ class DeviceHome:
         return self._seen()
 
     def take_over_shown(self, value: np.ndarray) -> None:
-        """The inverse: every copy begins anew."""
+        """The inverse: every copy begins anew, and so do optimizers whose slots are
+        lost."""
         self._value = self.placed(self._shared_out(value))
+        for number in [n for n, tree in self._slots.items() if _is_lost(tree)]:
+            del self._slots[number]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step was given value or slots, and put nothing back."""
+        return self._value.is_deleted() or _is_lost(self._slots)
+
+    def like(self) -> np.ndarray:
+        """Zeros of the form of what is shown, whatever became of the value."""
+        shape = self._value.shape[1:] if self.is_apart else self._value.shape
+        return np.zeros(shape, self._value.dtype)
+
+    def require_kept(self, name: str) -> None:
+        """Refuses a value that is gone.
+
+        Raises:
+            DataLossError: Names the variable, and says what to do.
+        """
+        if self.is_lost:
+            raise DataLossError(
+                "this process",
+                name,
+                "its value is gone, because a step failed while it was computing the "
+                "next one: restore a checkpoint, take the values of another process "
+                "(MultiWorkerMirroredStrategy.reform), or assign a value",
+            )
 
     def take_over_slots(self, optimizer: Optimizer, slots: Any) -> None:
         """What the optimizer keeps from now on."""
@@ -188,14 +220,7 @@ class DeviceHome:
     def read(self, variable: Variable) -> np.ndarray:
         with self.residence.lock:
             self.residence.settle()
-            if self._value.is_deleted():
-                raise DataLossError(
-                    "this process",
-                    variable.name,
-                    "its value is gone, because a step failed while it was computing "
-                    "the next one: restore a checkpoint, or take the values of another "
-                    "process",
-                )
+            self.require_kept(variable.name)
             return self._seen()
 
     def copies(self) -> np.ndarray:
@@ -226,7 +251,10 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         with self.residence.lock:
-            before = self.read(variable)  # first: slots may come with the value
+            self.residence.settle()  # first: slots may come with the value
+            if self.is_lost and op is UpdateOp.ASSIGN:
+                self.take_over_shown(self.like())
+            before = self.read(variable)
             kept = None if optimizer is None else self.slots(optimizer)
             dtype = variable.spec.numpy_dtype
             if self.is_apart:
@@ -264,10 +292,17 @@ class DeviceHome:
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
 
-    def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
-        """Value and slots of one moment: by optimizer, by path in its state."""
+    def taken(
+        self, name: str = ""
+    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
+        """Value and slots of one moment: by optimizer, by path in its state.
+
+        Raises:
+            DataLossError: A step failed while it was computing the next ones.
+        """
         with self.residence.lock:
             self.residence.settle()
+            self.require_kept(name)
             slots = {number: named_slots(tree) for number, tree in self._slots.items()}
             return self._seen(), slots
 
@@ -285,14 +320,15 @@ class DeviceHome:
         with self.residence.lock:
             # Values of other processes that are still to come would replace these.
             self.residence.settle()
+            # Of the value the form alone: it may be gone, and is made anew here.
             made = {
                 each.id: None
                 if named is None
-                else self._placed(slots_from(each, self._first(), named))
+                else self._placed(slots_from(each, self.like(), named))
                 for each, named in slots.items()
             }
             if value is not None:
-                self._value = self.placed(self._shared_out(np.asarray(value)))
+                self.take_over_shown(np.asarray(value))
             for number, tree in made.items():
                 self._slots.pop(number, None)
                 if tree is not None:
@@ -315,13 +351,31 @@ class DeviceHome:
         return seen
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
-        """Copies that make up the value, or the value."""
-        if not self.is_apart:
-            return value
+        """Copies that make up the value, with those of other processes."""
         count = self.residence.copies
         if self._on_read is VariableAggregation.SUM:
-            value = np.asarray(value / count, value.dtype)
-        return np.broadcast_to(value, (count, *value.shape))
+            first, total = self.residence.replicas()
+            copies = shares(value, total)[first : first + count]
+        else:
+            copies = np.broadcast_to(value, (count, *value.shape))
+        return copies if self.is_apart else copies[0]
+
+
+def shares(value: np.ndarray, count: int) -> np.ndarray:
+    """``[count, ...]`` of the same dtype whose sum is the value; integers that do not
+    divide evenly are one more in the first shares."""
+    if value.dtype.kind not in "iu":
+        return np.broadcast_to(
+            np.asarray(value / count, value.dtype), (count, *value.shape)
+        )
+    wide = value if value.dtype.itemsize == 8 else value.astype(np.int64)
+    whole, rest = np.divmod(wide, count)
+    rows = np.arange(count).reshape(-1, *[1] * value.ndim)
+    return np.asarray(whole + (rows < rest), value.dtype)
+
+
+def _is_lost(tree: Any) -> bool:
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:

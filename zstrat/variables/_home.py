@@ -71,8 +71,17 @@ class Home(Protocol):
 class InProcess(Protocol):
     """A home in this process, which can be saved and restored as it is."""
 
-    def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
-        """Value and slots of one moment: by optimizer, by path in its state."""
+    def taken(
+        self, name: str = ""
+    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
+        """Value and slots of one moment: by optimizer, by path in its state.
+
+        Args:
+            name: The variable's, for errors.
+
+        Raises:
+            DataLossError: They are gone.
+        """
         ...
 
     def put(

@@ -84,8 +84,11 @@ class LocalHome:
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
 
-    def taken(self) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
+    def taken(
+        self, name: str = ""
+    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
         """Value and slots of one moment: by optimizer, by path in its state."""
+        del name  # nothing is ever gone
         with self._lock:
             value, slots = self._value, dict(self._slots)
         return value, {number: named_slots(tree) for number, tree in slots.items()}

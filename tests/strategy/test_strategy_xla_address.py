@@ -1,0 +1,55 @@
+"""Where the processes of a job of XLA meet, as rank 0 tells the others."""
+
+import numpy as np
+import pytest
+
+from zstrat.strategy import _distributed
+
+
+class Line:
+    """What one rank hears of a broadcast; ranks call one after the other."""
+
+    def __init__(self, rank, said):
+        self.rank, self.size, self._said = rank, 2, said
+
+    def broadcast(self, tree, root):
+        if self.rank == root:
+            self._said.append([np.array(x) for x in tree])
+        return self._said[-1]
+
+
+@pytest.fixture
+def ranks():
+    said = []
+    return Line(0, said), Line(1, said)
+
+
+def test_all_hear_a_free_port_of_rank_0(ranks):
+    first, second = [_distributed._told(rank, "127.0.0.1") for rank in ranks]
+    assert first == second
+    host, _, port = first.rpartition(":")
+    assert host == "127.0.0.1"
+    assert 0 < int(port) < 2**16
+
+
+def test_an_address_of_version_6_is_told_in_brackets(ranks, monkeypatch):
+    monkeypatch.setattr(_distributed, "_free_port", lambda host: 1234)
+    assert [_distributed._told(rank, "::1") for rank in ranks] == ["[::1]:1234"] * 2
+
+
+def test_rank_0_tells_why_it_has_no_address(ranks):
+    """The others do not wait for it: each says what is wrong."""
+    for rank in ranks:
+        with pytest.raises(ValueError, match=r"public address 8\.8\.8\.8.*RING"):
+            _distributed._told(rank, "8.8.8.8")
+
+
+def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
+    def taken(host):
+        raise OSError(99, f"cannot assign {host}: " + "\u00e9" * 2000)
+
+    monkeypatch.setattr(_distributed, "_free_port", taken)
+    with pytest.raises(OSError, match="cannot assign"):
+        _distributed._told(ranks[0], "10.0.0.1")
+    with pytest.raises(ValueError, match=r"rank 0.*cannot assign 10\.0\.0\.1"):
+        _distributed._told(ranks[1], "10.0.0.1")
