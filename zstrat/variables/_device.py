@@ -17,6 +17,7 @@ one, or nothing of it was given away.
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -230,8 +231,11 @@ class DeviceHome:
             kept = None if optimizer is None else self.slots(optimizer)
             dtype = variable.spec.numpy_dtype
             if self.is_apart:
+                apart = operands[0].ndim > len(variable.shape)  # a share for each copy
+                given = zip(operands[0]) if apart else itertools.repeat(operands)
                 moves = [
-                    moved(row, kept, op, operands, optimizer) for row in self.copies()
+                    moved(row, kept, op, own, optimizer)
+                    for row, own in zip(self.copies(), given, strict=False)
                 ]
                 made = np.stack([np.asarray(value, dtype) for value, _ in moves])
                 slots = moves[0][1]
@@ -305,14 +309,13 @@ class DeviceHome:
         """The value, or the first copy."""
         # Of memory that numpy looks at XLA makes no new value in place.
         value = np.asarray(self._value)
-        return value[0] if self.is_apart else value
+        return np.asarray(value[0]) if self.is_apart else value
 
     def _seen(self) -> np.ndarray:
         """The value from outside of the replicas."""
         if not self.is_apart or self._on_read is None:
             return self._first()
-        seen: np.ndarray = aggregated(np.asarray(self._value), self._on_read)
-        return seen
+        return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
         """Copies that make up the value, or the value."""
@@ -320,8 +323,18 @@ class DeviceHome:
             return value
         count = self.residence.copies
         if self._on_read is VariableAggregation.SUM:
-            value = np.asarray(value / count, value.dtype)
+            return np.asarray(shares_of(value, count))
         return np.broadcast_to(value, (count, *value.shape))
+
+
+def shares_of(value: Any, count: int) -> Any:
+    """Equal shares ``[count, ...]`` that add up to an array. Of integers the first ones
+    are larger by one where there is a remainder: none of what was counted is lost."""
+    dtype = value.dtype
+    numbers = np.arange(count).reshape(count, *[1] * value.ndim)
+    if dtype.kind in "iu":
+        return (value // count + (numbers < value % count)).astype(dtype)
+    return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
