@@ -1,6 +1,7 @@
 """What sums and means of booleans and integers are, and that no count is lost: on two
 and on three replicas, in each way that a replica function runs."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -167,3 +168,50 @@ def test_all_gather_of_shapes_that_do_not_fit(two):
 def test_cross_device_ops_are_some(two):
     with pytest.raises(TypeError, match=r"must be a zs.CrossDeviceOps, .* got 'nccl'"):
         zs.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops="nccl")
+
+
+@pytest.mark.parametrize("values", [(1.0,), (1, 2, 3, 4), ("a",) * 3, ([], [1], [2])])
+def test_one_value_for_each_replica(two, values):
+    value = PerReplica(tuple(np.array(x) if isinstance(x, list) else x for x in values))
+    one = zs.OneDeviceStrategy("CPU:1")
+
+    def fn(x):
+        return x
+
+    def peeking(x):
+        int(replica_id())
+        return x
+
+    for strategy in (two, one):
+        if strategy.num_replicas_in_sync == len(values):
+            continue
+        expected = strategy.num_replicas_in_sync
+        words = f"has {len(values)} values; expected one for each of the {expected} rep"
+        for each in (fn, peeking):
+            with pytest.raises(ValueError, match=words):
+                strategy.run(each, (value,))
+            with pytest.raises(ValueError, match=words):
+                strategy.run(each, (), {"x": [value]})
+    words = f"has {len(values)} values; expected one for each of the 2 replicas"
+    if not isinstance(values[0], str):
+        with pytest.raises(ValueError, match=words):
+            zs.function(lambda x: two.run(fn, (x,)))(value)
+
+
+def test_random_keys_of_replicas(two):
+    keys = jax.random.split(jax.random.key(7), 2)
+
+    def draw(key):
+        return jax.random.normal(key, (3,))
+
+    def draw_of_several(several):
+        return draw(several[1])
+
+    expected = [draw(key).tolist() for key in keys]
+    assert local(two, two.run(draw, (PerReplica(tuple(keys)),))) == expected
+    per_worker = two.experimental_distribute_values_from_function(
+        lambda context: keys[context.replica_id_in_sync_group]
+    )
+    assert local(two, two.run(draw, (per_worker,))) == expected
+    both = PerReplica((keys, keys[::-1]))
+    assert local(two, two.run(draw_of_several, (both,))) == expected[::-1]

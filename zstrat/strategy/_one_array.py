@@ -49,7 +49,7 @@ def _summed(
     axes: tuple[int, ...] | None,
     divisor: int | None,
 ) -> jax.Array:
-    parts = summable(whole, mean=divisor is not None).reshape(shape)
+    parts: jax.Array = summable(whole, mean=divisor is not None).reshape(shape)
     if axes is None:
         total = parts.sum(0, dtype=parts.dtype)
     else:
