@@ -215,3 +215,30 @@ def test_random_keys_of_replicas(two):
     assert local(two, two.run(draw, (per_worker,))) == expected
     both = PerReplica((keys, keys[::-1]))
     assert local(two, two.run(draw_of_several, (both,))) == expected[::-1]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_variable_is_the_values_that_its_replicas_have(two, inside):
+    """TF's variables of several devices are distributed values."""
+    with two.scope():
+        mine = zs.Variable([0.0, 0.0], aggregation=A.SUM, synchronization=S.ON_READ)
+        shared = zs.Variable([3.0, 5.0], aggregation=A.MEAN, name="shared")
+    two.run(lambda: mine.assign(jnp.ones(2) * (replica_id() + 1)).value())
+
+    def do(fn):
+        return (zs.function(fn) if inside else fn)()
+
+    both = do(lambda: two.reduce("sum", {"mine": mine, "shared": shared}, None))
+    assert both["mine"].tolist() == [3, 3]
+    assert both["shared"].tolist() == [6, 10]
+    assert do(lambda: two.reduce("mean", mine, None)).tolist() == [1.5, 1.5]
+    assert do(lambda: two.reduce("mean", shared, 0)) == 4.0
+    assert do(lambda: two.gather(mine, 0)).tolist() == [1, 1, 2, 2]
+    assert do(lambda: two.gather(shared, 0)).tolist() == [3, 5, 3, 5]
+    if not inside:
+        first, second = two.experimental_local_results({"m": mine, "s": [shared]})
+        assert (first["m"].numpy().tolist(), second["m"].numpy().tolist()) == (
+            [1, 1],
+            [2, 2],
+        )
+        assert second["s"][0].name == "shared/replica_1"
