@@ -242,3 +242,9 @@ def test_a_variable_is_the_values_that_its_replicas_have(two, inside):
             [2, 2],
         )
         assert second["s"][0].name == "shared/replica_1"
+
+
+def test_text_goes_to_the_replicas_where_it_is(two):
+    words = zs.data.Dataset.from_tensor_slices(np.array(["a", "b", "c", "d", "e"]))
+    found = [local(two, x) for x in two.experimental_distribute_dataset(words.batch(2))]
+    assert found == [[["a"], ["b"]], [["c"], ["d"]], [["e"], []]]

@@ -130,9 +130,12 @@ class LocalMesh:
         """
         if self.replicas == 1:
             return jax.tree.map(self._put, batch)
-        return jax.tree.map(
-            lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
-        )
+        return jax.tree.map(self._dealt, batch)
+
+    def _dealt(self, array: Any) -> PerReplica:
+        if isinstance(array, jax.Array) or _is_numeric(array.dtype):
+            return PerReplica.of_whole(self._put(array), self.replicas)
+        return PerReplica(np.split(array, self.replicas))  # text stays here
 
     def place_share(self, share: Share) -> Any:
         """What the replicas draw in one step, on their devices; as a whole if it splits
