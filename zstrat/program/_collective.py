@@ -107,7 +107,7 @@ class Team:
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [summable(jnp.asarray(leaf), mean=mean) for leaf in leaves]
         if self.local > 1:
             arrays = _psum(arrays, AXIS)
         if self.channel is not None:
@@ -147,6 +147,14 @@ class Team:
 
 def _is_slices(node: Any) -> bool:
     return isinstance(node, IndexedSlices)
+
+
+def summable(array: Any, *, mean: bool) -> Any:
+    """The array in a dtype that holds the sum of several: booleans are counted, and
+    narrow integers, whose mean is a float, do not wrap on the way to it."""
+    dtype = array.dtype
+    is_narrow = mean and dtype.kind in "iu" and dtype.itemsize < 4
+    return array.astype(int) if dtype.kind == "b" or is_narrow else array
 
 
 class Together(enum.Enum):

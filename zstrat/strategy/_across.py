@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.program._collective import summable
 from zstrat.program._cross import Kind, gather_from, sum_over
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
@@ -62,7 +63,10 @@ def reduce_across(
         parts, inner = _flat_parts(leaf)
         nested.append((inner, len(parts)))
         for each in parts:
-            total, count = _summed([as_array(part) for part in each], axes)
+            arrays = [
+                summable(as_array(part), mean=op is ReduceOp.MEAN) for part in each
+            ]
+            total, count = _summed(arrays, axes)
             sums.append(total)
             counts.append(count)
     if op is ReduceOp.MEAN:

@@ -57,6 +57,25 @@ def unwrapped(tree: Any) -> Any:
     return jax.tree.map(_value, tree)
 
 
+def require_one_each(node: Any, replicas: int) -> None:
+    """Refuses a value per replica of another number of replicas.
+
+    Raises:
+        ValueError: It is one.
+    """
+    if isinstance(node, DistributedValues) and node.replicas != replicas:
+        raise ValueError(
+            f"a PerReplica argument of strategy.run has {node.replicas} values; "
+            f"expected one for each of the {replicas} replicas"
+        )
+
+
+def require_all_one_each(tree: Any, replicas: int) -> None:
+    """The same of all values per replica in a pytree."""
+    for node in jax.tree.leaves(tree, is_leaf=is_distributed):
+        require_one_each(node, replicas)
+
+
 class Arguments:
     """Arguments of ``run``, sorted into what is split, shared and not an array.
 
@@ -89,11 +108,7 @@ class Arguments:
         """A value per replica as a pytree of parts."""
         if not isinstance(node, DistributedValues):
             return node
-        if node.replicas != self._replicas:
-            raise ValueError(
-                f"a PerReplica argument of strategy.run has {node.replicas} values; "
-                f"expected one for each of the {self._replicas} replicas"
-            )
+        require_one_each(node, self._replicas)
         if node.whole is not None:
             return Spread(node.whole, node.is_stacked)
         first, *others = node.values

@@ -7,17 +7,20 @@ one is done to this copy alone; the copies are kept apart from then on.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from zstrat.program._copies import copies_of as copies_now
 from zstrat.program._copies import is_on_read
-from zstrat.variables import DeviceHome, apply, handle, next_key
+from zstrat.variables import DeviceHome, Variable, apply, handle, next_key, recorder
+
+from ._per_replica import Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.variables import HomeRows, HomeUpdate, Optimizer, Variable
+    from zstrat.variables import HomeRows, HomeUpdate, Optimizer
     from zstrat.wire import UpdateOp
 
 
@@ -98,6 +101,21 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
         handle(replace(spec, key=next_key(), name=name), CopyHome(variable, number))
         for number, name in enumerate(names)
     )
+
+
+def as_values(node: Any) -> Any:
+    """A variable of several devices as the values that they have; all else as it is."""
+    if not isinstance(node, Variable):
+        return node
+    home = node.home
+    if not isinstance(home, DeviceHome) or home.residence.copies == 1:
+        return node
+    if not home.is_apart:
+        return Mirrored((node.value(),) * home.residence.copies)
+    recording = recorder.get()
+    if recording is None:
+        return PerReplica(tuple(home.copies()))
+    return PerReplica(tuple(copies_now(recording, node)))
 
 
 def container_of(variable: Variable) -> Variable:

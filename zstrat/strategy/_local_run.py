@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -28,7 +29,14 @@ from zstrat.program._narrow import fits
 from zstrat.program._substitution import is_live
 from zstrat.variables import is_staging, recorder
 
-from ._arguments import NUMBERS, Plain, UnevenParts, unwrapped
+from ._arguments import (
+    NUMBERS,
+    Plain,
+    UnevenParts,
+    require_all_one_each,
+    require_one_each,
+    unwrapped,
+)
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
 from ._one_program import alone, as_one_program
@@ -38,6 +46,7 @@ from ._per_replica import (
     PerReplica,
     is_distributed,
     loose,
+    on_one_device,
     select_replica,
 )
 from ._regroup import regroup
@@ -122,9 +131,12 @@ class LocalMesh:
         """
         if self.replicas == 1:
             return jax.tree.map(self._put, batch)
-        return jax.tree.map(
-            lambda array: PerReplica.of_whole(self._put(array), self.replicas), batch
-        )
+        return jax.tree.map(self._dealt, batch)
+
+    def _dealt(self, array: Any) -> PerReplica:
+        if isinstance(array, jax.Array) or _is_numeric(array.dtype):
+            return PerReplica.of_whole(self._put(array), self.replicas)
+        return PerReplica(np.split(array, self.replicas))  # text stays here
 
     def place_share(self, share: Share) -> Any:
         """What the replicas draw in one step, on their devices; as a whole if it splits
@@ -152,11 +164,14 @@ class LocalMesh:
             part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
         ]
         kinds = {(array.shape, array.dtype) for array in arrays}
-        if len(kinds) > 1 or arrays[0].dtype.kind in "OSUmM":
+        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+        if len(kinds) > 1 or not (is_key or _is_numeric(arrays[0].dtype)):
             return PerReplica(parts)
-        stacked = arrays[0].ndim == 0
-        if stacked:
-            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
+        if arrays[0].ndim == 0:
+            if is_key:
+                whole = self._put(jnp.stack(on_one_device(arrays)))
+            else:
+                whole = self._put(np.stack([np.asarray(array) for array in arrays]))
             return PerReplica.of_whole(whole, self.replicas, stacked=True)
         if self.mesh.size > self.replicas:
             joined = self._put(np.concatenate(arrays))
@@ -220,6 +235,7 @@ class LocalMesh:
     def _in_turns(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        require_all_one_each((args, kwargs), self.replicas)
         tree = jax.tree.map(self._near, (tuple(args), dict(kwargs)))
         results = in_turns(
             self._strategy, self.team, self.devices, fn, tree[0], tree[1]
@@ -280,6 +296,7 @@ class LocalMesh:
         kwargs: Mapping[str, Any],
     ) -> Any:
         if self.replicas == 1:
+            require_all_one_each((args, kwargs), 1)
             args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
             return alone(self._strategy, fn, args, kwargs)
         return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
@@ -292,6 +309,7 @@ class LocalMesh:
     def _given_leaf(self, leaf: Any) -> Any:
         if type(leaf) in NUMBERS:
             return Plain(leaf)
+        require_one_each(leaf, self.replicas)
         if self.replicas == 1 and isinstance(leaf, jax.Array) and leaf.committed:
             return jax.device_put(leaf, self._rows)
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
@@ -303,3 +321,8 @@ class LocalMesh:
         if len(numbers) == len(parts) and len(set(numbers)) == 1:
             return numbers[0]
         return self._placed(parts)
+
+
+def _is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether devices know it."""
+    return dtype.kind not in "OSUmM"

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program._collective import Together, together
+from zstrat.program._collective import Together, summable, together
 from zstrat.program._cross import first_of, gather_from, sum_over
 from zstrat.variables import IndexedSlices
 
+from ._one_array import require_axes
 from ._per_replica import PerReplica, on_one_device, select_replica
 from ._regroup import regroup
 from ._turns import Meeting
@@ -141,7 +142,8 @@ def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
 
 
 def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
-    first, *others = on_one_device([jnp.asarray(x) for x in column])
+    arrays = [summable(jnp.asarray(x), mean=mean) for x in column]
+    first, *others = on_one_device(arrays)
     total: jax.Array = sum(others, start=first)
     if team.channel is not None:
         (total,) = sum_over(team.channel, [total])
@@ -150,12 +152,30 @@ def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
 
 def _concatenated(team: Team, column: Sequence[Any], axis: int) -> jax.Array:
     arrays = on_one_device([jnp.asarray(x) for x in column])
+    _require_joinable([x.shape for x in arrays], axis)
     whole: jax.Array = jnp.concatenate(arrays, axis)
     if team.channel is None:
         return whole
     (front,) = gather_from(team.channel, [jnp.moveaxis(whole, axis, 0)])
     found: jax.Array = jnp.moveaxis(front, 0, axis)
     return found
+
+
+def _require_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Refuses shapes that differ in another dimension than that one.
+
+    Raises:
+        ValueError: They do, or there is no such dimension.
+    """
+    first = shapes[0]
+    require_axes((axis,), first)
+    axis %= len(first)
+    rests = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
+    if len(rests) > 1 or len({len(shape) for shape in shapes}) > 1:
+        raise ValueError(
+            f"all_gather along axis {axis}: the replicas give the shapes {shapes}, "
+            "which must agree in every other dimension"
+        )
 
 
 def _joined(team: Team, column: Sequence[Any], mean: bool) -> IndexedSlices:

@@ -39,6 +39,7 @@ class MirroredStrategy(Strategy):
 
     Raises:
         ValueError: There is no such device, one is named twice, or none at all.
+        TypeError: ``cross_device_ops`` is none.
     """
 
     def __init__(
@@ -47,6 +48,11 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
     ) -> None:
         found = _chosen(devices)
+        if not isinstance(cross_device_ops, CrossDeviceOps | None):
+            raise TypeError(
+                "cross_device_ops must be a zs.CrossDeviceOps, such as "
+                f"zs.ReductionToOneDevice(), got {cross_device_ops!r:.80}"
+            )
         self._mesh = LocalMesh(self, found)
         self._variables = MirroredVariables(found, self._mesh.team)
         ops = cross_device_ops or _usual(found)

@@ -20,6 +20,7 @@ from zstrat.variables import (
     Variable,
     VariableAggregation,
     aggregated,
+    shares_of,
 )
 from zstrat.wire import UpdateOp
 
@@ -123,7 +124,11 @@ class SyncOnReadVariable(Variable):
         self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
     ) -> None:
         if not _context.in_real_replica_context():
-            value = self._for_each(op, value)
+            value = self._for_each(op, jnp.asarray(value, self.dtype))
+            if value.ndim > len(self.shape):
+                assert isinstance(recording, KeepsCopies), recording
+                recording.put_copies(self, value)
+                return
         recording.update(self, op, (jnp.asarray(value, self.dtype),), optimizer)
 
     def _record_rows(
@@ -155,11 +160,16 @@ class SyncOnReadVariable(Variable):
         return self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
 
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
-        """The operand for each process's value, of one for the whole."""
+        """The operand for each process's value, of one for the whole; of integers, with
+        several replicas here, those of their copies ``[replicas, ...]``."""
         if self.aggregation is not _SUM or self._team.size == 1:
             return value
         if op is UpdateOp.ASSIGN:
-            return value / self._team.size
+            team = self._team
+            if value.dtype.kind not in "iu":
+                return value / team.size
+            shares = shares_of(value, team.size)[team.first : team.first + team.local]
+            return shares if team.local > 1 else shares[0]
         raise ValueError(
             f"SyncOnReadVariable does not support `{_WORDS.get(op, op.name.lower())}` "
             f"in cross-replica context when aggregation is set to SUM ({self._spec}): "

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.collectives import ReduceOp
+from zstrat.program._collective import summable
 from zstrat.program._settled import settled
 
 from ._per_replica import DistributedValues
@@ -48,9 +49,9 @@ def _summed(
     axes: tuple[int, ...] | None,
     divisor: int | None,
 ) -> jax.Array:
-    parts = whole.reshape(shape)
+    parts: jax.Array = summable(whole, mean=divisor is not None).reshape(shape)
     if axes is None:
-        total = parts.sum(0, dtype=whole.dtype)
+        total = parts.sum(0, dtype=parts.dtype)
     else:
         total = parts.sum((0, *[axis + 1 for axis in axes]))
     return total if divisor is None else total / divisor

@@ -11,6 +11,8 @@ import abc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
+
 from zstrat.data import InputContext
 from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
@@ -19,7 +21,7 @@ from zstrat.variables import Variable
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
-from ._copy_home import copies_of
+from ._copy_home import as_values, copies_of
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
@@ -27,8 +29,10 @@ from ._regroup import regroup
 from ._turns import NeedsTurns
 from ._v1 import FirstVersion
 from ._values import (
+    PerReplica,
     ValueContext,
     gather_values,
+    is_whole,
     local_results,
     reduce_values,
     reduction,
@@ -38,8 +42,6 @@ from ._values import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
-
-    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
@@ -178,7 +180,7 @@ class Strategy(FirstVersion):
         op, team = reduction(reduce_op), self._team()
         if team.channel is not None:
             return reduce_across(team, op, value, axis)
-        return reduce_values(op, value, axis, self.num_replicas_in_sync)
+        return reduce_values(op, _by_copies(value), axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: int) -> Any:
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
@@ -193,14 +195,14 @@ class Strategy(FirstVersion):
         team = self._team()
         if team.channel is not None:
             return gather_across(team, value, axis)
-        return gather_values(value, axis, self.num_replicas_in_sync)
+        return gather_values(_by_copies(value), axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """One entry per local replica; ``(value,)`` for what is not distributed. Of a
         variable of several devices its copies, each a variable."""
         if isinstance(value, Variable):
             return copies_of(value)
-        return local_results(value)
+        return local_results(_by_copies(value, lambda v: PerReplica(copies_of(v))))
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
@@ -308,3 +310,14 @@ class Strategy(FirstVersion):
         alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:
             return fn(*args, **kwargs)
+
+
+def _by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
+    """The pytree with what replicas have in place of variables; without any, itself."""
+    if not any(
+        isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
+    ):
+        return tree
+    return jax.tree.map(
+        lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
+    )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.program._collective import summable
 from zstrat.variables import AbstractVariable, IndexedSlices
 
 from ._one_array import (
@@ -95,10 +96,14 @@ def gather_values(value: Any, axis: int, replicas: int) -> Any:
     Along axis 0 one array over the devices is the result as it is.
 
     Raises:
+        TypeError: ``axis`` is no integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0 or other dimensions than the first one has, or a
             value that is not distributed is gathered over several replicas.
     """
+
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(f"gather: axis must be an integer, got {axis!r}")
 
     def leaf(node: Any) -> Any:
         if is_one_array(node):
@@ -179,8 +184,9 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
             f"reduce: the replicas have values of the shapes {sorted(shapes)}; give an "
             "axis to reduce over, or use gather"
         )
-    arrays = on_one_device(arrays)
-    total = sum(arrays[1:], start=arrays[0])
+    wide = [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
+    first, *others = on_one_device(wide)
+    total = sum(others, start=first)
     return total if op is ReduceOp.SUM else total / count
 
 

@@ -12,6 +12,7 @@ from ._creator import creator as creator
 from ._device import DeviceHome as DeviceHome
 from ._device import Residence as Residence
 from ._device import aggregated as aggregated
+from ._device import shares_of as shares_of
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows

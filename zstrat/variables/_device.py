@@ -17,6 +17,7 @@ one, or nothing of it was given away.
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -258,8 +259,11 @@ class DeviceHome:
             kept = None if optimizer is None else self.slots(optimizer)
             dtype = variable.spec.numpy_dtype
             if self.is_apart:
+                apart = operands[0].ndim > len(variable.shape)  # a share for each copy
+                given = zip(operands[0]) if apart else itertools.repeat(operands)
                 moves = [
-                    moved(row, kept, op, operands, optimizer) for row in self.copies()
+                    moved(row, kept, op, own, optimizer)
+                    for row, own in zip(self.copies(), given, strict=False)
                 ]
                 made = np.stack([np.asarray(value, dtype) for value, _ in moves])
                 slots = moves[0][1]
@@ -341,41 +345,37 @@ class DeviceHome:
         """The value, or the first copy."""
         # Of memory that numpy looks at XLA makes no new value in place.
         value = np.asarray(self._value)
-        return value[0] if self.is_apart else value
+        return np.asarray(value[0]) if self.is_apart else value
 
     def _seen(self) -> np.ndarray:
         """The value from outside of the replicas."""
         if not self.is_apart or self._on_read is None:
             return self._first()
-        seen: np.ndarray = aggregated(np.asarray(self._value), self._on_read)
-        return seen
+        return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
         """Copies that make up the value, with those of other processes."""
         count = self.residence.copies
         if self._on_read is VariableAggregation.SUM:
             first, total = self.residence.replicas()
-            copies = shares(value, total)[first : first + count]
+            copies = shares_of(value, total)[first : first + count]
         else:
             copies = np.broadcast_to(value, (count, *value.shape))
-        return copies if self.is_apart else copies[0]
-
-
-def shares(value: np.ndarray, count: int) -> np.ndarray:
-    """``[count, ...]`` of the same dtype whose sum is the value; integers that do not
-    divide evenly are one more in the first shares."""
-    if value.dtype.kind not in "iu":
-        return np.broadcast_to(
-            np.asarray(value / count, value.dtype), (count, *value.shape)
-        )
-    wide = value if value.dtype.itemsize == 8 else value.astype(np.int64)
-    whole, rest = np.divmod(wide, count)
-    rows = np.arange(count).reshape(-1, *[1] * value.ndim)
-    return np.asarray(whole + (rows < rest), value.dtype)
+        return np.asarray(copies if self.is_apart else copies[0])
 
 
 def _is_lost(tree: Any) -> bool:
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+def shares_of(value: Any, count: int) -> Any:
+    """Equal shares ``[count, ...]`` that add up to an array. Of integers the first ones
+    are larger by one where there is a remainder: none of what was counted is lost."""
+    dtype = value.dtype
+    numbers = np.arange(count).reshape(count, *[1] * value.ndim)
+    if dtype.kind in "iu":
+        return (value // count + (numbers < value % count)).astype(dtype)
+    return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
