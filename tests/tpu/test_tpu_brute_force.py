@@ -35,7 +35,9 @@ def builds(draw):
         shape[CORE] = mesh[CORE]
     strides = st.lists(st.integers(1, 3), min_size=4, max_size=4)
     stride = draw(st.one_of(st.just([1] * 4), strides))
-    room = math.prod(m // (n * s) * s for m, n, s in zip(mesh, shape, stride, strict=True))
+    room = math.prod(
+        m // (n * s) * s for m, n, s in zip(mesh, shape, stride, strict=True)
+    )
     some = st.integers(1, max(1, room) + 1)
     replicas = draw(st.one_of(st.just(max(1, room)), some))
     return topology, shape, stride, replicas, draw(st.sampled_from(DeviceOrderMode))
