@@ -1,5 +1,6 @@
 """The tests of towers, in a process with two devices; and one tower, in this one."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.contrib import distribute
+from zstrat.contrib.distribute._strategy import face_of
 
 HERE = Path(__file__).parent
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -99,7 +101,19 @@ def test_a_cluster_needs_a_ps(distribution):
     assert distribution.worker_devices == [CPU]
 
 
-def test_without_a_cluster_a_configuration_stays_as_it_is(distribution):
-    config = distribute.SessionConfig()
+def test_without_a_cluster_a_session_is_isolated(distribution):
+    config = distribute.SessionConfig(["/job:other"], False)
     distribution.configure(session_config=config)
-    assert config == distribute.SessionConfig([], True)
+    assert config == distribute.SessionConfig(["/job:other"], True)
+
+
+def test_the_face_of_an_engine_that_is_gone_is_not_that_of_the_next_one():
+    face = distribute.DistributionStrategy(zs.OneDeviceStrategy("CPU:0"))
+    number = id(face.engine)
+    face.engine = zs.OneDeviceStrategy("CPU:0")  # as `configure` does
+    gc.collect()
+    kept = []
+    while id(engine := zs.OneDeviceStrategy("CPU:0")) != number and len(kept) < 1000:
+        kept.append(engine)
+    assert face_of(engine) is not face
+    assert face_of(engine).engine is engine

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zstrat.variables import DeviceHome, apply, handle, next_key
+from zstrat.variables import (
+    DeviceHome,
+    VariableSynchronization,
+    apply,
+    handle,
+    next_key,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -84,9 +90,12 @@ class CopyHome:
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable of this process, in replica order; the variable itself
-    if there is one."""
+    if there is one, as where one device keeps it for all of them."""
     home = variable.home
     if not isinstance(home, DeviceHome) or home.residence.copies == 1:
+        return (variable,)
+    is_summed = variable.synchronization is VariableSynchronization.ON_READ
+    if home.residence.travels and not is_summed:
         return (variable,)
     spec = variable.spec
     names = [spec.name]
