@@ -204,6 +204,7 @@ def test_tf_config_accepts_schemes(tf_config: Callable[[Any], None]) -> None:
     ("value", "words"),
     [
         ("{cluster", r"^TF_CONFIG: expected JSON, got '\{cluster': Expecting"),
+        ("[" * 10**5, r"^TF_CONFIG: expected JSON"),
         ("[1]", r"^TF_CONFIG: expected an object .* got '\[1\]'"),
         (
             {"cluster": ["a:1"]},

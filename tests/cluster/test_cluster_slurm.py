@@ -125,8 +125,13 @@ def test_a_missing_variable(
         ("SLURM_PROCID", "x", "^SLURM_PROCID: expected a number of 0 or more, got 'x'"),
         ("SLURM_PROCID", "-1", "^SLURM_PROCID: expected a number"),
         ("SLURM_STEP_NUM_TASKS", "", "^SLURM_STEP_NUM_TASKS: expected a number"),
-        ("SLURM_STEP_NODELIST", "n[1", "^Invalid hostlist format"),
-        ("SLURM_STEP_TASKS_PER_NODE", "2x", "^Invalid tasks-per-node list format"),
+        ("SLURM_STEP_NODELIST", "n[1", "^SLURM_STEP_NODELIST: Invalid hostlist format"),
+        (
+            "SLURM_STEP_TASKS_PER_NODE",
+            "2x",
+            "^SLURM_STEP_TASKS_PER_NODE: Invalid tasks-per-node list format",
+        ),
+        ("SLURM_PROCID", "9" * 5000, "^SLURM_PROCID: expected a number of 0 or more"),
     ],
 )
 def test_a_variable_that_cannot_be_read(
@@ -134,6 +139,16 @@ def test_a_variable_that_cannot_be_read(
 ) -> None:
     srun(FOUR, **{name: value})
     with pytest.raises(ValueError, match=words):
+        SlurmClusterResolver()
+
+
+@pytest.mark.parametrize("number", [10**13, {"n1": 10**13}])
+def test_more_tasks_than_a_cluster_has(srun: Callable[..., None], number: Any) -> None:
+    srun(FOUR)
+    with pytest.raises(RuntimeError, match="SLURM_STEP_TASKS_PER_NODE, or tasks_per"):
+        SlurmClusterResolver(tasks_per_node=number)
+    srun(SLURM_STEP_NODELIST="n1", SLURM_STEP_TASKS_PER_NODE=str(10**13))
+    with pytest.raises(RuntimeError, match="65536 is the limit"):
         SlurmClusterResolver()
 
 
@@ -149,7 +164,9 @@ def test_tasks_that_do_not_add_up(srun: Callable[..., None]) -> None:
     with pytest.raises(RuntimeError, match="SLURM_PROCID=4, and there are 4 tasks"):
         SlurmClusterResolver()
     srun(SLURM_STEP_TASKS_PER_NODE="2(x3)")
-    with pytest.raises(RuntimeError, match="is for 3 nodes, and the step has 2"):
+    with pytest.raises(
+        RuntimeError, match="is for 3 nodes, and SLURM_STEP_NODELIST has 2"
+    ):
         SlurmClusterResolver()
 
 

@@ -216,9 +216,41 @@ def test_lists() -> None:
         TPUClusterResolver(["a", "b"])
 
 
-def test_an_address_that_is_none() -> None:
-    with pytest.raises(ValueError, match="expected addresses of TPU hosts, as grpc://"):
-        TPUClusterResolver("grpc://a:1,,grpc://b:1")
+@pytest.mark.parametrize(
+    "address", ["grpc://a:1,,grpc://b:1", "grpc://", "grpc://a:84x0", "grpc://a:"]
+)
+def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    words = "expected addresses of TPU hosts, as grpc://"
+    with pytest.raises(ValueError, match=f"^tpu: {words}"):
+        TPUClusterResolver(address)
+    for name in ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"):
+        monkeypatch.setenv(name, address)
+        with pytest.raises(ValueError, match=f"^{name}: {words}"):
+            TPUClusterResolver()
+
+
+def test_an_address_of_many_colons_is_one_of_ipv6() -> None:
+    resolver = TPUClusterResolver("grpc://[::1]:8470,grpc://[::2]")
+    assert resolver.cluster_spec().as_dict() == {"worker": ["[::1]:8470", "[::2]:8470"]}
+
+
+@pytest.mark.parametrize("hosts", ["a,", "a:b", "a:0:"])
+def test_hosts_of_the_environment_that_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch, hosts: str
+) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", hosts)
+    with pytest.raises(ValueError, match=r"^TPU_WORKER_HOSTNAMES: expected the hosts"):
+        TPUClusterResolver()
+
+
+@pytest.mark.parametrize("number", ["x", "2", "-1", "9" * 5000])
+def test_a_number_of_the_environment_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, number: str
+) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    monkeypatch.setenv("TPU_WORKER_ID", number)
+    with pytest.raises(ValueError, match=r"^TPU_WORKER_ID: expected the number of"):
+        TPUClusterResolver()
 
 
 # ---- the environment ---------------------------------------------------------------
@@ -261,7 +293,10 @@ def test_a_node_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["x", "[]"])
+@pytest.mark.parametrize(
+    "text",
+    ["x", "[]", '{"tpu_node_name": 5}', '{"tpu_node_name": "a", "zone": []}'],
+)
 def test_a_configuration_that_is_none(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.contrib import distribute
+from zstrat.contrib.distribute._strategy import _faces, face_of
 
 HERE = Path(__file__).parent
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
@@ -102,10 +103,10 @@ def test_a_cluster_needs_a_ps(distribution):
     assert distribution.worker_devices == [CPU]
 
 
-def test_without_a_cluster_a_configuration_stays_as_it_is(distribution):
-    config = distribute.SessionConfig()
+def test_without_a_cluster_a_session_is_isolated(distribution):
+    config = distribute.SessionConfig(["/job:other"], False)
     distribution.configure(session_config=config)
-    assert config == distribute.SessionConfig([], True)
+    assert config == distribute.SessionConfig(["/job:other"], True)
 
 
 SCRIPT = """
@@ -130,3 +131,13 @@ def test_a_script_that_ends_in_the_middle_of_a_pass_says_nothing():
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0.0, 1.0]\n", "")
+
+
+def test_the_face_of_an_engine_that_is_gone_is_not_that_of_the_next_one():
+    face = distribute.DistributionStrategy(zs.OneDeviceStrategy("CPU:0"))
+    engine = zs.OneDeviceStrategy("CPU:0")
+    assert face_of(face.engine) is face
+    # `configure` has given the face another engine, and this one the id of the old one.
+    _faces[id(engine)] = face
+    assert face_of(engine) is not face
+    assert face_of(engine).engine is engine

@@ -193,6 +193,14 @@ def test_values_that_are_the_same_in_all_towers(distribution):
                 distribution.reduce(wrong, 3.0, CPUS[0])
 
 
+def test_pairs_are_a_list(distribution):
+    with distribution.scope():
+        pair = (numbers(1.0, 2.0), CPUS[0])
+        for wrong in (iter([pair]), [pair[0]], [(1, 2, 3)]):
+            with pytest.raises(ValueError, match="must be a list or a tuple of tuples"):
+                distribution.batch_reduce(SUM, wrong)
+
+
 @pytest.mark.shows("broadcast")
 def test_a_broadcast_goes_to_all_towers(distribution):
     with distribution.scope():
@@ -215,6 +223,12 @@ def test_updates_take_single_values(distribution):
                 distribution.update(v, lambda var, x: var.assign(x), value)
             with pytest.raises(ValueError, match=f"You cannot update .*{words}"):
                 distribution.update_non_slot(CPUS[0], lambda x: x, x=value)
+            # Within a structure, too.
+            with pytest.raises(ValueError, match=f"You cannot update .*{words}"):
+                distribution.update(v, lambda var, x: var.assign(x[0]), [value])
+        inner = zs.Mirrored((np.float32(5),))
+        distribution.update(v, lambda var, x: var.assign(x["a"]), x={"a": inner})
+        assert v.numpy() == 5.0
         with pytest.raises(ValueError, match="It must be a Variable"):
             distribution.update(3.0, lambda var: var)
         single = distribution.reduce(SUM, apart, v)
@@ -236,6 +250,8 @@ def test_updates_without_a_variable(distribution):
         ) == [3]
         assert distribution.read_var(a) is a
         assert distribution.value_container(a) is a
+        # It is there once, whatever the number of towers.
+        assert distribution.unwrap(a) == [a]
 
 
 def test_assignments_in_towers_follow_the_aggregation(distribution):

@@ -77,3 +77,21 @@ def test_what_is_wrong_is_refused():
         ops.batch_reduce("sum", {})
     with pytest.raises(ValueError, match="SUM"):
         ops.reduce("max", np.ones(1), HERE)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_replicas_have_values_of_one_kind_and_shape(ops):
+    rows = zs.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+    with pytest.raises(ValueError, match="IndexedSlices on some replicas"):
+        ops.reduce("sum", zs.PerReplica((rows, np.ones((3, 2)))), HERE)
+    # Together they have as many numbers in both replicas.
+    first = zs.PerReplica((np.ones(2), np.ones(1)))
+    second = zs.PerReplica((np.ones(1), np.ones(2)))
+    with pytest.raises(ValueError, match=r"different shapes .*\(2,\), \(1,\)"):
+        ops.batch_reduce("sum", [(first, HERE), (second, HERE)])
+
+
+@pytest.mark.parametrize("ops", OPS[:4:3])
+def test_truth_values_are_reduced_alike(ops):
+    assert bool(ops.reduce("sum", zs.PerReplica((True, False)), HERE)) is True
+    assert ops.reduce("sum", zs.PerReplica((True, True)), HERE).dtype == bool

@@ -218,6 +218,7 @@ def test_updates_of_what_central_storage_keeps_are_brought_together():
     strategy = zs.CentralStorageStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
         kept = zs.Variable(0.0, synchronization=zs.VariableSynchronization.NONE)
+        assert strategy.experimental_local_results(kept) == (kept,)
         read = zs.Variable(
             0.0,
             synchronization=zs.VariableSynchronization.ON_READ,

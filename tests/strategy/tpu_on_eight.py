@@ -501,6 +501,32 @@ def test_a_variable_is_whole_on_every_core(make):
     assert value.sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("split", [[2, 3], [3, 2], [1, 6], [6, 1]])
+def test_training_with_splits_of_several_primes(make, split):
+    """A step with a variable, over six of the devices; by hand in numpy."""
+    strategy = make([1, 1, 1, 6], 1, mesh_shape=(1, 1, 1, 8))
+    x = RNG.normal(size=(6, 6)).astype(np.float32)
+    with strategy.scope():
+        w = zs.Variable(W)
+        optimizer = zs.Optimizer(optax.sgd(0.5))
+
+    @zs.function
+    def train_step(x):
+        def replica(x):
+            cut = strategy.experimental_split_to_logical_devices(x, split)
+            gradient = zs.grad(lambda w: jnp.mean((cut @ w) ** 2))(w)
+            optimizer.apply_gradients([(gradient, w)])
+            return cut * 2
+
+        return strategy.run(replica, args=(x,))
+
+    expected = W.astype(np.float64)
+    for _ in range(3):
+        np.testing.assert_allclose(train_step(x), 2 * x)
+        expected -= 0.5 * 2 * x.T @ (x @ expected) / 24
+    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(("shape", "replicas"), [([1, 1, 1, 2], 4), ([1, 2, 2, 2], 1)])
 def test_a_variable_that_is_brought_together_when_it_is_read(make, shape, replicas):
     strategy = make(shape, replicas)

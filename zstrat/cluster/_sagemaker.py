@@ -75,7 +75,7 @@ class SageMakerClusterResolver(ClusterResolver):
         """``{"GPU": n}`` by ``SM_NUM_GPUS``: hosts of one job are alike. Empty if n is
         0 or not known."""
         text = config.environment().get(_GPUS, "0")
-        if not (text.isascii() and text.isdecimal()):
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise ValueError(f"{_GPUS}: expected a number, got {text!r:.80}")
         return {"GPU": int(text)} if int(text) else {}
 

@@ -4,17 +4,24 @@ follows from the list of nodes by the same rule on all of them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat import config
 
 from ._gpus import VARIABLE, count_gpus, visible_gpus
-from ._hostlist import expand_hostlist, expand_tasks_per_node, natural_order
+from ._hostlist import (
+    MAX_HOSTS,
+    expand_hostlist,
+    expand_tasks_per_node,
+    natural_order,
+)
 from ._resolver import ClusterResolver, with_scheme
 from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
 
 _RANK: Final = ("SLURM_PROCID",)
 _TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
@@ -138,9 +145,19 @@ def _variable(env: Mapping[str, str], names: tuple[str, ...]) -> tuple[str, str]
 
 def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
     name, text = _variable(env, names)
-    if not (text.isascii() and text.isdecimal()):
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
     return int(text)
+
+
+def _expanded(
+    env: Mapping[str, str], names: tuple[str, ...], expand: Callable[[str], list[T]]
+) -> list[T]:
+    name, text = _variable(env, names)
+    try:
+        return expand(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _layout(
@@ -148,17 +165,17 @@ def _layout(
 ) -> dict[str, int]:
     """Host -> tasks, in the order of the ranks."""
     if tasks_per_node is None:
-        hosts = expand_hostlist(_variable(env, _NODES)[1])
-        name, text = _variable(env, _TASKS_PER_NODE)
-        counts = expand_tasks_per_node(text)
+        hosts = _expanded(env, _NODES, expand_hostlist)
+        counts = _expanded(env, _TASKS_PER_NODE, expand_tasks_per_node)
         if len(hosts) != len(counts):
+            name, text = _variable(env, _TASKS_PER_NODE)
             raise RuntimeError(
-                f"{name}={text!r:.80} is for {len(counts)} nodes, and the step has "
-                f"{len(hosts)}: {hosts!r:.80}"
+                f"{name}={text!r:.80} is for {len(counts)} nodes, and "
+                f"{_variable(env, _NODES)[0]} has {len(hosts)}: {hosts!r:.80}"
             )
         layout = dict(zip(hosts, counts, strict=True))
     elif isinstance(tasks_per_node, int):
-        hosts = expand_hostlist(_variable(env, _NODES)[1])
+        hosts = _expanded(env, _NODES, expand_hostlist)
         layout = dict.fromkeys(hosts, tasks_per_node)
     else:
         layout = dict(tasks_per_node)
@@ -166,6 +183,12 @@ def _layout(
 
 
 def _slots(layout: Mapping[str, int]) -> list[_Slot]:
+    tasks = sum(layout.values())
+    if tasks > MAX_HOSTS:
+        raise RuntimeError(
+            f"{tasks} tasks on {len(layout)} nodes, and {MAX_HOSTS} is the limit: see "
+            f"{_TASKS_PER_NODE[0]}, or tasks_per_node"
+        )
     return [
         _Slot(host, local) for host, tasks in layout.items() for local in range(tasks)
     ]

@@ -115,7 +115,7 @@ def _read() -> Mapping[str, Any]:
         return {}
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         words = f"{VARIABLE}: expected JSON, got {text!r:.80}: {error}"
         raise ValueError(words) from None
     if not isinstance(value, dict):

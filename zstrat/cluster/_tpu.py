@@ -271,4 +271,5 @@ def _this_machine(env: Mapping[str, str]) -> Hosts:
         raise ValueError(f"{words}. This machine is no host of one: {error}") from error
     if not workers:
         raise ValueError(f"{words}. This machine is no host of one")
-    return hosts_of_machine(workers, own, accelerator)
+    sources = f"{host}: worker-network-endpoints", f"{host}: agent-worker-number"
+    return hosts_of_machine(workers, own, accelerator, sources)

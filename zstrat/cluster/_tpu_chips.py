@@ -50,7 +50,7 @@ def devices_per_host(accelerator: str, hosts: int) -> int | None:
     Raises:
         RuntimeError: They are not the same on all hosts.
     """
-    match = re.fullmatch(r"([a-z0-9]+)-([0-9]+)", accelerator)
+    match = re.fullmatch(r"([a-z0-9]+)-([0-9]{1,9})", accelerator)
     if match is None or match[1] not in _DEVICES_OF_A_COUNT:
         return None
     devices = int(int(match[2]) * _DEVICES_OF_A_COUNT[match[1]])

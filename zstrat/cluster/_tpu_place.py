@@ -19,6 +19,7 @@ PORT: Final = 8470
 _ENDPOINTS: Final = "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS"
 _NAME: Final = "TPU_NAME"
 _CONFIG: Final = "TPU_CONFIG"
+_CONFIG_KEYS: Final = "tpu_node_name", "project", "zone"
 _WORKERS: Final = "TPU_WORKER_HOSTNAMES"
 _WORKER: Final = "TPU_WORKER_ID"
 _KIND: Final = "TPU_ACCELERATOR_TYPE"
@@ -81,33 +82,39 @@ def find_place(
             )
         tpu = tpu[0]
     if not tpu and env.get(_ENDPOINTS):
-        return hosts_at(env[_ENDPOINTS])
-    name = tpu or env.get(_NAME)
+        return hosts_at(env[_ENDPOINTS], _ENDPOINTS)
+    name, source = tpu or env.get(_NAME), "tpu" if tpu else _NAME
     if not name and env.get(_CONFIG):
         said = _config(env[_CONFIG])
-        name, project = said.get("tpu_node_name"), project or said.get("project")
-        zone = zone or said.get("zone")
+        name, source = said.get("tpu_node_name"), _CONFIG
+        project, zone = project or said.get("project"), zone or said.get("zone")
     if name == LOCAL_NAME:
         return Local()
     if name:
-        return hosts_at(name) if "://" in name else Node(name, project, zone)
+        named = Node(name, project, zone)
+        return hosts_at(name, source) if "://" in name else named
     if env.get(_WORKERS):
-        return hosts_of_machine(env[_WORKERS], env.get(_WORKER), env.get(_KIND))
+        return hosts_of_machine(
+            env[_WORKERS], env.get(_WORKER), env.get(_KIND), (_WORKERS, _WORKER)
+        )
     return Unsaid()
 
 
-def hosts_at(endpoints: str) -> Hosts:
+def hosts_at(endpoints: str, source: str) -> Hosts:
     """Hosts of addresses such as ``grpc://10.0.0.1:8470,grpc://10.0.0.2:8470``.
 
+    Args:
+        source: Who has said so, for messages.
+
     Raises:
-        ValueError: One of them is empty.
+        ValueError: One of them is empty, or has a port that is none.
     """
     scheme, addresses = "grpc", []
     for endpoint in endpoints.split(","):
         before, separator, address = endpoint.strip().rpartition("://")
-        if not address:
+        if not _is_address(address):
             raise ValueError(
-                "expected addresses of TPU hosts, as grpc://host:port, "
+                f"{source}: expected addresses of TPU hosts, as grpc://host:port, "
                 f"got {endpoints!r:.80}"
             )
         scheme = before if separator else scheme
@@ -115,8 +122,16 @@ def hosts_at(endpoints: str) -> Hosts:
     return Hosts(tuple(addresses), scheme)
 
 
-def hosts_of_machine(workers: str, own: str | None, accelerator: str | None) -> Hosts:
+def hosts_of_machine(
+    workers: str,
+    own: str | None,
+    accelerator: str | None,
+    sources: tuple[str, str],
+) -> Hosts:
     """Hosts as one of them is told: names, or ``name:id:address`` (the older form).
+
+    Args:
+        sources: Who has said the workers and the own number, for messages.
 
     Raises:
         ValueError: ``workers`` or ``own`` has another form.
@@ -126,14 +141,15 @@ def hosts_of_machine(workers: str, own: str | None, accelerator: str | None) -> 
         parts = worker.strip().split(":")
         if len(parts) not in (1, 3) or not parts[-1]:
             raise ValueError(
-                "expected the hosts of a TPU, as names or as name:id:address, "
-                f"got {workers!r:.80}"
+                f"{sources[0]}: expected the hosts of a TPU, as names or as "
+                f"name:id:address, got {workers!r:.80}"
             )
         addresses.append(_with_port(parts[-1]))
     number = own or "0"
-    if not (number.isascii() and number.isdecimal() and int(number) < len(addresses)):
+    if number not in map(str, range(len(addresses))):
         raise ValueError(
-            f"expected the number of this host of {len(addresses)}, got {number!r:.80}"
+            f"{sources[1]}: expected the number of this host of {len(addresses)}, got "
+            f"{number!r:.80}"
         )
     return Hosts(tuple(addresses), own=int(number), accelerator=accelerator or None)
 
@@ -158,13 +174,23 @@ def hosts_of_node(name: str, node: Mapping[str, Any]) -> Hosts:
 def _config(text: str) -> Mapping[str, Any]:
     try:
         said = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
-    if not isinstance(said, dict):
+    if not isinstance(said, dict) or any(
+        not isinstance(said.get(key, ""), str | None) for key in _CONFIG_KEYS
+    ):
         raise ValueError(
-            f'{_CONFIG}: expected a JSON object with "tpu_node_name", got {text!r:.80}'
+            f'{_CONFIG}: expected a JSON object with "tpu_node_name", a string, got '
+            f"{text!r:.80}"
         )
     return said
+
+
+def _is_address(address: str) -> bool:
+    host, colon, port = address.rpartition(":")
+    # Several colons are those of an IPv6 address.
+    has_port = bool(host) and port.isascii() and port.isdecimal()
+    return bool(address) and (not colon or ":" in host or has_port)
 
 
 def _with_port(address: str) -> str:

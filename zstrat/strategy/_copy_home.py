@@ -88,7 +88,7 @@ class CopyHome:
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable of this process, in replica order; the variable itself
-    if there is one."""
+    if there is one, as where one device keeps it for all of them."""
     home = variable.home
     if not isinstance(home, DeviceHome) or home.residence.copies == 1:
         return (variable,)

@@ -22,7 +22,7 @@ from zstrat.variables import IndexedSlices
 
 from ._per_replica import DistributedValues, Mirrored
 from ._places import places, put
-from ._values import is_whole, reduce_values, reduction
+from ._values import as_array, is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
         device = self.reduce_to_device
-        here = [jax.device_put(part, device) if device else part for part in parts]
+        here = [jax.device_put(p, device) if device else as_array(p) for p in parts]
         total = self.accumulation_fn(here)
         return total if op is ReduceOp.SUM else total / len(parts)
 
@@ -288,5 +288,22 @@ def _parts(value: Any) -> tuple[Any, ...]:
     if isinstance(value, DistributedValues):
         if not value.replicas:
             raise ValueError("`per_replica_value` must be non-empty")
+        _require_alike(value.values)
         return value.values
     return (value if isinstance(value, IndexedSlices) else jnp.asarray(value),)
+
+
+def _require_alike(parts: Sequence[Any]) -> None:
+    """Refuses what would be added to something else than to its like."""
+    sparse = {isinstance(part, IndexedSlices) for part in parts}
+    if len(sparse) > 1:
+        raise ValueError(
+            "`per_replica_value` is IndexedSlices on some replicas and an array on "
+            "others: make it the same kind on all of them"
+        )
+    shapes = [] if True in sparse else [np.shape(part) for part in parts]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"`per_replica_value` has different shapes on the replicas, {shapes}: "
+            "reduce each of them along its axis first"
+        )

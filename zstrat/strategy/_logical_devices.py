@@ -51,7 +51,8 @@ class LogicalDevices:
         self.replicas: int = devices.shape[0]
         self.count: int = devices.shape[1]
         self._is_spmd = is_spmd
-        self.mesh = self._mesh(axes_for(self.count))
+        grid = devices.reshape(self.replicas, *axes_for(self.count))
+        self.mesh = Mesh(grid, (AXIS, *logical_axes(self.count)))
 
     @property
     def grid(self) -> np.ndarray:
@@ -124,14 +125,11 @@ class LogicalDevices:
             extents = [mapped.shape[name] for name in names]
             return _named(extents, split)
         if self.replicas == 1 and isinstance(tensor, jax.core.Tracer):
-            # Nothing is mapped over one replica, so the mesh may suit the split.
-            extents = list(axes_for(self.count, split))
-            return _sharding(self._mesh(extents), _named(extents, split))
+            # Nothing is mapped over one replica. A mesh that suits the split would have
+            # its tiles row by row always; but where values of this mesh meet a layout
+            # of that one, jax finds no name for it and refuses the program.
+            return _sharding(self.mesh, _named(axes_for(self.count), split))
         return None
-
-    def _mesh(self, extents: Sequence[int]) -> Mesh:
-        grid = self.devices.reshape(self.replicas, *extents)
-        return Mesh(grid, (AXIS, *logical_axes(self.count)))
 
 
 def _named(extents: Sequence[int], split: Sequence[int]) -> Any:

@@ -57,11 +57,9 @@ def require_split(
     return splits
 
 
-def axes_for(count: int, split: Sequence[int] = ()) -> tuple[int, ...]:
-    """Extents of the axes of ``count`` logical devices, each a prime number, in which
-    the split has its axes in a row."""
-    rest = count // math.prod(split)
-    return tuple(prime for parts in (*split, rest) for prime in _primes(parts))
+def axes_for(count: int) -> tuple[int, ...]:
+    """Extents of the axes of ``count`` logical devices, each a prime number."""
+    return tuple(_primes(count))
 
 
 def axes_of(extents: Sequence[int], split: Sequence[int]) -> list[tuple[int, ...]]:

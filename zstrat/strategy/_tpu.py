@@ -145,9 +145,9 @@ class TPUStrategy(Strategy):
     ) -> Any:
         """The tensor, cut into tiles, one on each logical device, row by row.
 
-        The gradient of the result is laid out alike. Where several orders of the
-        devices are needed in one program (of 6: ``[2, 3]`` and ``[3, 2]``), and there
-        are several replicas, one of the splits has the same tiles in another order.
+        The gradient of the result is laid out alike. Of numbers with several primes one
+        order of the devices does not serve all splits (of 6: ``[2, 3]`` and
+        ``[3, 2]``); the other ones have the same tiles in another order.
 
         Args:
             tensor: An array.

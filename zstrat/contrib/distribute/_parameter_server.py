@@ -75,8 +75,9 @@ class ParameterServerStrategy(DistributionStrategy):
                     "`task_id`."
                 )
             self._join(normalize_cluster_spec(cluster_spec), task_type, task_id)
-        if self._task is not None and isinstance(session_config, SessionConfig):
-            self._filter(session_config, *self._task)
+        if isinstance(session_config, SessionConfig):
+            session_config.isolate_session_state = self._task is None
+            self._filter(session_config)
 
     def close(self) -> None:
         """Leaves the parameter servers, which keep what they have for other workers."""
@@ -89,9 +90,9 @@ class ParameterServerStrategy(DistributionStrategy):
         super().__init__(engine)
         self._task = job, task
 
-    def _filter(self, config: SessionConfig, job: str, task: int) -> None:
-        config.isolate_session_state = False
-        if job in ("chief", "worker"):
+    def _filter(self, config: SessionConfig) -> None:
+        if self._task is not None:
+            job, task = self._task
             config.device_filters[:] = [f"/job:{job}/task:{task}", "/job:ps"]
 
     def _require_here(self, destinations: Any) -> None:

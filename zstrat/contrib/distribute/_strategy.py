@@ -10,10 +10,14 @@ import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
+
 from zstrat.collectives import ReduceOp
 from zstrat.program import function
 from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
+from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._places import places, put
+from zstrat.strategy._values import is_whole
 from zstrat.variables import AbstractVariable, VariableAggregation
 
 from ._dataset import PerDeviceDataset
@@ -244,25 +248,28 @@ class DistributionStrategy:
         aggregation: VariableAggregation,
         value_destination_pairs: Sequence[tuple[Any, Any]],
     ) -> list[Any]:
-        """`reduce` of several values at once, in order; Raises as it does."""
+        """`reduce` of several values at once, in order.
+
+        Raises:
+            ValueError: What is given is no list of pairs; also what `reduce` raises.
+        """
         _require_aggregation(aggregation)
-        for _, destinations in value_destination_pairs:
+        pairs = checked_pairs(value_destination_pairs)
+        for _, destinations in pairs:
             self._require_here(destinations)
         if aggregation is _FIRST:
             return [
                 self.broadcast(self.unwrap(value)[0], destinations)
-                for value, destinations in value_destination_pairs
+                for value, destinations in pairs
             ]
         op = ReduceOp.from_variable_aggregation(aggregation)
-        first = [(v, _first_place(d)) for v, d in value_destination_pairs]
+        first = [(v, _first_place(d)) for v, d in pairs]
         reduced = self.engine.extended.batch_reduce_to(op, first)
         return [
             self.broadcast(value, destinations)
             if isinstance(destinations, list | tuple)
             else value
-            for value, (_, destinations) in zip(
-                reduced, value_destination_pairs, strict=True
-            )
+            for value, (_, destinations) in zip(reduced, pairs, strict=True)
         ]
 
     def unwrap(self, value: Any) -> list[Any]:
@@ -300,7 +307,9 @@ _faces: weakref.WeakValueDictionary[int, DistributionStrategy] = (
 def face_of(engine: Strategy) -> DistributionStrategy:
     """The face that was made with this engine, or a new one."""
     found = _faces.get(id(engine))
-    return DistributionStrategy(engine) if found is None else found
+    # An engine that is gone may have had the same id.
+    is_its = found is not None and found.engine is engine
+    return found if is_its and found is not None else DistributionStrategy(engine)
 
 
 def _require_aggregation(aggregation: Any) -> None:
@@ -316,6 +325,10 @@ def _require_aggregation(aggregation: Any) -> None:
 
 
 def _single(value: Any) -> Any:
+    return jax.tree.map(_single_leaf, value, is_leaf=is_whole)
+
+
+def _single_leaf(value: Any) -> Any:
     if isinstance(value, PerReplica):
         raise ValueError(
             f"You cannot update variable with a PerDevice object {value!r}: specify a "
