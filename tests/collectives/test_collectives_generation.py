@@ -10,10 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from zstrat.collectives import Call, Kind
+from zstrat.collectives._blame import FORGOTTEN
 from zstrat.collectives._generation import Generation
+from zstrat.collectives._keys import key_of
 from zstrat.collectives._plans import progress_of
 from zstrat.errors import ClosedError, PeerLostError
-from zstrat.wire import GroupFormed, Hop, LeaveGroup, MemberEntry
+from zstrat.wire import (
+    AskCall,
+    CallState,
+    GroupFormed,
+    Hop,
+    LeaveGroup,
+    MemberEntry,
+)
 
 
 class SlowLink:
@@ -71,6 +80,21 @@ async def test_nobody_waits_for_the_line_to_a_rank_that_is_lost():
     assert not link.sent
     assert link.goodbye == "over"
     assert isinstance(generation.broken, PeerLostError)
+
+
+async def test_what_an_operation_was_is_known_after_its_end():
+    """The engine's, too: another rank asks when this one has given it up."""
+    generation, _ = full_line()
+    asked = AskCall(5, key_of(None, 1, 0))
+    assert generation.state(asked) == CallState("", [], False)
+    generation.begun[1], generation.calls = "barrier()", 1
+    assert generation.state(asked) == CallState("barrier()", [], False)
+    generation.end(1)
+    assert generation.state(asked) == CallState("barrier()", [], True)
+    for number in range(2, 100):
+        generation.begun[number], generation.calls = "barrier()", number
+        generation.end(number)
+    assert generation.state(asked) == CallState(FORGOTTEN, [], True)
 
 
 async def test_what_a_rank_sent_before_it_left_is_enough():

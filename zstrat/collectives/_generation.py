@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
@@ -29,7 +31,7 @@ from zstrat.errors import (
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
 from ._asking import inquire
-from ._blame import Inquiry, verdict
+from ._blame import FORGOTTEN, Inquiry, verdict
 from ._engine import margin_of
 from ._keys import FORMING, number_of
 from ._mesh import Mesh
@@ -48,6 +50,11 @@ if TYPE_CHECKING:
 _LAST_WORDS: Final = 5.0
 """Seconds in which what a rank sent before its goodbye can still come and be taken: 32
 hops of 1 MiB on a slow line, to a machine that has other things to do."""
+
+
+_REMEMBERED: Final = 64
+"""Operations that are over of which the words are kept: a rank that waits may ask what
+it was that another one has given up meanwhile."""
 
 
 class Generation:
@@ -74,6 +81,7 @@ class Generation:
         self.begun: dict[int, str] = {}
         """Operations under way that have no tag, by number: what they are, in words.
         The group writes it, from any thread."""
+        self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
         self.calls = 0
         """Operations without a tag that have begun here; the group counts."""
         self.lost: set[int] = set()
@@ -147,12 +155,23 @@ class Generation:
 
     # ---- how far is everybody --------------------------------------------------------
 
+    def end(self, number: int) -> None:
+        """An operation without a tag is over, well or not; from any thread."""
+        # First: whoever asks in between must not hear that it is forgotten.
+        if (words := self.begun.get(number)) is not None:
+            self._ended.append((number, words))
+            del self.begun[number]
+
     def state(self, ask: AskCall) -> CallState:
         """The answer to a rank that waits."""
         found = self._traffic.state(ask.call)
-        if found is not None:
-            return found
         number = number_of(ask.call)
+        if found is not None:
+            if found.about == FORGOTTEN:
+                # The engine's calls are none of the traffic's.
+                words = dict(self._ended).get(number or 0, FORGOTTEN)
+                return replace(found, about=words)
+            return found
         words = self.begun.get(number, "") if number is not None else ""
         return CallState(words, list(self.engine_waits()) if words else [], False)
 

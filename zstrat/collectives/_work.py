@@ -179,7 +179,7 @@ class Work:
         with self._lock:
             self._in_flight -= 1
         if draft.tag is None:
-            self.generation.begun.pop(draft.number, None)
+            self.generation.end(draft.number)
 
     def _give_up(self, draft: Draft, turn: Turn | None, error: BaseException) -> None:
         """The operation has a number, and the other ranks wait for it."""
