@@ -7,7 +7,7 @@ from ranks import ranks
 import zstrat as zs
 from zstrat import VariableAggregation as A
 from zstrat.errors import CollectiveTimeoutError
-from zstrat.variables._device import shares
+from zstrat.variables._device import shares_of
 
 
 def metric(strategy, aggregation, value=0.0):
@@ -100,7 +100,7 @@ def test_who_saves_alone_is_told_why_nobody_came(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [1, 3, 300])
 def test_shares_make_up_the_value(dtype, count):
     value = np.array([[0, 1], [7, 120]], dtype)
-    found = shares(value, count)
+    found = shares_of(value, count)
     assert found.shape == (count, 2, 2)
     assert found.dtype == dtype
     np.testing.assert_allclose(found.sum(0, dtype=dtype), value, rtol=1e-5)

@@ -25,10 +25,12 @@ async def test_nothing_is_left_after_close(net, lane, held):
         waiting.exception()
 
     await round_trip()  # pyzmq starts its collector thread with the first large array
-    before = held()
+    descriptors, threads = held()
     for _ in range(3):
         await round_trip()
-    assert held() == before
+    # Fewer where libzmq had not yet let go of what an earlier test closed.
+    assert held()[0] <= descriptors
+    assert held()[1] == threads
     assert len(asyncio.all_tasks()) == 1
 
 
