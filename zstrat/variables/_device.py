@@ -374,7 +374,9 @@ def shares_of(value: Any, count: int) -> Any:
     dtype = value.dtype
     numbers = np.arange(count).reshape(count, *[1] * value.ndim)
     if dtype.kind in "iu":
-        return (value // count + (numbers < value % count)).astype(dtype)
+        # There may be more copies than a byte counts.
+        wide = value.astype(np.int32) if dtype.itemsize < 4 else value
+        return (wide // count + (numbers < wide % count)).astype(dtype)
     return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
