@@ -7,6 +7,7 @@ thread. The source runs, fails and is closed on that thread alone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import threading
@@ -100,6 +101,24 @@ class _Buffer:
         self._items.put(_CLOSED)
 
 
+_RUNNING: Final[weakref.WeakKeyDictionary[threading.Thread, _Buffer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _end_all() -> None:
+    """Before the interpreter ends: it would tear a thread out of jax's C++, which
+    ends the process with an error."""
+    running = list(_RUNNING.items())
+    for _, buffer in running:
+        buffer.close()
+    for thread, _ in running:
+        thread.join(GOODBYE)
+
+
+atexit.register(_end_all)
+
+
 @final
 class Prefetcher:
     """Iterator over ``source`` whose next ``size`` items are made in advance."""
@@ -115,6 +134,7 @@ class Prefetcher:
             daemon=True,
         )
         weakref.finalize(self, self._buffer.close)
+        _RUNNING[self._thread] = self._buffer
         self._thread.start()
 
     def __iter__(self) -> Prefetcher:
