@@ -240,8 +240,9 @@ class TPUClusterResolver(ClusterResolver):
             zone = node.zone or ask_metadata(host, "instance/zone") or ""
             place = f"projects/{project}/locations/{zone.split('/')[-1]}"
             nodes = self._service.projects().locations().nodes()
-            found = nodes.get(name=f"{place}/nodes/{node.name}")
-            return found.execute()  # type: ignore[no-any-return]
+            asked = nodes.get(name=f"{place}/nodes/{node.name}")
+            found: Mapping[str, Any] = asked.execute()  # untyped
+            return found
         except Exception as error:  # whatever it is becomes the cause of TF's words
             raise ValueError(
                 f"Could not lookup TPU metadata from name {node.name!r}. Please "

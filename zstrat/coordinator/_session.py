@@ -319,7 +319,7 @@ def _opened(
         made = await cluster()
         try:
             await made.open()
-        except BaseException:
+        except BaseException:  # to the caller, who has no session to close
             await made.close(False)
             raise
         return made

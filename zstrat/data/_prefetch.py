@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import contextvars
 import threading
+import time
 import weakref
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Never, final
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GOODBYE: Final = 5.0
-"""Seconds that `Prefetcher.close` waits for a source that is blocked in user code; the
-thread is a daemon and ends by itself when the source comes back."""
+"""Seconds that `Prefetcher.close`, and the end of the interpreter, wait for a source
+that is blocked in user code; the thread is a daemon and ends by itself when the source
+comes back."""
 
 
 class _End:
@@ -112,8 +114,9 @@ def _end_all() -> None:
     running = list(_RUNNING.items())
     for _, buffer in running:
         buffer.close()
+    deadline = time.monotonic() + GOODBYE
     for thread, _ in running:
-        thread.join(GOODBYE)
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 atexit.register(_end_all)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
-from ._devices import device_named, local_devices
+from ._devices import device_named, devices_named, local_devices
 from ._local_extended import LocalExtended
 from ._local_run import LocalMesh
 from ._mirrored import MirroredVariables
@@ -95,18 +95,7 @@ def _computing(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
         there = local_devices()
         kind = there[0].platform
         return [x for x in there if x.platform == kind][: 1 if kind == "cpu" else None]
-    if isinstance(devices, str) or not devices:
-        raise ValueError(
-            f"compute_devices {devices!r}: expected a list of one device or more, as "
-            "['GPU:0', 'GPU:1']"
-        )
-    found = [device_named(device) for device in devices]
-    if len(set(found)) < len(found):
-        raise ValueError(
-            f"duplicates in compute_devices {devices!r}: each replica has a device of "
-            "its own"
-        )
-    return found
+    return devices_named("compute_devices", devices)
 
 
 def _host() -> jax.Device:

@@ -67,6 +67,29 @@ def device_named(
     return of_kind[number]
 
 
+def devices_named(argument: str, names: Sequence[str | jax.Device]) -> list[jax.Device]:
+    """The devices that are meant, one for each replica.
+
+    Args:
+        argument: What errors call ``names``.
+
+    Raises:
+        ValueError: It is no list, or an empty one; a device is not there, or is named
+            twice.
+    """
+    if isinstance(names, str) or not names:
+        raise ValueError(
+            f"{argument} {names!r}: expected a list of one device or more, as "
+            "['GPU:0', 'GPU:1']; without it the strategy chooses them"
+        )
+    found = [device_named(name) for name in names]
+    if len(set(found)) < len(found):
+        raise ValueError(
+            f"duplicates in {argument} {names!r}: each replica has a device of its own"
+        )
+    return found
+
+
 def local_devices() -> list[jax.Device]:
     """All devices of this process that jax knows: of its platform, and the CPUs."""
     found = list(jax.local_devices())

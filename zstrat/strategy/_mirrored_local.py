@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 from ._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
-from ._devices import device_named, local_devices
+from ._devices import devices_named, local_devices
 from ._local_extended import LocalExtended
 from ._local_run import LocalMesh
 from ._mirrored import MirroredVariables
@@ -94,17 +94,7 @@ def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
     if devices is None:
         there = local_devices()
         return [device for device in there if device.platform == there[0].platform]
-    if isinstance(devices, str) or not devices:
-        raise ValueError(
-            f"devices {devices!r}: expected a list of one device or more, as "
-            "['GPU:0', 'GPU:1']; without it all devices are used"
-        )
-    found = [device_named(device) for device in devices]
-    if len(set(found)) < len(found):
-        raise ValueError(
-            f"duplicates in devices {devices!r}: each replica has a device of its own"
-        )
-    return found
+    return devices_named("devices", devices)
 
 
 def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
