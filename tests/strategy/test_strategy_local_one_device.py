@@ -61,9 +61,27 @@ def test_variables_are_on_their_device(make, where, inside):
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)
     np.testing.assert_allclose(w.numpy(), value, rtol=1e-5)
     assert w.home._value.devices() == {jax.devices()[where]}
-    (slots,) = w.home._slots.values()
-    for leaf in jax.tree.leaves(slots):
+    (beside,) = w.home._slots.values()
+    for leaf in beside.leaves:
         assert leaf.devices() == {jax.devices()[where]}
+
+
+def test_a_transformation_that_changes_what_it_keeps_is_refused():
+    def update(updates, state, params=None):
+        return updates, (state, jnp.zeros(()))
+
+    growing = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+    with zs.OneDeviceStrategy("CPU:3").scope():
+        w = zs.Variable(W)
+        optimizer = zs.Optimizer(growing)
+
+    @zs.function
+    def step():
+        optimizer.apply_gradients([(jnp.ones(3), w)])
+
+    with pytest.raises(TypeError, match=r"its update returns .* of the structure"):
+        step()
+    np.testing.assert_array_equal(w.numpy(), W)
 
 
 def test_the_faces():

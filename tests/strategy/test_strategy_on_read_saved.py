@@ -7,7 +7,7 @@ from ranks import ranks
 import zstrat as zs
 from zstrat import VariableAggregation as A
 from zstrat.errors import CollectiveTimeoutError
-from zstrat.variables._device import shares_of
+from zstrat.variables import shares_of
 
 
 def metric(strategy, aggregation, value=0.0):

@@ -102,6 +102,10 @@ class Held:
         """What each optimizer keeps beside each variable that it moves."""
         return [home.slots(rule) for home, rule in self._slot_homes]
 
+    def slot_leaves(self) -> list[Any]:
+        """All leaves of it in a row."""
+        return [x for home, rule in self._slot_homes for x in home.slot_leaves(rule)]
+
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
         values."""
@@ -109,12 +113,13 @@ class Held:
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
-    def put(self, values: Sequence[Any], slots: Sequence[Any]) -> None:
-        """The next values and slots, in the order of the plan."""
+    def put(self, values: Sequence[Any], slots: Sequence[list[Any]]) -> None:
+        """The next values, and the leaves of the next slots, in the order of the
+        plan."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
-        for (home, rule), tree in zip(self._slot_homes, slots, strict=True):
-            home.take_over_slots(rule, tree)
+        for (home, rule), leaves in zip(self._slot_homes, slots, strict=True):
+            home.take_over_slots(rule, leaves)
         for residence in self._residences:
             residence.steps += bool(self._moved)
 
@@ -150,10 +155,7 @@ class _Locked:
             residence.lock.release()
 
 
-def cut_at(leaves: Sequence[Any], treedefs: Sequence[Any]) -> list[Any]:
-    """Trees of these structures, of leaves in a row."""
+def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """Lists of so many leaves each, of leaves in a row."""
     left = iter(leaves)
-    return [
-        treedef.unflatten(itertools.islice(left, treedef.num_leaves))
-        for treedef in treedefs
-    ]
+    return [list(itertools.islice(left, count)) for count in counts]

@@ -111,6 +111,7 @@ class Moves:
             kept = jax.tree.map(lambda leaf: leaf[0], several)
         else:
             value, kept = one(value)
+        _require_same_structure(variable, slots, kept)
         self.slots[key] = variable, optimizer, kept
         return value
 
@@ -132,6 +133,17 @@ def rows_of(
     rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
     shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
     return shaped
+
+
+def _require_same_structure(variable: Variable, before: Any, after: Any) -> None:
+    had: Any = jax.tree.structure(before)
+    made: Any = jax.tree.structure(after)
+    if had != made:
+        raise TypeError(
+            f"the optimizer of variable {variable.name!r} keeps {had}, and its update "
+            f"returns {made}: a transformation returns a state of the structure that "
+            "it was given"
+        )
 
 
 def slots_like(variable: Variable, optimizer: Optimizer) -> Any:

@@ -68,7 +68,10 @@ class StagedProgram:
         self._sharding = self._held.sharding
         self._stages = _compiled(cut, name, moved, inputs, self._out_shardings())
         self._shared = _shared(cut, given)
-        self._treedefs = [jax.tree.structure(tree) for tree in self._shape]
+        results, values, beside, operands = self._shape
+        self._counts = [len(results), len(values)]
+        self._counts += [len(jax.tree.leaves(tree)) for tree in beside]
+        self._counts += [len(each) for each in operands]
         self._is_whole = len(cut) == 1 and not self._constants
         self._traced = False
 
@@ -98,13 +101,11 @@ class StagedProgram:
             inputs = [self._brought(x) for x in inputs]
             leaves = [self._brought(x) for x in leaves]
         with held.locked():
-            slots = jax.tree.leaves(held.slots())
-            given = [*inputs, *leaves, *held.values(), *slots]
-            del slots
-            outputs = self._computed(given)
-            results, values, slots, operands = cut_at(outputs, self._treedefs)
+            given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
+            results, *rest = cut_at(self._computed(given), self._counts)
+            values, slots = rest[0], rest[1 : 1 + len(self._slots)]
             held.put(values, slots)
-        return results, operands
+        return results, rest[1 + len(self._slots) :]
 
     def _computed(self, given: list[Any]) -> list[Any]:
         if self._is_whole:

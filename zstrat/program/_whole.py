@@ -88,7 +88,7 @@ class WholeProgram:
                 self._traced = True
             results, values, slots, operands = outputs
             settled(outputs, results or values)
-            held.put(values, slots)
+            held.put(values, [jax.tree.leaves(tree) for tree in slots])
         plan = self.plan
         mine = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]

@@ -136,10 +136,11 @@ def _arrays(
         is_lost = home.is_lost
         arrays.append(home.like() if is_lost else home.shown())
         for rule in _rules(each, optimizers):
-            rule_slots = (
-                rule.transformation.init(home.like()) if is_lost else home.slots(rule)
-            )
-            arrays += [np.asarray(leaf) for leaf in jax.tree.leaves(rule_slots)]
+            if is_lost:
+                leaves = jax.tree.leaves(rule.transformation.init(home.like()))
+            else:
+                leaves = home.slot_leaves(rule)
+            arrays += [np.asarray(leaf) for leaf in leaves]
     return arrays
 
 
@@ -158,9 +159,8 @@ def _put(
         place = home.residence.place
         home.take_over_shown(next(left))
         for rule in _rules(each, optimizers):
-            treedef: Any = jax.tree.structure(home.slots(rule))
-            leaves = [place(next(left)) for _ in range(treedef.num_leaves)]
-            home.take_over_slots(rule, treedef.unflatten(leaves))
+            leaves = [place(next(left)) for _ in home.slot_leaves(rule)]
+            home.take_over_slots(rule, leaves)
 
 
 def _home(

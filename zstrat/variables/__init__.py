@@ -4,15 +4,14 @@ from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
 from ._apply import apply as apply
+from ._copies import aggregated as aggregated
+from ._copies import shares_of as shares_of
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
 from ._creator import Request as Request
 from ._creator import creator as creator
 from ._device import DeviceHome as DeviceHome
-from ._device import Residence as Residence
-from ._device import aggregated as aggregated
-from ._device import shares_of as shares_of
 from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
@@ -36,6 +35,7 @@ from ._optimizer import next_id as next_id
 from ._recorder import KeepsCopies as KeepsCopies
 from ._recorder import Recorder as Recorder
 from ._recorder import recorder as recorder
+from ._residence import Residence as Residence
 from ._rows import Gathering as Gathering
 from ._rows import present as present
 from ._rows import read_rows as read_rows

@@ -16,9 +16,8 @@ one, or nothing of it was given away.
 
 from __future__ import annotations
 
-import abc
 import itertools
-import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,81 +26,36 @@ import numpy as np
 from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
+from ._copies import aggregated, shares_of
 from ._local import moved
 from ._slots import named_slots, slots_from
 from ._spec import VariableAggregation
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from jax.sharding import Mesh, Sharding
+    from jax.sharding import Sharding
 
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
+    from ._residence import Residence
     from ._variable import Variable
 
 
-class Residence(abc.ABC):
-    """Where the variables of one strategy live.
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """What one optimizer keeps: its leaves in a row, as steps take and put them back,
+    and their structure."""
 
-    ``mesh`` are the devices of all processes, if values are arrays over them. Steps
-    hold the ``lock``; ``steps`` is how many of them have put back new values.
-    ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
-    many variables have begun to have them. ``travels``: values are kept elsewhere than
-    steps run.
-    """
+    leaves: list[Any]
+    treedef: Any
 
-    travels: bool = False
-
-    def __init__(self, mesh: Mesh | None = None, copies: int = 1) -> None:
-        self.mesh = mesh
-        self.copies = copies
-        self.parted = 0
-        self.steps = 0
-        self.lock = threading.RLock()
-
-    @abc.abstractmethod
-    def place(self, array: Any) -> jax.Array:
-        """Puts a copy of an array where the values live."""
-
-    @abc.abstractmethod
-    def place_apart(self, copies: Any) -> jax.Array:
-        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
-        each device."""
+    def tree(self) -> Any:
+        return self.treedef.unflatten(self.leaves)
 
     @property
-    @abc.abstractmethod
-    def sharding(self) -> Sharding | None:
-        """That of values, None if they live on one device."""
-
-    @property
-    @abc.abstractmethod
-    def sharding_apart(self) -> Sharding | None:
-        """That of copies, None if they live on one device."""
-
-    @abc.abstractmethod
-    def mark(self) -> Hashable:
-        """What a program of a step depends on; it is not used under another one."""
-
-    def replicas(self) -> tuple[int, int]:
-        """Number of the first replica of this process, and how many all processes
-        have."""
-        return 0, self.copies
-
-    @abc.abstractmethod
-    def settle(self) -> None:
-        """Called with the lock held before values are used: they may have to come from
-        other processes first."""
-
-    def sent(self, trees: Any, shardings: Any) -> Any:
-        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
-        prefix of them."""
-        del shardings
-        return trees
-
-    def returned(self, trees: Any) -> Any:
-        """The inverse, of what the step made."""
-        return trees
+    def is_lost(self) -> bool:
+        return any(leaf.is_deleted() for leaf in self.leaves)
 
 
 class DeviceHome:
@@ -117,7 +71,7 @@ class DeviceHome:
         self.residence = residence
         self.is_apart = False
         self._on_read = on_read
-        self._slots: dict[int, Any] = {}
+        self._slots: dict[int, _Beside] = {}
         self._value = residence.place(value)
         if on_read is not None and residence.copies > 1:
             self.part()
@@ -131,12 +85,20 @@ class DeviceHome:
 
     def slots(self, optimizer: Optimizer) -> Any:
         """What the optimizer keeps beside it, made if it is not there yet."""
-        if optimizer.id not in self._slots:
-            self._slots[optimizer.id] = self._placed(
-                optimizer.transformation.init(self._first())
-            )
-        here, slots = self.residence, self._slots[optimizer.id]
-        return here.sent(slots, here.sharding) if here.travels else slots
+        leaves = self.slot_leaves(optimizer)
+        return self._slots[optimizer.id].treedef.unflatten(leaves)
+
+    def slot_leaves(self, optimizer: Optimizer) -> list[Any]:
+        """Its leaves. The list is not to be changed."""
+        beside = self._slots.get(optimizer.id)
+        if beside is None:
+            made = optimizer.transformation.init(self._first())
+            beside = self._slots[optimizer.id] = self._placed(made)
+        here = self.residence
+        if not here.travels:
+            return beside.leaves
+        sent: list[Any] = here.sent(beside.leaves, here.sharding)
+        return sent
 
     def part(self) -> None:
         """Keeps one copy for each replica from now on, all equal so far."""
@@ -179,13 +141,15 @@ class DeviceHome:
         """The inverse: every copy begins anew, and so do optimizers whose slots are
         lost."""
         self._value = self.placed(self._shared_out(value))
-        for number in [n for n, tree in self._slots.items() if _is_lost(tree)]:
+        for number in [n for n, each in self._slots.items() if each.is_lost]:
             del self._slots[number]
 
     @property
     def is_lost(self) -> bool:
         """Whether a step was given value or slots, and put nothing back."""
-        return self._value.is_deleted() or _is_lost(self._slots)
+        return self._value.is_deleted() or any(
+            beside.is_lost for beside in self._slots.values()
+        )
 
     def like(self) -> np.ndarray:
         """Zeros of the form of what is shown, whatever became of the value."""
@@ -207,10 +171,13 @@ class DeviceHome:
                 "(MultiWorkerMirroredStrategy.reform), or assign a value",
             )
 
-    def take_over_slots(self, optimizer: Optimizer, slots: Any) -> None:
-        """What the optimizer keeps from now on."""
+    def take_over_slots(self, optimizer: Optimizer, leaves: list[Any]) -> None:
+        """The leaves of what the optimizer keeps from now on; it keeps something
+        already. They are nobody else's."""
         here = self.residence
-        self._slots[optimizer.id] = here.returned(slots) if here.travels else slots
+        made = here.returned(leaves) if here.travels else leaves
+        treedef = self._slots[optimizer.id].treedef
+        self._slots[optimizer.id] = _Beside(made, treedef)
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -307,7 +274,7 @@ class DeviceHome:
         with self.residence.lock:
             self.residence.settle()
             self.require_kept(name)
-            slots = {number: named_slots(tree) for number, tree in self._slots.items()}
+            slots = {n: named_slots(each.tree()) for n, each in self._slots.items()}
             return self._seen(), slots
 
     def put(
@@ -333,13 +300,14 @@ class DeviceHome:
             }
             if value is not None:
                 self.take_over_shown(np.asarray(value))
-            for number, tree in made.items():
+            for number, beside in made.items():
                 self._slots.pop(number, None)
-                if tree is not None:
-                    self._slots[number] = tree
+                if beside is not None:
+                    self._slots[number] = beside
 
-    def _placed(self, slots: Any) -> Any:
-        return jax.tree.map(lambda leaf: self.residence.place(np.asarray(leaf)), slots)
+    def _placed(self, slots: Any) -> _Beside:
+        leaves, treedef = jax.tree.flatten(slots)
+        return _Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
 
     def _first(self) -> np.ndarray:
         """The value, or the first copy."""
@@ -362,30 +330,3 @@ class DeviceHome:
         else:
             copies = np.broadcast_to(value, (count, *value.shape))
         return np.asarray(copies if self.is_apart else copies[0])
-
-
-def _is_lost(tree: Any) -> bool:
-    return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
-
-
-def shares_of(value: Any, count: int) -> Any:
-    """Equal shares ``[count, ...]`` that add up to an array. Of integers the first ones
-    are larger by one where there is a remainder: none of what was counted is lost."""
-    dtype = value.dtype
-    numbers = np.arange(count).reshape(count, *[1] * value.ndim)
-    if dtype.kind in "iu":
-        # There may be more copies than a byte counts.
-        wide = value.astype(np.int32) if dtype.itemsize < 4 else value
-        return (wide // count + (numbers < wide % count)).astype(dtype)
-    return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
-
-
-def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
-    """What copies ``[count, ...]`` are together, in their dtype; NONE: the first."""
-    match aggregation:
-        case VariableAggregation.SUM:
-            return copies.sum(0, dtype=copies.dtype)
-        case VariableAggregation.MEAN:
-            return copies.mean(0).astype(copies.dtype)
-        case _:
-            return copies[0]

@@ -1,0 +1,76 @@
+"""Where the variables of one strategy live between steps, on this process's devices."""
+
+from __future__ import annotations
+
+import abc
+import threading
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    import jax
+    from jax.sharding import Mesh, Sharding
+
+
+class Residence(abc.ABC):
+    """Where the variables of one strategy live.
+
+    ``mesh`` are the devices of all processes, if values are arrays over them. Steps
+    hold the ``lock``; ``steps`` is how many of them have put back new values.
+    ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
+    many variables have begun to have them. ``travels``: values are kept elsewhere than
+    steps run.
+    """
+
+    travels: bool = False
+
+    def __init__(self, mesh: Mesh | None = None, copies: int = 1) -> None:
+        self.mesh = mesh
+        self.copies = copies
+        self.parted = 0
+        self.steps = 0
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def place(self, array: Any) -> jax.Array:
+        """Puts a copy of an array where the values live."""
+
+    @abc.abstractmethod
+    def place_apart(self, copies: Any) -> jax.Array:
+        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
+        each device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """That of values, None if they live on one device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding_apart(self) -> Sharding | None:
+        """That of copies, None if they live on one device."""
+
+    @abc.abstractmethod
+    def mark(self) -> Hashable:
+        """What a program of a step depends on; it is not used under another one."""
+
+    def replicas(self) -> tuple[int, int]:
+        """Number of the first replica of this process, and how many all processes
+        have."""
+        return 0, self.copies
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Called with the lock held before values are used: they may have to come from
+        other processes first."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
+        prefix of them."""
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """The inverse, of what the step made."""
+        return trees
