@@ -65,6 +65,20 @@ def test_the_last_batch_comes_in_parts():
     assert [each.shape for each in spec[0].values] == [(2, 3)] * R
 
 
+def test_the_spec_has_the_dtypes_that_elements_have():
+    strategy = zs.MirroredStrategy()
+    data = {"n": np.arange(8), "x": np.ones((8, 2), np.float16)}
+    distributed = strategy.experimental_distribute_dataset(
+        Dataset.from_tensor_slices(data).batch(8)
+    )
+    spec = distributed.element_spec
+    element = next(iter(distributed))
+    assert spec["n"].values[0].dtype == np.int32  # as jax keeps int64
+    for name in data:
+        for one, part in zip(spec[name].values, element[name].values, strict=True):
+            assert (one.dtype, one.shape) == (part.dtype, part.shape)
+
+
 @pytest.mark.parametrize("policy", ["dataset", "function"])
 def test_a_step_trains_as_one_device_does(policy):
     strategy = zs.MirroredStrategy()

@@ -26,4 +26,4 @@ def test_elements_come_to_the_devices_of_their_replicas():
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert "9 passed" in done.stdout
+    assert "10 passed" in done.stdout

@@ -131,6 +131,8 @@ def test_an_update_in_a_replica_function_is_made_once(mirrored):
     found = step(np.float32(1))
     assert plain(mirrored.experimental_local_results(found))[0] == 10.0
     assert v.numpy() == 10.0
+    with pytest.raises(ValueError, match="given no variables"):
+        mirrored.extended.non_slot_devices([])
     values = made(mirrored)
     with pytest.raises(ValueError, match="a value per replica"):
         mirrored.extended.update(v, lambda var, x: var.assign(x), args=(values,))

@@ -107,6 +107,17 @@ def test_training_is_that_of_the_whole_batch(eight, as_step):
         assert step.trace_count == 1
 
 
+def test_gradients_per_replica_are_refused_outside_of_the_replicas(two):
+    with two.scope():
+        v = zs.Variable(np.ones(3, np.float32))
+        optimizer = zs.Optimizer(optax.sgd(0.1))
+    gradient = two.run(lambda: jnp.ones(3))
+    with pytest.raises(TypeError, match=r"a value per replica.*reduce it first"):
+        optimizer.apply_gradients([(gradient, v)])
+    optimizer.apply_gradients([(two.reduce("sum", gradient, None), v)])
+    np.testing.assert_allclose(v.numpy(), 0.8, rtol=1e-6)
+
+
 @pytest.mark.shows("PerReplica values")
 def test_values_per_replica_go_in_and_come_out_where_they_are(eight):
     given = eight._mesh.place_batch(X)

@@ -206,46 +206,6 @@ def test_the_first_value_is_that_of_the_first_process():
     assert first[1] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_what_is_not_distributed_is_the_process_s_own_value(compiled):
-    def program(strategy, rank):
-        def all_of(x):
-            rows = strategy.gather(jnp.full((2, 2), x), axis=0)
-            return (
-                strategy.reduce("sum", x, None),
-                strategy.reduce("mean", {"a": x, "b": x * 2}, None),
-                strategy.reduce("mean", jnp.arange(4.0) + x, 0),
-                rows,
-            )
-
-        fn = zs.function(all_of) if compiled else all_of
-        x = np.float32(rank + 1)
-        return jax.tree.map(np.asarray, fn(x if compiled else jnp.asarray(x)))
-
-    for total, mean, over_axis, rows in ranks(2, program):
-        assert total == 3.0
-        assert mean == {"a": 1.5, "b": 3.0}
-        assert over_axis == 3.0
-        np.testing.assert_array_equal(rows[:, 0], [1, 1, 2, 2])
-
-
-def test_uneven_means_weigh_correctly():
-    def program(strategy, rank):
-        values = np.arange(1.0 + 3 * rank)  # one element, then four
-        return float(strategy.reduce("mean", values, axis=0))
-
-    expected = (0 + (0 + 1 + 2 + 3)) / 5
-    assert ranks(2, program) == pytest.approx([expected] * 2)
-
-
-def test_uneven_values_are_gathered_outside_of_steps():
-    def program(strategy, rank):
-        mine = np.full((1, rank + 1), rank, np.int64)
-        return strategy.gather(mine, axis=1).tolist()
-
-    assert ranks(2, program) == [[[0, 1, 1]]] * 2
-
-
 def test_on_read_variables_are_summed_when_they_are_read():
     def program(strategy, rank):
         with strategy.scope():

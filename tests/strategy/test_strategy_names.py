@@ -71,6 +71,19 @@ def test_at_least_256k_in_a_part_and_a_part_on_a_ps_at_most(make_cluster):
     assert len({part.spec.ps for part in large.variables}) == len(large) == num_ps
 
 
+def test_names_of_the_experimental_module_are_those_of_the_top():
+    for name in (
+        "CentralStorageStrategy",
+        "CommunicationImplementation",
+        "CommunicationOptions",
+        "MultiWorkerMirroredStrategy",
+        "ParameterServerStrategy",
+        "TPUStrategy",
+        "ValueContext",
+    ):
+        assert getattr(zs.experimental, name) is getattr(zs, name)
+
+
 @pytest.mark.shows("ParameterServerStrategy.cluster_resolver")
 def test_the_resolver_tells_what_this_task_is(make_cluster, monkeypatch):
     monkeypatch.setenv(

@@ -192,7 +192,16 @@ class StrategyExtended(abc.ABC):
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first
-        one by name."""
+        one by name.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if not var_list:
+            raise ValueError(
+                "non_slot_devices() was given no variables: what is kept beside them "
+                "is where the first of them is"
+            )
         return min(var_list, key=lambda variable: variable.name).components[0].device
 
     # ---- values --------------------------------------------------------------------

@@ -15,10 +15,11 @@ import numpy as np
 from zstrat.data import Elements, Prefetcher, ending
 
 from ._pace import Paced
+from ._per_replica import PerReplica
 from ._shares import Share, leaf_by_leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from ._input_options import InputOptions
     from ._pace import Accord
@@ -96,11 +97,13 @@ class _Maker:
     def elements(self) -> Iterator[Any]:
         with ending(self._shares()) as shares:
             for share in shares:
+                placed = self._place(share)
                 if self.first is None:
-                    self._spec = _spec_of(share)
+                    self._spec = _spec_of(share, placed)
                     self.first = share.emptied()
-                yield self._place(share)
-                del share  # the reader may be its only owner while the next is made
+                yield placed
+                # The reader may be their only owner while the next are made.
+                del share, placed
 
     def spec(self) -> Any:
         return self._spec
@@ -120,11 +123,25 @@ class _Maker:
         return self._place(self.first)
 
 
-def _spec_of(share: Share) -> Any:
-    return leaf_by_leaf([jax.tree.map(_leaf_spec, part) for part in share.parts])
+def _spec_of(share: Share, placed: Any) -> Any:
+    """The shapes are those of the share. The dtypes are those of the element, for jax
+    keeps 32 of 64 bits unless it is told otherwise."""
+    seen = [_dtype_of(leaf) for leaf in jax.tree.leaves(placed, is_leaf=_is_parts)]
+    return leaf_by_leaf([_shaped(part, seen) for part in share.parts])
 
 
-def _leaf_spec(leaf: Any) -> Any:
+def _is_parts(node: object) -> bool:
+    return isinstance(node, PerReplica)
+
+
+def _dtype_of(leaf: Any) -> Any:
+    one = leaf.values[0] if isinstance(leaf, PerReplica) else leaf
+    return one.dtype if isinstance(one, jax.Array) else np.asarray(one).dtype
+
+
+def _shaped(part: Any, dtypes: Sequence[Any]) -> Any:
     made: Any = jax.ShapeDtypeStruct  # untyped
-    dtype = leaf.dtype if isinstance(leaf, jax.Array) else np.asarray(leaf).dtype
-    return made(np.shape(leaf), dtype)
+    treedef: Any  # its stubs lack what we call
+    leaves, treedef = jax.tree.flatten(part)
+    shaped = [made(np.shape(x), dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+    return treedef.unflatten(shaped)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.program._collective import Team
-    from zstrat.variables import Home, Optimizer, VariableSpec
+    from zstrat.variables import Home, HomeUpdate, Optimizer, VariableSpec
     from zstrat.wire import UpdateOp
 
 
@@ -45,6 +45,11 @@ class MirroredVariable(Variable):
         if optimizer is None and isinstance(value, int | float | complex):
             self._require_distributed(value)
         return super()._dense(op, value, optimizer)
+
+    def _planned(
+        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        return super()._planned(op, of_all_copies(self._spec, value), optimizer)
 
     def _require_distributed(self, value: complex) -> None:
         """Refuses a sum of what is the same number on several replicas.

@@ -120,6 +120,11 @@ class SyncOnReadVariable(Variable):
     ) -> Self:
         return super()._dense(op, of_all_copies(self._spec, value), optimizer)
 
+    def _planned(
+        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        return super()._planned(op, of_all_copies(self._spec, value), optimizer)
+
     def _record(
         self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
     ) -> None:
