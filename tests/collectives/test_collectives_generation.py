@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -14,8 +15,9 @@ from zstrat.collectives._blame import FORGOTTEN
 from zstrat.collectives._generation import Generation
 from zstrat.collectives._keys import key_of
 from zstrat.collectives._plans import progress_of
-from zstrat.errors import ClosedError, PeerLostError
+from zstrat.errors import ClosedError, CollectiveTimeoutError, PeerLostError, to_wire
 from zstrat.wire import (
+    AbortCall,
     AskCall,
     CallState,
     GroupFormed,
@@ -23,6 +25,8 @@ from zstrat.wire import (
     LeaveGroup,
     MemberEntry,
 )
+
+X = np.zeros(8, np.float32)
 
 
 class SlowLink:
@@ -86,15 +90,42 @@ async def test_what_an_operation_was_is_known_after_its_end():
     """The engine's, too: another rank asks when this one has given it up."""
     generation, _ = full_line()
     asked = AskCall(5, key_of(None, 1, 0))
-    assert generation.state(asked) == CallState("", [], False)
+    assert generation.state(asked) == CallState("", [], False, False)
     generation.begun[1], generation.calls = "barrier()", 1
-    assert generation.state(asked) == CallState("barrier()", [], False)
+    assert generation.state(asked) == CallState("barrier()", [], False, False)
     generation.end(1)
-    assert generation.state(asked) == CallState("barrier()", [], True)
+    assert generation.state(asked) == CallState("barrier()", [], True, False)
     for number in range(2, 100):
         generation.begun[number], generation.calls = "barrier()", number
         generation.end(number)
-    assert generation.state(asked) == CallState(FORGOTTEN, [], True)
+    assert generation.state(asked) == CallState(FORGOTTEN, [], True, False)
+
+
+async def test_who_has_ended_the_generation_says_so_and_is_believed():
+    """Two ranks ask at one time. One has found out and failed its call when the other
+    one asks it: that call has not ended well there, and its notice says more."""
+    generation, link = full_line()
+    call = Call(1 << 20, Kind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1)
+    outcomes = []
+    generation.start(call, outcomes.append)
+    generation._mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
+    generation.overdue(call, [1])
+    for _ in range(20):
+        await asyncio.sleep(0)  # it runs until it waits
+    assert generation.broken is None
+    error = CollectiveTimeoutError("rank 2 has not called it")
+    generation.aborted(1, AbortCall(5, call.key, to_wire(error), []))
+    await generation._inquest
+    assert [str(each) for each in outcomes] == ["rank 2 has not called it"]
+    assert not [sent for sent in link.sent if isinstance(sent, AbortCall)]
+    assert generation.state(AskCall(5, call.key)).is_broken
+
+
+def answer_of(state, rank, *, message, deadline):
+    assert rank == 1
+    answer = asyncio.get_running_loop().create_future()
+    answer.set_result(state)
+    return answer
 
 
 async def test_what_a_rank_sent_before_it_left_is_enough():

@@ -154,7 +154,7 @@ WORDS = "barrier()"
 
 
 def waiting(*ranks):
-    return CallState(WORDS, list(ranks), False)
+    return CallState(WORDS, list(ranks), False, False)
 
 
 def test_the_search_follows_who_waits_for_whom():
@@ -162,7 +162,7 @@ def test_the_search_follows_who_waits_for_whom():
     assert inquiry.ask([1]) == [1]
     assert inquiry.answered(1, waiting(2, 0)) == [2]
     assert inquiry.answered(2, waiting(3, 1)) == [3]
-    assert inquiry.answered(3, CallState("", [], False)) == []
+    assert inquiry.answered(3, CallState("", [], False, False)) == []
     assert inquiry.guilty == {3: "has not called it"}
 
 
@@ -179,7 +179,7 @@ def test_who_is_silent_is_guilty():
 def test_who_calls_something_else_is_quoted():
     inquiry = Inquiry(0, WORDS)
     inquiry.ask([1])
-    inquiry.answered(1, CallState("broadcast(float32[3])", [], False))
+    inquiry.answered(1, CallState("broadcast(float32[3])", [], False, False))
     error = verdict(inquiry, "barrier(), call 3", lambda rank: f"rank {rank}", 5.0)
     assert isinstance(error, InvalidArgumentError)
     assert "rank 1 makes broadcast(float32[3]) instead" in str(error)
@@ -210,9 +210,9 @@ def test_every_rank_is_asked_at_most_once(graph):
 
 def test_a_call_that_is_over_and_forgotten_is_no_other_call():
     inquiry = Inquiry(0, WORDS)
-    assert inquiry.answered(1, CallState(FORGOTTEN, [], True)) == []
-    assert inquiry.answered(2, CallState(WORDS, [3], True)) == []
+    assert inquiry.answered(1, CallState(FORGOTTEN, [], True, False)) == []
+    assert inquiry.answered(2, CallState(WORDS, [3], True, False)) == []
     assert not inquiry.guilty
     assert not inquiry.differs
-    inquiry.answered(3, CallState("broadcast(int8[1])", [], True))
+    inquiry.answered(3, CallState("broadcast(int8[1])", [], True, False))
     assert inquiry.differs == {3: "broadcast(int8[1])"}

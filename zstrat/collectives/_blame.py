@@ -40,6 +40,13 @@ class Inquiry:
         """Rank -> what it has done, or not."""
         self.differs: dict[int, str] = {}
         """Rank -> what it calls instead."""
+        self._has_ended = False
+
+    @property
+    def is_told(self) -> bool:
+        """Nobody is guilty, and another rank has ended the generation: it knows why,
+        and its notice is under way on another connection."""
+        return self._has_ended and not self.guilty
 
     def ask(self, ranks: Iterable[int]) -> list[int]:
         """Those among ``ranks`` that are to be asked and were not yet."""
@@ -52,6 +59,7 @@ class Inquiry:
         if not state.about:
             self.guilty[rank] = "has not called it"
             return []
+        self._has_ended = self._has_ended or state.is_broken
         if state.is_over and state.about == FORGOTTEN:
             return []
         if state.about != self._words:

@@ -108,6 +108,8 @@ class Generation:
         """A call here has ended with the error."""
         self._broken_flag = threading.Event()
         self._inquest: asyncio.Task[None] | None = None
+        self._told: asyncio.Future[None] | None = None
+        """The inquest waits for what another rank has found out already."""
         self._drained: asyncio.Future[None] | None = None
 
     async def open(self, deadline: float) -> None:
@@ -173,7 +175,8 @@ class Generation:
                 return replace(found, about=words)
             return found
         words = self.begun.get(number, "") if number is not None else ""
-        return CallState(words, list(self.engine_waits()) if words else [], False)
+        waits = list(self.engine_waits()) if words else []
+        return CallState(words, waits, False, self.broken is not None)
 
     def overdue(self, call: Call, waits: Sequence[int]) -> None:
         """A call's deadline has come: finds out why, and ends the generation."""
@@ -197,6 +200,11 @@ class Generation:
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self._mesh.ask, message=question)
         await inquire(inquiry, ranks, ask, deadline)
+        if inquiry.is_told:
+            self._told = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._told
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
     def said(self, call: Call) -> str:
@@ -231,6 +239,8 @@ class Generation:
         self.broken = error
         self._broken_flag.set()
         self._end_drain()
+        if self._told is not None and not self._told.done():
+            self._told.set_result(None)
         self.lost.update(lost)
         if tell:
             plain = cast("PlainTree", to_wire(error))

@@ -172,9 +172,10 @@ class Traffic:
         """How far a call is, None if it is not under way and has not been."""
         running = self.running.get(key)
         if running is not None:
-            return CallState(running.call.words, running.waits, False)
+            return CallState(running.call.words, running.waits, False, False)
         if self._is_over(key):
-            return CallState(self._over.get(key, FORGOTTEN), [], True)
+            is_broken = self._owner.broken is not None
+            return CallState(self._over.get(key, FORGOTTEN), [], True, is_broken)
         return None
 
     def fail(self, error: Callable[[], Exception]) -> None:

@@ -96,12 +96,14 @@ class AskCall:
 @dataclass(frozen=True, slots=True)
 class CallState:
     """``about``: what the rank calls in words, "" if it has not called yet; ``waits``:
-    the ranks that it waits for. ``is_over``: the call has ended there."""
+    the ranks that it waits for. ``is_over``: the call has ended there. ``is_broken``:
+    so has the generation; an `AbortCall` or `LeaveGroup` that is under way says why."""
 
     kind: ClassVar = 77
     about: str
     waits: list[int]
     is_over: bool
+    is_broken: bool
 
 
 @dataclass(frozen=True, slots=True)
