@@ -28,6 +28,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than cores: tests of processes wait for them much of the time."""
+    del config
+    return min(4, 1 + len(os.sched_getaffinity(0)))
+
+
 class HastyLoop:
     """The running loop, but the first timer that fires comes half a millisecond early,
     as those of uvloop, which rounds to milliseconds, do now and then. Its clock stands
