@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,8 @@ import optax
 import pytest
 from mirrored_task import W, X, Y
 
+from zstrat.cluster import free_ports
+
 HERE = Path(__file__).parent
 TIMEOUT = 120.0
 
@@ -23,10 +24,7 @@ class Tasks:
     """The tasks of a cluster of workers; all are gone at the end."""
 
     def __init__(self, size, **environment):
-        free = [socket.create_server(("127.0.0.1", 0)) for _ in range(size)]
-        addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in free]
-        for each in free:
-            each.close()
+        addresses = [f"127.0.0.1:{port}" for port in free_ports(size)]
         self.cluster = {"worker": addresses}
         self.environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
         self.processes = []

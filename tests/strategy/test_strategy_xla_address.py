@@ -33,7 +33,7 @@ def test_all_hear_a_free_port_of_rank_0(ranks):
 
 
 def test_an_address_of_version_6_is_told_in_brackets(ranks, monkeypatch):
-    monkeypatch.setattr(_distributed, "_free_port", lambda host: 1234)
+    monkeypatch.setattr(_distributed, "free_ports", lambda count, host: [1234])
     assert [_distributed._told(rank, "::1") for rank in ranks] == ["[::1]:1234"] * 2
 
 
@@ -45,10 +45,10 @@ def test_rank_0_tells_why_it_has_no_address(ranks):
 
 
 def test_an_address_of_another_machine_is_told_too(ranks, monkeypatch):
-    def taken(host):
+    def taken(count, host):
         raise OSError(99, f"cannot assign {host}: " + "\u00e9" * 2000)
 
-    monkeypatch.setattr(_distributed, "_free_port", taken)
+    monkeypatch.setattr(_distributed, "free_ports", taken)
     with pytest.raises(OSError, match="cannot assign"):
         _distributed._told(ranks[0], "10.0.0.1")
     with pytest.raises(ValueError, match=r"rank 0.*cannot assign 10\.0\.0\.1"):

@@ -6,18 +6,18 @@ waited for.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
 from pathlib import Path
+
+from zstrat.cluster import free_ports
 
 HEAD = """
 import json, logging, os, socket, sys, threading
@@ -63,7 +63,7 @@ class Ranks:
         self.program = self.folder / "program.py"
         self.program.write_text(HEAD + textwrap.dedent(program))
         if addresses is None and lane == "tcp":
-            addresses = free_ports(size)
+            addresses = [f"127.0.0.1:{port}" for port in free_ports(size)]
         self.addresses = addresses or [f"ipc://{self.folder}/{n}" for n in range(size)]
         if lane == "hosts":
             environment["HOSTS"] = "a" * (size - 1) + "b"
@@ -104,8 +104,16 @@ class Ranks:
         )
 
     def line(self, rank):
-        """What a rank says next."""
-        return self.all[rank].stdout.readline().strip()
+        """What a rank says next.
+
+        Raises:
+            AssertionError: It fails; with all that it says of that.
+        """
+        said = self.all[rank].stdout.readline().strip()
+        if said.startswith("Traceback"):
+            rest = self.all[rank].stdout.read()
+            raise AssertionError(f"rank {rank} fails:\n{said}\n{rest}")
+        return said
 
     def lines(self, ranks=None):
         """What each rank says next."""
@@ -125,14 +133,6 @@ class Ranks:
     def ends(self):
         """Exit codes of all."""
         return [process.wait() for process in self.all.values()]
-
-
-def free_ports(size, host="127.0.0.1"):
-    with contextlib.ExitStack() as held:
-        bound = [
-            held.enter_context(socket.create_server((host, 0))) for _ in range(size)
-        ]
-        return [f"{host}:{each.getsockname()[1]}" for each in bound]
 
 
 def zstrat_run(count, program, *options, **environment):

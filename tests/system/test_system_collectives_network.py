@@ -10,7 +10,9 @@ import subprocess
 import sys
 
 import pytest
-from system_ranks import Ranks, free_ports
+from system_ranks import Ranks
+
+from zstrat.cluster import free_ports
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +52,8 @@ def test_a_stranger_with_other_keys_is_refused_and_disturbs_nobody(tmp_path):
     ):
         assert ranks.lines() == ["sum 3.0"] * 2
         for keys in ({"ZSTRAT_KEYS": theirs}, {}):
-            strangers.start(1, AT=free_ports(1)[0], **keys)
+            (port,) = free_ports(1)
+            strangers.start(1, AT=f"127.0.0.1:{port}", **keys)
             said = strangers.line(1)
             assert said.startswith("CollectiveTimeoutError group 'group'"), said
             assert f"rank 0 (/job:worker/task:0 at {ranks.addresses[0]})" in said

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
+from zstrat.cluster import free_ports
 from zstrat.config import environment
 
 if TYPE_CHECKING:
@@ -235,17 +235,8 @@ def _signal(group: int, number: int) -> None:
 def _addresses(copies: Copies) -> Iterator[list[str]]:
     """One address for each copy, free for as long as the context lasts."""
     if copies.sockets == "tcp":
-        yield _free_ports(copies.count)
+        # Another process may take one before its copy binds it, which then says so.
+        yield [f"127.0.0.1:{port}" for port in free_ports(copies.count)]
         return
     with tempfile.TemporaryDirectory(prefix="zstrat-") as folder:  # of mode 0700
         yield [f"ipc://{Path(folder) / f'worker-{n}'}" for n in range(copies.count)]
-
-
-def _free_ports(count: int) -> list[str]:
-    """Ports that nobody has now. Another process may take one before its copy binds
-    it, and that copy then says so."""
-    with contextlib.ExitStack() as held:
-        bound = [held.enter_context(socket.socket()) for _ in range(count)]
-        for each in bound:
-            each.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{each.getsockname()[1]}" for each in bound]

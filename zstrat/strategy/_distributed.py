@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zstrat.cluster import free_ports
 from zstrat.program._collective import AXIS
 from zstrat.program._cross import PROCESS
 
@@ -102,15 +103,8 @@ def _told(collective: Collective, host: str) -> str:
 
 def _address(host: str) -> str:
     require_private(host)
-    return f"{f'[{host}]' if ':' in host else host}:{_free_port(host)}"
-
-
-def _free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    (port,) = free_ports(1, host)
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _mesh(collective: Collective) -> Mesh:

@@ -1,0 +1,63 @@
+"""Ports for tasks that are told their addresses before they bind them.
+
+A port that the kernel has chosen for us may be the source of somebody's connection a
+moment later. So these are none that it chooses: they lie below its range.
+
+Law of the file: whoever is given a port binds it soon; nothing here holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+from typing import Final
+
+_LOWEST: Final = 10_240
+_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_USUAL: Final = 32_768
+"""Where Linux begins to choose; 49,152 and more on other systems."""
+_TRIES: Final = 1000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different TCP ports that nobody has now, in no order.
+
+    Raises:
+        OSError: There are not so many, or the host is not this one.
+    """
+    chosen = range(_LOWEST, max(_first_chosen(), _LOWEST + 1))
+    # The system's own randomness: programs that seed theirs alike would meet here.
+    drawn = random.SystemRandom()
+    found: set[int] = set()
+    with contextlib.ExitStack() as held:
+        for _ in range(_TRIES):
+            if len(found) == count:
+                break
+            with contextlib.suppress(OSError):
+                found.add(_bound(held, host, drawn.choice(chosen)))
+        while len(found) < count:  # the kernel's, which are better than none
+            found.add(_bound(held, host, 0))
+        return list(found)
+
+
+def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    probe = socket.socket(family)
+    try:
+        probe.bind((host, port))
+    except OSError:
+        probe.close()
+        raise
+    held.enter_context(probe)
+    given: int = probe.getsockname()[1]
+    return given
+
+
+def _first_chosen() -> int:
+    """The first port that the kernel may choose."""
+    try:
+        return int(_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # no Linux, or a /proc that is hidden
+        return _USUAL
