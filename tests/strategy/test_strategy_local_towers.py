@@ -1,0 +1,74 @@
+"""Towers of TF 1.12 over two devices of their own: what they draw, and what is done to
+variables between them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.contrib import distribute
+
+
+@pytest.fixture
+def towers():
+    return distribute.ParameterServerStrategy(num_gpus_per_worker=2)
+
+
+def one_buffer():
+    """Fills the same memory with 0 0, 1 1, 2 2, 3 3."""
+    buffer = np.zeros(2, np.float32)
+    for number in range(4):
+        buffer[:] = number
+        yield buffer
+
+
+class Pairs:
+    """The same in a structure, by an iterable that is no generator."""
+
+    def __iter__(self):
+        return (({"x": buffer}, buffer) for buffer in one_buffer())
+
+
+def drawn(distribution, dataset_fn, steps):
+    """What each tower sees in each step."""
+    iterator = iter(distribution.distribute_dataset(dataset_fn))
+    seen = []
+    with distribution.scope():
+        for _ in range(steps):
+            sums = distribution.call_for_each_tower(
+                lambda x: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(x)),
+                iterator.get_next(),
+            )
+            seen.append([float(x) for x in distribution.unwrap(sums)])
+        with pytest.raises(zs.OutOfRangeError):
+            iterator.get_next()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "dataset_fn", [one_buffer, lambda: zs.data.Dataset.from_generator(one_buffer)]
+)
+def test_towers_have_elements_of_their_own_though_the_source_has_one_buffer(
+    towers, dataset_fn
+):
+    assert drawn(towers, dataset_fn, 2) == [[0, 2], [4, 6]]
+
+
+def test_structures_of_a_source_with_one_buffer(towers):
+    assert drawn(towers, Pairs, 2) == [[0, 4], [8, 12]]
+
+
+def test_one_tower_has_elements_of_its_own_too():
+    one = distribute.ParameterServerStrategy()
+    iterator = one.distribute_dataset(one_buffer).make_one_shot_iterator()
+    kept = [iterator.get_next() for _ in range(4)]
+    assert [x.tolist() for x in kept] == [[n, n] for n in range(4)]
+
+
+def test_elements_that_nobody_writes_to_are_not_copied(towers):
+    rows = [np.full(2, number) for number in range(4)]
+    iterator = iter(towers.distribute_dataset(lambda: rows))
+    for step in range(2):
+        for number, value in enumerate(towers.unwrap(iterator.get_next())):
+            assert value is rows[2 * step + number]
