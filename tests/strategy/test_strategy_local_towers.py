@@ -72,3 +72,47 @@ def test_elements_that_nobody_writes_to_are_not_copied(towers):
     for step in range(2):
         for number, value in enumerate(towers.unwrap(iterator.get_next())):
             assert value is rows[2 * step + number]
+
+
+# ---- the end of the elements --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "wanted"), [(1, [0, 1, 2, 3, 4]), (2, [0, 1, 2, 3])])
+def test_a_loop_over_a_dataset_ends_with_its_elements(count, wanted):
+    """A remainder that only some of the towers would have is left out."""
+    distribution = distribute.ParameterServerStrategy(count)
+    dataset = distribution.distribute_dataset(lambda: zs.data.Dataset.range(5))
+    for _ in range(2):
+        seen = [int(x) for each in dataset for x in distribution.unwrap(each)]
+        assert seen == wanted
+
+
+def test_who_asks_for_the_next_element_is_told_that_there_is_none(towers):
+    iterator = iter(towers.distribute_dataset(lambda: [1, 2]))
+    assert towers.unwrap(next(iterator)) == [1, 2]
+    with pytest.raises(zs.OutOfRangeError, match="a distributed dataset is exhausted"):
+        iterator.get_next()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_steps_end_with_an_error_where_the_elements_do(towers):
+    rows = np.arange(2, dtype=np.float32)
+    dataset = towers.distribute_dataset(lambda: rows)
+
+    @zs.function
+    def step(iterator):
+        return towers.call_for_each_tower(lambda x: x + 1, next(iterator))
+
+    def several(context, x):
+        context.set_last_step_output("x", x, zs.VariableAggregation.SUM)
+
+    with towers.scope():
+        iterator = iter(dataset)
+        assert [float(x) for x in towers.unwrap(step(iterator))] == [1, 2]
+        with pytest.raises(zs.OutOfRangeError):
+            step(iterator)
+        context = towers.run_steps_on_dataset(several, iter(dataset), 1)
+        assert float(context.last_step_outputs["x"]) == 1
+        with pytest.raises(zs.OutOfRangeError):
+            towers.run_steps_on_dataset(several, iter(dataset), 2)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 import jax
 
 from zstrat.data import Dataset, ending
+from zstrat.errors import OutOfRangeError
 from zstrat.program import StepIterator, kept
 from zstrat.strategy import regroup
+from zstrat.variables import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -59,7 +61,21 @@ class PerDeviceDataset:
 
 @final
 class PerDeviceIterator(StepIterator):
-    """What a step draws from: one element for each tower."""
+    """What a step draws from, and a loop in Python: one element for each tower."""
+
+    def __next__(self) -> Any:
+        """The next element.
+
+        Raises:
+            StopIteration: There are no more. In a step: OutOfRangeError, as `get_next`
+                raises it everywhere.
+        """
+        try:
+            return self.get_next()
+        except OutOfRangeError:
+            if recorder.get() is None:
+                raise StopIteration from None
+            raise
 
     def initialize(self) -> list[Any]:
         """Nothing: an iterator is ready when it is made."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import function
+from zstrat.program import StepIterator, function
 from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
 from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._places import places, put
@@ -130,9 +130,15 @@ class DistributionStrategy:
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
         """Calls ``fn(context, *inputs)`` with ``iterations`` elements, one after the
-        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`."""
+        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`.
+
+        Raises:
+            OutOfRangeError: The dataset has fewer elements.
+            RuntimeError: Called in a tower.
+        """
+        given = _draws(iterator) if isinstance(iterator, StepIterator) else iterator
         return self.engine.extended.experimental_run_steps_on_iterator(
-            fn, iterator, iterations, initial_loop_values
+            fn, given, iterations, initial_loop_values
         )
 
     def distribute_dataset(
@@ -310,6 +316,12 @@ def face_of(engine: Strategy) -> DistributionStrategy:
     # An engine that is gone may have had the same id.
     is_its = found is not None and found.engine is engine
     return found if is_its and found is not None else DistributionStrategy(engine)
+
+
+def _draws(iterator: StepIterator) -> Iterator[Any]:
+    """Its elements, whose end is an error: steps are no loop that ends with them."""
+    while True:
+        yield iterator.get_next()
 
 
 def _require_aggregation(aggregation: Any) -> None:
