@@ -116,3 +116,59 @@ def test_steps_end_with_an_error_where_the_elements_do(towers):
         assert float(context.last_step_outputs["x"]) == 1
         with pytest.raises(zs.OutOfRangeError):
             towers.run_steps_on_dataset(several, iter(dataset), 2)
+
+
+# ---- updates -------------------------------------------------------------------------
+
+ENGINES = {
+    "mirrored": lambda: zs.MirroredStrategy(["CPU:0", "CPU:1"]),
+    "central": lambda: zs.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0"),
+    "one": lambda: zs.OneDeviceStrategy("CPU:0"),
+}
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("decorate", [lambda fn: fn, zs.function])
+def test_a_merge_call_reduces_and_updates(engine, decorate):
+    """Gradients 1 and 2, the second time 2 and 3, half of their sum off a variable."""
+    strategy = ENGINES[engine]()
+    with strategy.scope():
+        v = zs.Variable(np.float32(1))
+
+    def merge(distribution, gradient):
+        total = distribution.reduce(zs.VariableAggregation.SUM, gradient, v)
+        distribution.update(v, lambda var, x: var.assign_sub(0.5 * x), total)
+        distribution.update_non_slot(
+            distribution.non_slot_devices([v]), lambda x: x["total"], {"total": total}
+        )
+
+    def tower(x):
+        context = distribute.get_tower_context()
+        context.merge_call(merge, x + context.tower_id)
+
+    step = decorate(lambda x: strategy.run(tower, args=(x,)))
+    expected = 1.0
+    for x in (1, 2):
+        step(jnp.float32(x))
+        towers = strategy.num_replicas_in_sync
+        expected -= 0.5 * sum(x + number for number in range(towers))
+        assert float(v.numpy()) == expected
+
+
+def test_each_component_of_a_variable_gets_its_own_of_a_mirrored_value():
+    strategy = ENGINES["mirrored"]()
+    with strategy.scope():
+        v = zs.Variable(np.zeros(2, np.float32))
+        face = distribute.get_distribution_strategy()
+        mirrored = face.broadcast(jnp.arange(2.0))
+        assert isinstance(mirrored, zs.Mirrored)
+        face.update(v, lambda var, x, y: var.assign(x + y["y"]), 1.0, {"y": mirrored})
+        assert v.numpy().tolist() == [1, 2]
+        assert float(face.update_non_slot("CPU:0", jnp.sum, mirrored)) == 1
+        apart = zs.PerReplica((1.0, 2.0))
+        for wrong in (apart, [apart]):
+            with pytest.raises(ValueError, match=r"You cannot update .* PerDevice"):
+                face.update(v, lambda var, x: var.assign(x), wrong)
+            with pytest.raises(ValueError, match=r"You cannot update .* PerDevice"):
+                face.update_non_slot("CPU:0", lambda x: x, x=wrong)
+    assert v.numpy().tolist() == [1, 2]

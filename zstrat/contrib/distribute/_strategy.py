@@ -14,7 +14,7 @@ import jax
 
 from zstrat.collectives import ReduceOp
 from zstrat.program import StepIterator, function
-from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
+from zstrat.strategy import MultiStepContext, PerReplica
 from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._places import places, put
 from zstrat.strategy._values import is_whole
@@ -181,19 +181,18 @@ class DistributionStrategy:
         """Runs ``fn(var, *args, **kwargs)`` where the variable is.
 
         Args:
+            args, kwargs: Of mirrored values each component gets its own.
             kwargs: ``grouped=False``: each leaf of the result is a list with an entry
                 per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or an argument has one value per tower,
-                or one on each of several devices.
+            ValueError: ``var`` is no variable, or an argument has one value per tower.
             RuntimeError: Called in a tower.
         """
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
-        given = [_single(each) for each in args]
-        named = {name: _single(each) for name, each in named.items()}
-        return self.engine.extended.update(var, fn, given, named, grouped)
+        self._require_operands((args, named))
+        return self.engine.extended.update(var, fn, args, named, grouped)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first
@@ -206,10 +205,9 @@ class DistributionStrategy:
         """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`."""
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
-        given = [_single(each) for each in args]
-        named = {name: _single(each) for name, each in named.items()}
+        self._require_operands((args, named))
         return self.engine.extended.update_non_slot(
-            colocate_with, fn, given, named, grouped
+            colocate_with, fn, args, named, grouped
         )
 
     # ---- values --------------------------------------------------------------------
@@ -300,6 +298,15 @@ class DistributionStrategy:
     def _require_here(self, destinations: Any) -> None:
         """Refuses a place on another worker; there are none on one machine."""
 
+    def _require_operands(self, arguments: Any) -> None:
+        """Refuses what an update cannot be given: a value per tower."""
+        for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
+            if isinstance(leaf, PerReplica):
+                raise ValueError(
+                    f"You cannot update variable with a PerDevice object {leaf!r}: "
+                    "specify a single value or a Mirrored one, what reduce() returns"
+                )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self.engine!r}>"
 
@@ -334,27 +341,6 @@ def _require_aggregation(aggregation: Any) -> None:
             f"aggregation {aggregation!r}: expected VariableAggregation.SUM, MEAN or "
             "ONLY_FIRST_TOWER"
         )
-
-
-def _single(value: Any) -> Any:
-    return jax.tree.map(_single_leaf, value, is_leaf=is_whole)
-
-
-def _single_leaf(value: Any) -> Any:
-    if isinstance(value, PerReplica):
-        raise ValueError(
-            f"You cannot update variable with a PerDevice object {value!r}: specify a "
-            "single value or a Mirrored with a single value"
-        )
-    if isinstance(value, Mirrored):
-        if len(value.values) > 1:
-            raise ValueError(
-                "You cannot update variable with a Mirrored object with multiple "
-                f"components {value!r}: specify a single value or a Mirrored with a "
-                "single value"
-            )
-        return value.values[0]
-    return value
 
 
 def _first_place(destinations: Any) -> Any:
