@@ -172,3 +172,23 @@ def test_each_component_of_a_variable_gets_its_own_of_a_mirrored_value():
             with pytest.raises(ValueError, match=r"You cannot update .* PerDevice"):
                 face.update_non_slot("CPU:0", lambda x: x, x=wrong)
     assert v.numpy().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("concurrently", [True, False])
+def test_an_update_is_for_the_cross_tower_context(towers, concurrently):
+    with towers.scope():
+        v = zs.Variable(1.0, aggregation=zs.VariableAggregation.SUM)
+
+        def tower():
+            with pytest.raises(
+                RuntimeError, match=r"update\(\) requires .*inside a re"
+            ):
+                towers.update(v, lambda var: var.assign_add(1.0))
+
+        towers.call_for_each_tower(tower, run_concurrently=concurrently)
+        assert v.numpy() == 1.0
+        towers.update(v, lambda var: var.assign_add(1.0))
+        assert v.numpy() == 2.0
+    other = distribute.ParameterServerStrategy()
+    with other.scope(), pytest.raises(RuntimeError, match="Mixing different"):
+        towers.update(v, lambda var: var.assign_add(1.0))

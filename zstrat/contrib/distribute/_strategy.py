@@ -16,6 +16,7 @@ from zstrat.collectives import ReduceOp
 from zstrat.program import StepIterator, function
 from zstrat.strategy import MultiStepContext, PerReplica
 from zstrat.strategy._cross_device import checked_pairs
+from zstrat.strategy._frames import require_cross_replica
 from zstrat.strategy._places import places, put
 from zstrat.strategy._values import is_whole
 from zstrat.variables import AbstractVariable, VariableAggregation
@@ -191,6 +192,8 @@ class DistributionStrategy:
         """
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
+        # The engine's own `update` makes a merge_call of one that a tower asks for.
+        require_cross_replica(self.engine, "update()")
         self._require_operands((args, named))
         return self.engine.extended.update(var, fn, args, named, grouped)
 
