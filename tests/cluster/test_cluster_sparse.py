@@ -1,4 +1,4 @@
-"""Jobs of which some tasks are missing."""
+"""Jobs of which some tasks are missing, or all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from zstrat.cluster import ClusterSpec, worker_count
+from zstrat.cluster import (
+    ClusterSpec,
+    SimpleClusterResolver,
+    UnionResolver,
+    worker_count,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +41,24 @@ def test_what_is_no_job_to_count_is_still_refused() -> None:
         worker_count(sparse, "painter")
     with pytest.raises(ValueError, match="`cluster_spec' should be dict or"):
         worker_count(["a:1"], "worker")
+
+
+def union_of(*tasks: Any) -> dict[str, Any]:
+    return (
+        UnionResolver(
+            *(SimpleClusterResolver(ClusterSpec({"worker": each})) for each in tasks)
+        )
+        .cluster_spec()
+        .as_dict()
+    )
+
+
+@pytest.mark.parametrize("nothing", [[], {}])
+def test_a_part_without_tasks_adds_nothing_to_a_union(nothing: Any) -> None:
+    parts = [["a:1"], ["b:1"]]
+    for place in range(3):
+        with_it = [*parts[:place], nothing, *parts[place:]]
+        assert union_of(*with_it) == {"worker": ["a:1", "b:1"]}
+    sparse = {"worker": {0: "a:1", 3: "d:1"}}
+    assert union_of(["a:1"], nothing, {3: "d:1"}) == sparse
+    assert union_of(nothing) == union_of(nothing, []) == {"worker": {}}
