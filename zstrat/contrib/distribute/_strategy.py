@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -19,17 +19,16 @@ from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._frames import require_cross_replica
 from zstrat.strategy._places import places, put
 from zstrat.strategy._values import is_whole
-from zstrat.variables import AbstractVariable, VariableAggregation
 
 from ._dataset import PerDeviceDataset
+from ._reductions import FIRST, first_place, require_aggregation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zstrat.strategy import Strategy
-
-_FIRST: Final = VariableAggregation.ONLY_FIRST_TOWER
+    from zstrat.variables import AbstractVariable, VariableAggregation
 
 
 class DistributionStrategy:
@@ -226,7 +225,7 @@ class DistributionStrategy:
         extended = self.engine.extended
         if not isinstance(where, list | tuple):
             return extended.broadcast_to(tensor, where)
-        first = extended.broadcast_to(tensor, _first_place(where))
+        first = extended.broadcast_to(tensor, first_place(where))
         if isinstance(tensor, int | float):
             return first
         several = dict.fromkeys(d for name in where for d in places(name))
@@ -260,17 +259,17 @@ class DistributionStrategy:
         Raises:
             ValueError: What is given is no list of pairs; also what `reduce` raises.
         """
-        _require_aggregation(aggregation)
+        require_aggregation(aggregation)
         pairs = checked_pairs(value_destination_pairs)
         for _, destinations in pairs:
             self._require_here(destinations)
-        if aggregation is _FIRST:
+        if aggregation is FIRST:
             return [
                 self.broadcast(self.unwrap(value)[0], destinations)
                 for value, destinations in pairs
             ]
         op = ReduceOp.from_variable_aggregation(aggregation)
-        first = [(v, _first_place(d)) for v, d in pairs]
+        first = [(v, first_place(d)) for v, d in pairs]
         reduced = self.engine.extended.batch_reduce_to(op, first)
         return [
             self.broadcast(value, destinations)
@@ -332,23 +331,3 @@ def _draws(iterator: StepIterator) -> Iterator[Any]:
     """Its elements, whose end is an error: steps are no loop that ends with them."""
     while True:
         yield iterator.get_next()
-
-
-def _require_aggregation(aggregation: Any) -> None:
-    if aggregation not in (
-        VariableAggregation.SUM,
-        VariableAggregation.MEAN,
-        _FIRST,
-    ):
-        raise AssertionError(
-            f"aggregation {aggregation!r}: expected VariableAggregation.SUM, MEAN or "
-            "ONLY_FIRST_TOWER"
-        )
-
-
-def _first_place(destinations: Any) -> Any:
-    if isinstance(destinations, list | tuple):
-        if not destinations:
-            raise ValueError("destinations can not be empty: name a device")
-        return destinations[0]
-    return destinations
