@@ -11,6 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from zstrat.cluster import _gpu_shares
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -67,3 +69,9 @@ def web() -> Iterator[Web]:
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture(autouse=True)
+def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test is a process that has not taken a share of its node's GPUs."""
+    monkeypatch.setattr(_gpu_shares._memory, "taken", None)

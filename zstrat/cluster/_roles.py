@@ -29,11 +29,14 @@ def worker_count(cluster_spec: object, task_type: str) -> int:
     Raises:
         ValueError: As `validate_cluster_spec`, and for a ps.
     """
-    validate_cluster_spec(cluster_spec, task_type, 0)
+    spec = normalize_cluster_spec(cluster_spec)
+    # Nobody asks for one task: in a sparse job 0 may be one of those that are missing.
+    indices = spec.task_indices(task_type) if task_type in spec.jobs else []
+    validate_cluster_spec(spec, task_type, min(indices, default=0))
     if task_type not in ("chief", "worker", "evaluator"):
         raise ValueError(f"Unexpected `task_type` {task_type!r}")
     jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
-    return sum(task_count(cluster_spec, job) for job in jobs)
+    return sum(task_count(spec, job) for job in jobs)
 
 
 def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:

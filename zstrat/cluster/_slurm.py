@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat import config
 
-from ._gpus import VARIABLE, count_gpus, visible_gpus
+from ._gpu_shares import before_shares, share_of, take_share
+from ._gpus import count_gpus
 from ._hostlist import (
     MAX_HOSTS,
     expand_hostlist,
@@ -28,6 +29,8 @@ _TASKS: Final = ("SLURM_STEP_NUM_TASKS", "SLURM_NUM_TASKS", "SLURM_NTASKS")
 _NODES: Final = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
 _TASKS_PER_NODE: Final = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 """Names of one fact each: that of the step first, then that of the whole job."""
+_GPUS: Final = "SLURM_GPUS_ON_NODE"
+"""GPUs of the step on this node, however few of them a task sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,13 @@ class SlurmClusterResolver(ClusterResolver):
     Args:
         jobs: Job -> number of its tasks. None: all are workers.
         port_base: Port of the first task of a host; the next ones take the next ports.
-        gpus_per_node: None: by CUDA_VISIBLE_DEVICES, else by nvidia-smi.
+        gpus_per_node: None: by Slurm, else by CUDA_VISIBLE_DEVICES, else by nvidia-smi.
         gpus_per_task: None: an equal share of the GPUs of a node.
         tasks_per_node: One number for all nodes, or host -> number. None: by Slurm.
         auto_set_gpu: Set CUDA_VISIBLE_DEVICES of this process to its share, at once,
             so that it is done before jax looks for devices. Nothing is set where a task
-            has no GPU, nor where it already sees fewer than the node has.
+            has no GPU, nor where it sees fewer than the node has: these are its share.
+            A second resolver in the same process finds the same share.
 
     Raises:
         RuntimeError: A variable of Slurm is missing; more GPUs are asked for than there
@@ -73,12 +77,12 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        env = config.environment()
+        env = before_shares(config.environment())
         rank = _number(env, _RANK)
         jobs = {"worker": _number(env, _TASKS)} if jobs is None else jobs
         layout = _layout(env, tasks_per_node)
         largest = max(layout.values(), default=0)
-        per_node = count_gpus(env) if gpus_per_node is None else gpus_per_node
+        per_node = _gpus_on_node(env) if gpus_per_node is None else gpus_per_node
         per_task = per_node // max(largest, 1)
         self._gpus_per_task = per_task if gpus_per_task is None else gpus_per_task
         if largest * self._gpus_per_task > per_node:
@@ -93,9 +97,9 @@ class SlurmClusterResolver(ClusterResolver):
         _check_place(env, rank, slots)
         self._task_type, self._task_id = names[rank]
         self._rpc_layer = rpc_layer
-        share = _share(env, per_node, self._gpus_per_task, slots[rank].local)
+        share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)
         if auto_set_gpu and share:
-            config.set_environment(VARIABLE, ",".join(share))
+            take_share(env, share)
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
@@ -148,6 +152,12 @@ def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise ValueError(f"{name}: expected a number of 0 or more, got {text!r:.80}")
     return int(text)
+
+
+def _gpus_on_node(env: Mapping[str, str]) -> int:
+    """What a task sees may be its share alone, so it is not counted where Slurm says
+    how many there are."""
+    return _number(env, (_GPUS,)) if _GPUS in env else count_gpus(env)
 
 
 def _expanded(
@@ -225,16 +235,3 @@ def _check_place(env: Mapping[str, str], rank: int, slots: list[_Slot]) -> None:
             f"the nodes it is task {slot.local} of {slot.host}: start the program "
             "with srun --distribution=block"
         )
-
-
-def _share(
-    env: Mapping[str, str], per_node: int, per_task: int, local: int
-) -> list[str]:
-    """The GPUs of a task, as CUDA_VISIBLE_DEVICES lists them; empty if that is to stay
-    as it is."""
-    shown = visible_gpus(env)
-    if shown is None:
-        shown = [str(number) for number in range(per_node)]
-    if len(shown) < per_node:
-        return []  # Slurm has dealt them out, or a resolver before this one
-    return shown[local * per_task : (local + 1) * per_task]

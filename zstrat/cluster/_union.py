@@ -13,8 +13,9 @@ class UnionResolver(ClusterResolver):
     """The union of the clusters of other resolvers.
 
     A job that is a list in all of them is their concatenation, in the order of the
-    arguments; if one of them gives it by index, it is merged by index. What is no
-    matter of the cluster (this task, environment, accelerators) the first one answers.
+    arguments; if one of them gives it by index, it is merged by index. Where it has no
+    tasks it adds nothing. What is no matter of the cluster (this task, environment,
+    accelerators) the first one answers.
 
     Raises:
         ValueError: No resolver, or an unknown keyword.
@@ -112,6 +113,7 @@ class UnionResolver(ClusterResolver):
 def _merge(
     job: str, parts: list[list[str] | dict[int, str]]
 ) -> list[str] | dict[int, str]:
+    parts = [part for part in parts if part]  # what is empty is neither kind
     lists = [part for part in parts if isinstance(part, list)]
     if len(lists) == len(parts):
         return [address for part in lists for address in part]

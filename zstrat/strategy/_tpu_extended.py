@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from ._mirrored import MirroredVariables
     from ._strategy import Strategy
 
-_logical: Final[ContextVar[int]] = ContextVar("zstrat_logical_device", default=0)
-"""Law of the file: whoever sets it resets it."""
+_entered: Final[ContextVar[tuple[tuple[TPUExtended, int], ...]]] = ContextVar(
+    "zstrat_logical_devices", default=()
+)
+"""Whose logical device is current, and which, the innermost one last. One stack for all
+strategies: a context variable of each would outlive it. Law of the file: whoever sets
+it resets it."""
 
 
 @final
@@ -53,7 +57,7 @@ class TPUExtended(StrategyExtended):
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The current logical device of each replica, in replica order."""
-        return task_names(self._devices.devices[:, _logical.get()].tolist())
+        return task_names(self._devices.devices[:, self._current()].tolist())
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -78,7 +82,8 @@ class TPUExtended(StrategyExtended):
 
     @contextlib.contextmanager
     def experimental_logical_device(self, logical_device_id: int) -> Iterator[None]:
-        """Inside, this is the logical device that `worker_devices` names.
+        """Inside, this is the logical device that `worker_devices` of this strategy
+        names.
 
         Variables that are created inside are on all logical devices, as all others.
 
@@ -90,11 +95,16 @@ class TPUExtended(StrategyExtended):
                 f"`logical_device_id` not in range (was {logical_device_id}, but there "
                 f"are only {self._devices.count} logical devices per replica)."
             )
-        before = _logical.set(logical_device_id)
+        before = _entered.set((*_entered.get(), (self, logical_device_id)))
         try:
             yield
         finally:
-            _logical.reset(before)
+            _entered.reset(before)
 
     def variable_created_in_scope(self, v: AbstractVariable) -> bool:
         return all(self._variables.owns(part) for part in v.components)
+
+    def _current(self) -> int:
+        """The current logical device of this strategy."""
+        own = [number for whose, number in _entered.get() if whose is self]
+        return own[-1] if own else 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zstrat.cluster import ClusterResolver, ClusterSpec
+from zstrat.cluster import ClusterResolver, ClusterSpec, TPUClusterResolver
 
 
 def experimental_connect_to_cluster(
@@ -13,7 +13,8 @@ def experimental_connect_to_cluster(
     Those of its own host it has, as soon as it uses jax; nothing is connected then.
     TensorFlow lets one client use the devices of other hosts. In jax each host runs the
     program: `jax.distributed.initialize` brings the processes together, before their
-    first use of a device.
+    first use of a device. Of a TPU these are its own hosts; the coordinator that a
+    `TPUClusterResolver` may name beside them has no device.
 
     Raises:
         ValueError: The argument is neither a spec nor a resolver.
@@ -29,7 +30,10 @@ def experimental_connect_to_cluster(
             "`cluster_spec_or_resolver` must be a `ClusterSpec` or a `ClusterResolver`,"
             f" got {type(cluster_spec_or_resolver).__name__}"
         )
-    tasks = sum(spec.num_tasks(job) for job in spec.jobs)
+    jobs = spec.jobs
+    if isinstance(cluster_spec_or_resolver, TPUClusterResolver):
+        jobs = [job for job in jobs if job == cluster_spec_or_resolver.get_job_name()]
+    tasks = sum(spec.num_tasks(job) for job in jobs)
     if tasks <= 1:
         return
     import jax

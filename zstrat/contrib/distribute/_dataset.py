@@ -1,4 +1,8 @@
-"""A dataset for the devices of one program: consecutive elements, one for each."""
+"""A dataset for the devices of one program: consecutive elements, one for each.
+
+Law of the file: the towers of a step have elements that nobody writes to, though their
+source may fill one buffer again and again while it is asked for the next ones.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,16 @@ import itertools
 import weakref
 from typing import TYPE_CHECKING, Any, final
 
-from zstrat.program import StepIterator
+import jax
+
+from zstrat.data import Dataset, ending
+from zstrat.errors import OutOfRangeError
+from zstrat.program import StepIterator, kept
 from zstrat.strategy import regroup
+from zstrat.variables import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 
 @final
@@ -24,7 +33,7 @@ class PerDeviceDataset:
 
     def __iter__(self) -> PerDeviceIterator:
         elements = self._elements()
-        made = PerDeviceIterator(elements, name="a distributed dataset")
+        made = PerDeviceIterator(elements, name="a distributed dataset", steady=True)
         # When the program ends at the latest: a pass that the interpreter ends while it
         # takes itself down complains of what is gone already.
         weakref.finalize(made, elements.close)
@@ -39,21 +48,48 @@ class PerDeviceDataset:
         return iter(self)
 
     def _elements(self) -> Generator[Any, None, None]:
-        elements = iter(self._dataset_fn())
-        if self._towers == 1:
-            yield from elements
-            return
-        while True:
-            several = tuple(itertools.islice(elements, self._towers))
-            if len(several) < self._towers:
+        with ending(_steady(self._dataset_fn())) as elements:
+            if self._towers == 1:
+                yield from elements
                 return
-            yield regroup(several, always_wrap=True)
+            while True:
+                several = tuple(itertools.islice(elements, self._towers))
+                if len(several) < self._towers:
+                    return
+                yield regroup(several, always_wrap=True)
 
 
 @final
 class PerDeviceIterator(StepIterator):
-    """What a step draws from: one element for each tower."""
+    """What a step draws from, and a loop in Python: one element for each tower."""
+
+    def __next__(self) -> Any:
+        """The next element.
+
+        Raises:
+            StopIteration: There are no more. In a step: OutOfRangeError, as `get_next`
+                raises it everywhere.
+        """
+        try:
+            return self.get_next()
+        except OutOfRangeError:
+            if recorder.get() is None:
+                raise StopIteration from None
+            raise
 
     def initialize(self) -> list[Any]:
         """Nothing: an iterator is ready when it is made."""
         return []
+
+
+def _steady(source: Iterable[Any]) -> Iterator[Any]:
+    """A pass whose elements stay as they are while the next ones are made."""
+    if isinstance(source, Dataset | list | tuple):
+        return iter(source)
+    return _copied(iter(source))
+
+
+def _copied(elements: Iterator[Any]) -> Generator[Any, None, None]:
+    with ending(elements) as source:
+        for element in source:
+            yield jax.tree.map(kept, element)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, normalize_cluster_spec
-from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy
+from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy, Mirrored
+from zstrat.strategy._values import is_whole
 
 from ._session import SessionConfig
 from ._strategy import DistributionStrategy
@@ -94,6 +95,18 @@ class ParameterServerStrategy(DistributionStrategy):
         if self._task is not None:
             job, task = self._task
             config.device_filters[:] = [f"/job:{job}/task:{task}", "/job:ps"]
+
+    def _require_operands(self, arguments: Any) -> None:
+        """Refuses a value on each of several devices, too: TF's rule for this strategy,
+        whose variables are in one place."""
+        super()._require_operands(arguments)
+        for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
+            if isinstance(leaf, Mirrored) and leaf.replicas > 1:
+                raise ValueError(
+                    "You cannot update variable with a Mirrored object with multiple "
+                    f"components {leaf!r}: specify a single value or a Mirrored with a "
+                    "single value"
+                )
 
     def _require_here(self, destinations: Any) -> None:
         several = isinstance(destinations, list | tuple)

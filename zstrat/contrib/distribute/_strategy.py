@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import function
-from zstrat.strategy import Mirrored, MultiStepContext, PerReplica
+from zstrat.program import StepIterator, function
+from zstrat.strategy import MultiStepContext, PerReplica
 from zstrat.strategy._cross_device import checked_pairs
+from zstrat.strategy._frames import require_cross_replica
 from zstrat.strategy._places import places, put
 from zstrat.strategy._values import is_whole
-from zstrat.variables import AbstractVariable, VariableAggregation
 
 from ._dataset import PerDeviceDataset
+from ._reductions import FIRST, first_place, require_aggregation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from zstrat.strategy import Strategy
-
-_FIRST: Final = VariableAggregation.ONLY_FIRST_TOWER
+    from zstrat.variables import AbstractVariable, VariableAggregation
 
 
 class DistributionStrategy:
@@ -130,9 +130,15 @@ class DistributionStrategy:
         initial_loop_values: Mapping[str, Any] | None = None,
     ) -> MultiStepContext:
         """Calls ``fn(context, *inputs)`` with ``iterations`` elements, one after the
-        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`."""
+        other; see `zstrat.StrategyExtended.experimental_run_steps_on_iterator`.
+
+        Raises:
+            OutOfRangeError: The dataset has fewer elements.
+            RuntimeError: Called in a tower.
+        """
+        given = _draws(iterator) if isinstance(iterator, StepIterator) else iterator
         return self.engine.extended.experimental_run_steps_on_iterator(
-            fn, iterator, iterations, initial_loop_values
+            fn, given, iterations, initial_loop_values
         )
 
     def distribute_dataset(
@@ -175,19 +181,20 @@ class DistributionStrategy:
         """Runs ``fn(var, *args, **kwargs)`` where the variable is.
 
         Args:
+            args, kwargs: Of mirrored values each component gets its own.
             kwargs: ``grouped=False``: each leaf of the result is a list with an entry
                 per component.
 
         Raises:
-            ValueError: ``var`` is no variable, or an argument has one value per tower,
-                or one on each of several devices.
+            ValueError: ``var`` is no variable, or an argument has one value per tower.
             RuntimeError: Called in a tower.
         """
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
-        given = [_single(each) for each in args]
-        named = {name: _single(each) for name, each in named.items()}
-        return self.engine.extended.update(var, fn, given, named, grouped)
+        # The engine's own `update` makes a merge_call of one that a tower asks for.
+        require_cross_replica(self.engine, "update()")
+        self._require_operands((args, named))
+        return self.engine.extended.update(var, fn, args, named, grouped)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first
@@ -200,10 +207,9 @@ class DistributionStrategy:
         """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`."""
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
-        given = [_single(each) for each in args]
-        named = {name: _single(each) for name, each in named.items()}
+        self._require_operands((args, named))
         return self.engine.extended.update_non_slot(
-            colocate_with, fn, given, named, grouped
+            colocate_with, fn, args, named, grouped
         )
 
     # ---- values --------------------------------------------------------------------
@@ -219,7 +225,7 @@ class DistributionStrategy:
         extended = self.engine.extended
         if not isinstance(where, list | tuple):
             return extended.broadcast_to(tensor, where)
-        first = extended.broadcast_to(tensor, _first_place(where))
+        first = extended.broadcast_to(tensor, first_place(where))
         if isinstance(tensor, int | float):
             return first
         several = dict.fromkeys(d for name in where for d in places(name))
@@ -253,17 +259,17 @@ class DistributionStrategy:
         Raises:
             ValueError: What is given is no list of pairs; also what `reduce` raises.
         """
-        _require_aggregation(aggregation)
+        require_aggregation(aggregation)
         pairs = checked_pairs(value_destination_pairs)
         for _, destinations in pairs:
             self._require_here(destinations)
-        if aggregation is _FIRST:
+        if aggregation is FIRST:
             return [
                 self.broadcast(self.unwrap(value)[0], destinations)
                 for value, destinations in pairs
             ]
         op = ReduceOp.from_variable_aggregation(aggregation)
-        first = [(v, _first_place(d)) for v, d in pairs]
+        first = [(v, first_place(d)) for v, d in pairs]
         reduced = self.engine.extended.batch_reduce_to(op, first)
         return [
             self.broadcast(value, destinations)
@@ -294,6 +300,15 @@ class DistributionStrategy:
     def _require_here(self, destinations: Any) -> None:
         """Refuses a place on another worker; there are none on one machine."""
 
+    def _require_operands(self, arguments: Any) -> None:
+        """Refuses what an update cannot be given: a value per tower."""
+        for leaf in jax.tree.leaves(arguments, is_leaf=is_whole):
+            if isinstance(leaf, PerReplica):
+                raise ValueError(
+                    f"You cannot update variable with a PerDevice object {leaf!r}: "
+                    "specify a single value or a Mirrored one, what reduce() returns"
+                )
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} over {self.engine!r}>"
 
@@ -312,42 +327,7 @@ def face_of(engine: Strategy) -> DistributionStrategy:
     return found if is_its and found is not None else DistributionStrategy(engine)
 
 
-def _require_aggregation(aggregation: Any) -> None:
-    if aggregation not in (
-        VariableAggregation.SUM,
-        VariableAggregation.MEAN,
-        _FIRST,
-    ):
-        raise AssertionError(
-            f"aggregation {aggregation!r}: expected VariableAggregation.SUM, MEAN or "
-            "ONLY_FIRST_TOWER"
-        )
-
-
-def _single(value: Any) -> Any:
-    return jax.tree.map(_single_leaf, value, is_leaf=is_whole)
-
-
-def _single_leaf(value: Any) -> Any:
-    if isinstance(value, PerReplica):
-        raise ValueError(
-            f"You cannot update variable with a PerDevice object {value!r}: specify a "
-            "single value or a Mirrored with a single value"
-        )
-    if isinstance(value, Mirrored):
-        if len(value.values) > 1:
-            raise ValueError(
-                "You cannot update variable with a Mirrored object with multiple "
-                f"components {value!r}: specify a single value or a Mirrored with a "
-                "single value"
-            )
-        return value.values[0]
-    return value
-
-
-def _first_place(destinations: Any) -> Any:
-    if isinstance(destinations, list | tuple):
-        if not destinations:
-            raise ValueError("destinations can not be empty: name a device")
-        return destinations[0]
-    return destinations
+def _draws(iterator: StepIterator) -> Iterator[Any]:
+    """Its elements, whose end is an error: steps are no loop that ends with them."""
+    while True:
+        yield iterator.get_next()

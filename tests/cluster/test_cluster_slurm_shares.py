@@ -1,0 +1,122 @@
+"""GPUs of Slurm's tasks: who has dealt them out, and what a second resolver finds."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zstrat.cluster import SlurmClusterResolver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TWO_ON_ONE_NODE = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+}
+
+
+@pytest.fixture
+def task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Makes this process a task of a node without nvidia-smi."""
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    def task(rank: int, visible: str | None, **variables: str) -> None:
+        env = {"SLURM_PROCID": str(rank), **TWO_ON_ONE_NODE, **variables}
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+    return task
+
+
+def found(**options: Any) -> tuple[dict[str, int], str | None]:
+    """What a resolver says of this task, and what it leaves it to see."""
+    resolver = SlurmClusterResolver(**options)
+    return resolver.num_accelerators(), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(("rank", "share"), [(0, "0,1"), (1, "2,3")])
+@pytest.mark.parametrize("options", [{}, {"gpus_per_task": 2}, {"gpus_per_node": 4}])
+@pytest.mark.parametrize("slurm", [{}, {"SLURM_GPUS_ON_NODE": "4"}])
+def test_all_resolvers_of_a_process_find_the_same_share(
+    task: Callable[..., None],
+    rank: int,
+    share: str,
+    options: dict[str, int],
+    slurm: dict[str, str],
+) -> None:
+    task(rank, "0,1,2,3", **slurm)
+    for _ in range(3):
+        assert found(**options) == ({"GPU": 2}, share)
+
+
+def test_a_second_resolver_may_deal_otherwise(task: Callable[..., None]) -> None:
+    task(1, "4,5,6,7")
+    assert found() == ({"GPU": 2}, "6,7")
+    assert found(gpus_per_task=1) == ({"GPU": 1}, "5")
+    assert found(gpus_per_task=0) == ({}, "5")
+    assert found(auto_set_gpu=False) == ({"GPU": 2}, "5")
+    assert found() == ({"GPU": 2}, "6,7")
+
+
+def test_a_share_where_no_variable_was_set_before(task: Callable[..., None]) -> None:
+    task(1, None)
+    for _ in range(2):
+        assert found(gpus_per_node=4) == ({"GPU": 2}, "2,3")
+
+
+def test_what_somebody_else_has_set_since_is_what_there_is(
+    task: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task(1, "0,1,2,3")
+    assert found() == ({"GPU": 2}, "2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    assert found() == ({"GPU": 1}, "7")
+
+
+@pytest.mark.parametrize(("rank", "dealt"), [(0, "0,1"), (1, "2,3")])
+@pytest.mark.parametrize("options", [{}, {"gpus_per_task": 2}])
+def test_what_slurm_has_dealt_out_stays_as_it_is(
+    task: Callable[..., None], rank: int, dealt: str, options: dict[str, int]
+) -> None:
+    task(rank, dealt, SLURM_GPUS_ON_NODE="4")
+    for _ in range(2):
+        assert found(**options) == ({"GPU": 2}, dealt)
+
+
+def test_one_gpu_for_each_task_by_slurm(task: Callable[..., None]) -> None:
+    """In a container of devices all of them see their own as number 0."""
+    task(1, "0", SLURM_GPUS_ON_NODE="2")
+    assert found() == ({"GPU": 1}, "0")
+    assert found(gpus_per_task=1) == ({"GPU": 1}, "0")
+
+
+def test_slurm_knows_how_many_there_are_where_none_are_listed(
+    task: Callable[..., None],
+) -> None:
+    task(1, None, SLURM_GPUS_ON_NODE="4")
+    assert found() == ({"GPU": 2}, "2,3")
+
+
+def test_more_than_slurm_has_given(task: Callable[..., None]) -> None:
+    task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="4")
+    words = r"^Requested more GPUs per node than available\. 2 tasks with 3 each, of 4"
+    with pytest.raises(RuntimeError, match=words):
+        SlurmClusterResolver(gpus_per_task=3)
+
+
+def test_a_number_of_slurm_that_cannot_be_read(task: Callable[..., None]) -> None:
+    task(0, "0,1,2,3", SLURM_GPUS_ON_NODE="gpu:4")
+    words = "^SLURM_GPUS_ON_NODE: expected a number of 0 or more, got 'gpu:4'"
+    with pytest.raises(ValueError, match=words):
+        SlurmClusterResolver()
+    assert found(gpus_per_node=4) == ({"GPU": 2}, "0,1")
