@@ -90,7 +90,7 @@ class Inputs:
         together = allotment.ends_with_others and is_partial
         accord = None if together or allotment.is_infinite else self.accord
         feed = Feed(shares, self._placing(settled), settled, accord, is_partial)
-        return DistributedDataset(feed.begin, _DATASET)
+        return DistributedDataset(feed, _DATASET)
 
     def of_function(
         self,
@@ -122,7 +122,7 @@ class Inputs:
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
         feed = Feed(shares, self._placing(settled), settled, accord, is_partial, steps)
-        return DistributedDataset(feed.begin, _FUNCTION)
+        return DistributedDataset(feed, _FUNCTION)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
@@ -140,7 +140,7 @@ class Inputs:
             )
 
         feed = Feed(shares, self._placing(options), options, None, is_partial)
-        return DistributedDataset(feed.begin, _FUNCTION)
+        return DistributedDataset(feed, _FUNCTION)
 
     def _worker(self) -> Worker:
         context = self.context
