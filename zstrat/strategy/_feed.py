@@ -14,7 +14,7 @@ import numpy as np
 
 from zstrat.data import Elements, Prefetcher, ending
 
-from ._pace import Paced
+from ._pace import Length, Paced
 from ._per_replica import PerReplica
 from ._shares import Share, leaf_by_leaf
 
@@ -48,7 +48,7 @@ class Feed:
     options: InputOptions
     accord: Accord | None
     is_partial: bool
-    steps: int | None = None
+    length: Length = field(default_factory=Length)
     described: Described = field(default_factory=Described)
 
     def begin(self) -> _Pass:
@@ -72,7 +72,7 @@ class _Pass:
             self._drawn = Paced(
                 self._elements,
                 feed.accord,
-                steps=feed.steps,
+                length=feed.length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
             )

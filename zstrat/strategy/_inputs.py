@@ -21,6 +21,7 @@ from zstrat.program import StepDataset, kept
 from ._distributed_dataset import DistributedDataset
 from ._feed import Feed
 from ._input_options import InputOptions
+from ._pace import Length
 from ._shares import (
     per_replica,
     shares_of_batches,
@@ -87,9 +88,13 @@ class Inputs:
                     cutter = allotment.cutter()
                     yield from shares_of_batches(batches, cutter, is_partial=is_partial)
 
-        together = allotment.ends_with_others and is_partial
-        accord = None if together or allotment.is_infinite else self.accord
-        feed = Feed(shares, self._placing(settled), settled, accord, is_partial)
+        length = Length(
+            is_infinite=allotment.is_infinite,
+            is_common=allotment.ends_with_others and is_partial,
+        )
+        feed = Feed(
+            shares, self._placing(settled), settled, self.accord, is_partial, length
+        )
         return DistributedDataset(feed, _DATASET)
 
     def of_function(
@@ -116,12 +121,14 @@ class Inputs:
                     elements, self.local, is_partial=is_partial
                 )
 
-        accord = None if made.is_infinite else self.accord
         size = made.recipe.size()
         steps = None
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
-        feed = Feed(shares, self._placing(settled), settled, accord, is_partial, steps)
+        length = Length(steps, is_infinite=made.is_infinite)
+        feed = Feed(
+            shares, self._placing(settled), settled, self.accord, is_partial, length
+        )
         return DistributedDataset(feed, _FUNCTION)
 
     def _of_functions(
