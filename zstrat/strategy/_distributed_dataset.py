@@ -157,6 +157,11 @@ class DistributedIterator(StepIterator):
             )
         return super().get_next()
 
+    def initialize(self) -> list[Any]:
+        """Nothing: an iterator is ready when it is made. Programs of TF's first version
+        call it before the first element."""
+        return []
+
     def close(self) -> None:
         """Ends the pass and the thread that makes its elements; later draws raise
         `ClosedError`."""
