@@ -21,7 +21,6 @@ def firsts(elements):
     return [int(element[0]) for element in elements]
 
 
-@pytest.mark.shows("DistributedDataset.element_spec")
 @pytest.mark.parametrize("drawn", [0, 1, 2, 6])
 def test_of_a_generator_no_element_is_lost(drawn):
     distributed = zs.OneDeviceStrategy("CPU:0").experimental_distribute_dataset(once(6))
