@@ -179,7 +179,8 @@ class Calls:
             if arguments is made:
                 arguments.retire_to(self._retired)
         call = Call(result, known.code, arguments, resources)
-        self._remember(known, args, kwargs, call)
+        if function.eager or result.treedef is not None:
+            self._remember(known, args, kwargs, call)
         return call
 
     @property
@@ -198,14 +199,15 @@ class Calls:
     def _trace(
         self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The treedef of the result; None if only running can tell."""
+        """The treedef of the result; None if only running can tell: an eager function,
+        or one whose resources failed, which is traced once a worker has built them."""
         if function.eager:
             return None
         stand_ins: dict[int, object] = {}
         for resource in _per_worker((args, kwargs)):
             stand_ins[resource.resource] = stand_in = resource._stand_in()
             if stand_in is None:
-                return None  # it failed on every worker: the closure will say why
+                return None  # it failed on all that are there: the closure will say why
         args, kwargs = jax.tree.map(
             lambda leaf: (
                 stand_ins[leaf.resource] if isinstance(leaf, PerWorker) else leaf

@@ -97,14 +97,14 @@ class PerWorkerIterator(PerWorker):
         Waits until one worker has built its iterator.
 
         Raises:
-            ClosureInputError: It could not be built on any worker.
+            ClosureInputError: It could not be built on any worker that is there.
             DeadlineExceededError: No worker has built it in ten minutes.
         """
-        spec = self._stand_in_spec()
-        if spec is None:
-            error = self._record.values[0].error
-            assert error is not None
-            raise error.with_traceback(None)
+        while (spec := self._stand_in_spec()) is None:
+            # None if who said so has gone away since: the others are waited for.
+            error = self._record.failure
+            if error is not None:
+                raise error.with_traceback(None)
         return spec
 
     def wait_ready(self, timeout: float = FIRST_BUILD) -> None:
@@ -210,10 +210,10 @@ def _values(control: Control, record: Record) -> PerWorkerValues:
 
 
 def _wait_known(control: Control, record: Record) -> bool:
-    """Waits until a worker has told the layout; False if all have failed."""
+    """Waits until a worker has told the layout; False if all that are there failed."""
     if not record.is_known:
         control.engine.wait_until(
-            lambda: record.is_known or record.has_failed,
+            lambda: record.is_known or record.failure is not None,
             FIRST_BUILD,
             f"building {record.name} on the first worker",
         )

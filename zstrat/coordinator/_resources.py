@@ -61,16 +61,18 @@ class Record:
         return self.layout is not None
 
     @property
-    def has_failed(self) -> bool:
-        """It was tried on every worker, and failed on each."""
-        return all(
-            value.state is READY and value.error is not None for value in self.values
-        )
-
-    @property
     def is_settled(self) -> bool:
         """Nobody is building it."""
         return all(value.state is not NOT_READY for value in self.values)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the first worker says that could not build it, once nobody builds it any
+        more. A worker that is away says nothing, and is not waited for."""
+        if not self.is_settled:
+            return None
+        errors = (value.error for value in self.values if value.state is READY)
+        return next((error for error in errors if error is not None), None)
 
     def begin(self, worker: int) -> None:
         """The worker starts to build it."""

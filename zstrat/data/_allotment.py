@@ -54,7 +54,7 @@ class Allotment:
     def ends_with_others(self) -> bool:
         """Whether all workers come to the end in the same step, whatever the data."""
         one = self.worker.count == 1
-        return one or self.policy is AutoShardPolicy.DATA or self.is_infinite
+        return one or self.policy is AutoShardPolicy.DATA
 
     def elements(self) -> Iterator[Any]:
         """A fresh pass."""

@@ -6,6 +6,7 @@ yields was decided when it was made (`_inputs`).
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
 
 from zstrat.data import Dataset
@@ -16,7 +17,9 @@ from zstrat.variables import recorder
 from . import _context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+    from ._feed import Feed
 
 _TRANSFORMATIONS: Final = frozenset(
     name
@@ -54,12 +57,13 @@ class DistributedDataset(StepDataset):
     distributed.
     """
 
-    def __init__(self, begin: Callable[[], Pass], name: str) -> None:
-        self._begin = begin
+    def __init__(self, feed: Feed, name: str) -> None:
+        self._feed = feed
         self._name = name
-        self._described: DistributedIterator | None = None
+        self._waiting: DistributedIterator | None = None
         """A pass that was begun to describe its elements, and waits for its reader."""
-        self._spec: Any = None
+        self._begun: weakref.ref[DistributedIterator] | None = None
+        """The last pass that a reader has: it makes an element to be described."""
 
     def __iter__(self) -> DistributedIterator:
         """A fresh pass; its elements are made in advance, on a thread.
@@ -73,25 +77,34 @@ class DistributedDataset(StepDataset):
                 "call it outside and pass the iterator as an argument, or call the "
                 "step function in a loop over the dataset"
             )
-        waiting, self._described = self._described, None
-        return waiting or DistributedIterator(self._begin(), self._name)
+        waiting, self._waiting = self._waiting, None
+        iterator = waiting or DistributedIterator(self._feed.begin(), self._name)
+        self._begun = weakref.ref(iterator)
+        return iterator
 
     @property
     def element_spec(self) -> Any:
         """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, or with
         several replicas in this process of `PerReplica` of them.
 
-        The shapes are those of the first step. Makes its elements, which the next
-        ``iter()`` then draws.
+        The shapes are those of the first step of any pass. Makes that step's elements
+        where there are none yet: of a pass that is under way, else of one that the next
+        ``iter()`` then is. So a source that can be read once loses nothing.
 
         Raises:
             OutOfRangeError: There is no element.
         """
-        if self._spec is None:
-            if self._described is None:
-                self._described = DistributedIterator(self._begin(), self._name)
-            self._spec = self._described.element_spec
-        return self._spec
+        if self._feed.described.spec is None:
+            return self._under_way().element_spec
+        return self._feed.described.spec
+
+    def _under_way(self) -> DistributedIterator:
+        begun = None if self._begun is None else self._begun()
+        if begun is not None and not begun.is_closed:
+            return begun
+        if self._waiting is None:
+            self._waiting = DistributedIterator(self._feed.begin(), self._name)
+        return self._waiting
 
     def __getattr__(self, name: str) -> NoReturn:
         refuse_attribute(type(self).__name__, name)
@@ -108,6 +121,7 @@ class DistributedIterator(StepIterator):
     def __init__(self, source: Pass, name: str) -> None:
         super().__init__(source, name=name, steady=True)
         self._pass: Final = source
+        self.is_closed = False
 
     @property
     def element_spec(self) -> Any:
@@ -143,9 +157,15 @@ class DistributedIterator(StepIterator):
             )
         return super().get_next()
 
+    def initialize(self) -> list[Any]:
+        """Nothing: an iterator is ready when it is made. Programs of TF's first version
+        call it before the first element."""
+        return []
+
     def close(self) -> None:
         """Ends the pass and the thread that makes its elements; later draws raise
         `ClosedError`."""
+        self.is_closed = True
         self._pass.close()
 
 

@@ -6,7 +6,7 @@ and agreed upon in the thread that draws.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from zstrat.data import Elements, Prefetcher, ending
 
-from ._pace import Paced
+from ._pace import Length, Paced
 from ._per_replica import PerReplica
 from ._shares import Share, leaf_by_leaf
 
@@ -31,6 +31,14 @@ _NAME: Final = "a distributed dataset"
 
 
 @final
+@dataclass(slots=True)
+class Described:
+    """What the elements of a dataset look like, once one of its passes has made one."""
+
+    spec: Any = None
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class Feed:
     """How to begin a pass of one distributed dataset."""
@@ -40,7 +48,8 @@ class Feed:
     options: InputOptions
     accord: Accord | None
     is_partial: bool
-    steps: int | None = None
+    length: Length = field(default_factory=Length)
+    described: Described = field(default_factory=Described)
 
     def begin(self) -> _Pass:
         return _Pass(self)
@@ -52,7 +61,7 @@ class _Pass:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        maker = _Maker(feed.shares, feed.place)
+        maker = _Maker(feed.shares, feed.place, feed.described)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -63,7 +72,7 @@ class _Pass:
             self._drawn = Paced(
                 self._elements,
                 feed.accord,
-                steps=feed.steps,
+                length=feed.length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
             )
@@ -87,9 +96,10 @@ class _Pass:
 class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them."""
 
-    def __init__(self, shares: Shares, place: Place) -> None:
+    def __init__(self, shares: Shares, place: Place, described: Described) -> None:
         self._shares: Final = shares
         self._place: Final = place
+        self._described: Final = described
         self.first: Share | None = None
         """Without its rows."""
         self._spec: Any = None
@@ -100,6 +110,8 @@ class _Maker:
                 placed = self._place(share)
                 if self.first is None:
                     self._spec = _spec_of(share, placed)
+                    if self._described.spec is None:
+                        self._described.spec = self._spec
                     self.first = share.emptied()
                 yield placed
                 # The reader may be their only owner while the next are made.

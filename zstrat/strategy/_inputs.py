@@ -21,6 +21,7 @@ from zstrat.program import StepDataset, kept
 from ._distributed_dataset import DistributedDataset
 from ._feed import Feed
 from ._input_options import InputOptions
+from ._pace import Length
 from ._shares import (
     per_replica,
     shares_of_batches,
@@ -69,10 +70,10 @@ class Inputs:
         self, dataset: Iterable[Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """See `Strategy.experimental_distribute_dataset`."""
-        settled = _settled(options)
-        if settled.is_per_replica:
+        chosen = settled(options)
+        if chosen.is_per_replica:
             raise not_per_replica()
-        _refuse_distributed(dataset)
+        refuse_distributed(dataset)
         allotment = allotted(dataset, self._worker())
         alone = self.context.num_replicas_in_sync == 1
         is_partial = not self.static_shapes
@@ -87,10 +88,14 @@ class Inputs:
                     cutter = allotment.cutter()
                     yield from shares_of_batches(batches, cutter, is_partial=is_partial)
 
-        together = allotment.ends_with_others and is_partial
-        accord = None if together or allotment.is_infinite else self.accord
-        feed = Feed(shares, self._placing(settled), settled, accord, is_partial)
-        return DistributedDataset(feed.begin, _DATASET)
+        length = Length(
+            is_infinite=allotment.is_infinite,
+            is_common=allotment.ends_with_others and is_partial,
+        )
+        feed = Feed(
+            shares, self._placing(chosen), chosen, self.accord, is_partial, length
+        )
+        return DistributedDataset(feed, _DATASET)
 
     def of_function(
         self,
@@ -98,15 +103,10 @@ class Inputs:
         options: InputOptions | None = None,
     ) -> DistributedDataset:
         """See `Strategy.distribute_datasets_from_function`."""
-        settled = _settled(options)
-        if not callable(dataset_fn):
-            raise TypeError(
-                "distribute_datasets_from_function takes a function of one "
-                f"InputContext, got {type(dataset_fn).__name__}; a dataset itself is "
-                "what experimental_distribute_dataset takes"
-            )
-        if settled.is_per_replica:
-            return self._of_functions(dataset_fn, settled)
+        chosen = settled(options)
+        require_function(dataset_fn)
+        if chosen.is_per_replica:
+            return self._of_functions(dataset_fn, chosen)
         made = allotted(_made(dataset_fn, self.context), Worker())
         is_partial = not self.static_shapes
 
@@ -116,13 +116,15 @@ class Inputs:
                     elements, self.local, is_partial=is_partial
                 )
 
-        accord = None if made.is_infinite else self.accord
         size = made.recipe.size()
         steps = None
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
-        feed = Feed(shares, self._placing(settled), settled, accord, is_partial, steps)
-        return DistributedDataset(feed.begin, _FUNCTION)
+        length = Length(steps, is_infinite=made.is_infinite)
+        feed = Feed(
+            shares, self._placing(chosen), chosen, self.accord, is_partial, length
+        )
+        return DistributedDataset(feed, _FUNCTION)
 
     def _of_functions(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
@@ -140,7 +142,7 @@ class Inputs:
             )
 
         feed = Feed(shares, self._placing(options), options, None, is_partial)
-        return DistributedDataset(feed.begin, _FUNCTION)
+        return DistributedDataset(feed, _FUNCTION)
 
     def _worker(self) -> Worker:
         context = self.context
@@ -189,7 +191,12 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
             yield jax.tree.map(kept, element)
 
 
-def _settled(options: InputOptions | None) -> InputOptions:
+def settled(options: InputOptions | None) -> InputOptions:
+    """The options; those of the class where there are none.
+
+    Raises:
+        TypeError: It is something else.
+    """
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
@@ -199,16 +206,39 @@ def _settled(options: InputOptions | None) -> InputOptions:
 
 def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
     made = dataset_fn(context)
-    _refuse_distributed(made)
+    refuse_distributed(made)
     try:
         return as_dataset(made)
     except TypeError as error:
         raise TypeError(f"the dataset function {dataset_fn!r}: {error}") from error
 
 
-def _refuse_distributed(dataset: object) -> None:
-    if isinstance(dataset, StepDataset):
+def require_function(dataset_fn: object) -> None:
+    """Refuses what cannot be called with an `InputContext`.
+
+    Raises:
+        TypeError: Says what takes a dataset itself.
+    """
+    if not callable(dataset_fn):
         raise TypeError(
-            "the dataset is distributed already: distribute the dataset that it was "
-            "made of"
+            "distribute_datasets_from_function takes a function of one "
+            f"InputContext, got {type(dataset_fn).__name__}; a dataset itself is "
+            "what experimental_distribute_dataset takes"
         )
+
+
+def refuse_distributed(dataset: object) -> None:
+    """Refuses what a strategy has made.
+
+    Raises:
+        TypeError: Says what to distribute.
+    """
+    if isinstance(dataset, StepDataset):
+        raise distributed_already()
+
+
+def distributed_already() -> TypeError:
+    """The error of a dataset that a strategy has made."""
+    return TypeError(
+        "the dataset is distributed already: distribute the dataset that it was made of"
+    )

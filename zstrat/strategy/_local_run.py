@@ -134,7 +134,7 @@ class LocalMesh:
         return jax.tree.map(self._dealt, batch)
 
     def _dealt(self, array: Any) -> PerReplica:
-        if isinstance(array, jax.Array) or _is_numeric(array.dtype):
+        if _is_known(array):
             return PerReplica.of_whole(self._put(array), self.replicas)
         return PerReplica(np.split(array, self.replicas))  # text stays here
 
@@ -145,8 +145,11 @@ class LocalMesh:
         return self.place(share.parts) if whole is None else self.place_batch(whole)
 
     def _put(self, array: Any) -> Any:
-        """The array on the devices. Integers of 64 bits that jax would cut stay on the
-        host as they are: a program that computes ids of rows from them refuses them."""
+        """The array on the devices. What they do not know (text, dates) stays on the
+        host as it is. So do integers of 64 bits that jax would cut: a program that
+        computes ids of rows from them refuses them."""
+        if not _is_known(array):
+            return array
         if not fits(array):
             return np.array(array)
         placed: jax.Array = jax.device_put(self._own(array), self._rows)
@@ -164,11 +167,10 @@ class LocalMesh:
             part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
         ]
         kinds = {(array.shape, array.dtype) for array in arrays}
-        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
-        if len(kinds) > 1 or not (is_key or _is_numeric(arrays[0].dtype)):
+        if len(kinds) > 1 or not _is_known(arrays[0]):
             return PerReplica(parts)
         if arrays[0].ndim == 0:
-            if is_key:
+            if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
                 whole = self._put(jnp.stack(on_one_device(arrays)))
             else:
                 whole = self._put(np.stack([np.asarray(array) for array in arrays]))
@@ -323,6 +325,6 @@ class LocalMesh:
         return self._placed(parts)
 
 
-def _is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether devices know it."""
-    return dtype.kind not in "OSUmM"
+def _is_known(array: Any) -> bool:
+    """Whether devices know its dtype; keys of jax have none of numpy's."""
+    return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"

@@ -181,7 +181,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         One that was started anew makes its strategy and its variables as at the first
         time. All then have the values, and what optimizers keep, of the process that
         had made the most steps; the one that came anew has them before it uses a
-        variable for the first time.
+        variable for the first time. All processes, also those that were not lost, begin
+        fresh passes of their datasets (``iter()``) after it: an iterator of before
+        waits for answers of others that the one that came anew does not give.
 
         Args:
             timeout: Seconds to wait for all processes.

@@ -4,14 +4,18 @@ Where each worker has other data (files of its own, a dataset function), some ha
 than others. A step in which nobody is missing needs all of them, so a worker without
 data goes on with empty elements as long as any other has some. The workers agree on
 that: once a pass, if all of them know how many steps they have, else in every step.
+Where some have data for ever, nobody asks again: the others go on with empty elements.
 
 Law of the file: all workers ask the same questions in the same order, in the thread
-that draws; a worker whose data are infinite asks nothing, nor do the others then.
+that draws. So the first question of a pass is asked whatever its worker knows, and all
+else follows from the answer, which is the same for all.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never, final
 
 from zstrat.errors import OutOfRangeError
 
@@ -19,6 +23,32 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from zstrat.data import Elements
+
+_NEVER: Final = 2**31 - 1
+"""Steps of what has no end, where the least of all counts; some reduce in 32 bits."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Length:
+    """What a worker knows of the length of its passes before they begin.
+
+    Args:
+        steps: None: nobody knows.
+        is_infinite: The data are repeated for ever.
+        is_common: It is the length of all workers of which this is so.
+    """
+
+    steps: int | None = None
+    is_infinite: bool = False
+    is_common: bool = False
+
+
+class _Way(enum.Enum):
+    OWN = "each to its own end"
+    FOREVER = "without an end"
+    COUNTED = "so many steps"
+    ASKED = "asking before each step"
 
 
 class Accord(Protocol):
@@ -35,7 +65,7 @@ class Paced:
 
     Args:
         elements: Its own pass.
-        steps: How many it has, None if nobody knows.
+        length: What it knows of it.
         empty: Makes what it goes on with.
         is_partial: Whether it goes on; if not, all stop where the first one does.
     """
@@ -45,42 +75,81 @@ class Paced:
         elements: Elements[Any],
         accord: Accord,
         *,
-        steps: int | None,
+        length: Length,
         empty: Callable[[], Any],
         is_partial: bool,
     ) -> None:
         self._elements: Final = elements
         self._accord: Final = accord
+        self._length: Final = length
         self._empty: Final = empty
         self._sign: Final = 1 if is_partial else -1
-        self._steps: Final = steps
-        self._left: int | None = None
-        """Steps to come; negative: ask in each. None: not asked yet."""
+        self._way: _Way | None = None
+        """None: not asked yet."""
+        self._is_endless = False
+        self._left = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if self._left is None:
-            self._left = self._agreed_steps()
-        if self._left == 0:
-            raise StopIteration
-        if self._left > 0:
-            self._left -= 1
-        elif not self._largest(self._has_more()):
-            self._left = 0
-            raise StopIteration
-        return self._elements.draw() if self._has_more() else self._empty()
+        if self._way is None:
+            self._way = self._agreed()
+        match self._way:
+            case _Way.OWN:
+                return next(self._elements)
+            case _Way.FOREVER:
+                pass
+            case _Way.COUNTED:
+                if not self._left:
+                    raise StopIteration
+                self._left -= 1
+            case _Way.ASKED:
+                if not self._largest(self._has_more()):
+                    self._way = _Way.COUNTED
+                    raise StopIteration
+            case _:
+                assert_never(self._way)
+        return self._own_or_empty()
 
     def close(self) -> None:
         """Ends the pass of this worker; the others hear of it in no way."""
         self._elements.close()
 
-    def _agreed_steps(self) -> int:
-        is_unknown = self._steps is None
-        steps = self._sign * (self._steps or 0)
-        unknown, most = self._accord.largest([is_unknown, steps])
-        return -1 if unknown else self._sign * most
+    def _agreed(self) -> _Way:
+        length, sign = self._length, self._sign
+        steps = length.steps
+        if length.is_infinite:
+            # For ever nothing is nothing.
+            self._is_endless = self._has_more()
+            steps = _NEVER if self._is_endless else 0
+        apart, forever, unknown, most = self._accord.largest(
+            [
+                not length.is_common,
+                sign * self._is_endless,
+                steps is None,
+                sign * (steps or 0),
+            ]
+        )
+        if not apart:
+            return _Way.OWN
+        if sign * forever:
+            return _Way.FOREVER
+        if unknown:
+            return _Way.ASKED
+        self._left = sign * most
+        return _Way.COUNTED
+
+    def _own_or_empty(self) -> Any:
+        if self._has_more():
+            return self._elements.draw()
+        if self._is_endless:
+            raise ValueError(
+                "the data of this worker were to be repeated for ever, on which the "
+                "others rely, and have ended: repeat() needs a source that can be read "
+                "again (a function that makes a generator, not one generator)"
+            )
+        return self._empty()
 
     def _has_more(self) -> bool:
         try:

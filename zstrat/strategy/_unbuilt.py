@@ -9,8 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
+from zstrat.data import as_dataset
+
 from ._distributed_dataset import refuse_attribute
-from ._inputs import not_per_replica
+from ._inputs import (
+    distributed_already,
+    not_per_replica,
+    refuse_distributed,
+    require_function,
+    settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +35,8 @@ class UnbuiltDataset:
 
     Raises:
         NotImplementedError: ``options`` asks for PER_REPLICA.
+        TypeError: It is no options; the source is no dataset, or no function.
+        ValueError: The source is arrays whose first axes differ.
     """
 
     def __init__(
@@ -37,8 +47,12 @@ class UnbuiltDataset:
         *,
         is_function: bool,
     ) -> None:
-        if options is not None and options.is_per_replica:
+        if settled(options).is_per_replica:
             raise not_per_replica()
+        if is_function:
+            require_function(source)
+        else:
+            _require_dataset(source)
         self._strategy: Final = strategy
         self._source: Final = source
         self._options: Final = options
@@ -66,6 +80,14 @@ class UnbuiltDataset:
 
     def __repr__(self) -> str:
         return "<zstrat distributed dataset, to be built by workers>"
+
+
+def _require_dataset(source: object) -> None:
+    """Refuses here what each worker would refuse."""
+    if isinstance(source, UnbuiltDataset):
+        raise distributed_already()
+    refuse_distributed(source)
+    as_dataset(source)
 
 
 def _built(

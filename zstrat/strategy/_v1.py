@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.data import Dataset
+from zstrat.errors import OutOfRangeError
 
 from ._input_options import InputReplicationMode
 
@@ -51,7 +52,8 @@ class FirstVersion(abc.ABC):
         replication_mode: InputReplicationMode | None = None,
     ) -> Iterator[Any]:
         """An iterator of ``distribute_datasets_from_function(input_fn)``; `input_fn`
-        may also return a function without arguments that makes the elements one by one.
+        may also return a function without arguments that makes the elements one by one,
+        and raises StopIteration or `OutOfRangeError` where there are no more.
 
         Args:
             replication_mode: PER_WORKER, which is also the default.
@@ -113,5 +115,10 @@ class FirstVersion(abc.ABC):
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:
+    """What the function makes, until it says that there is no more."""
     while True:
-        yield make()
+        try:
+            element = make()
+        except (StopIteration, OutOfRangeError):
+            return
+        yield element

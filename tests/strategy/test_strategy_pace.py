@@ -1,0 +1,163 @@
+"""How workers with more and with less data come to one end, and what they ask."""
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import ranks
+
+from zstrat.data import Dataset, Elements
+from zstrat.strategy._pace import Length, Paced
+
+FOREVER = "for ever"
+DRAWN = 7
+"""Of a pass without an end."""
+
+
+class Table:
+    """The accord of workers that are threads; keeps what was asked."""
+
+    def __init__(self, size):
+        self.barrier = threading.Barrier(size, timeout=30.0)
+        self.asked = [[] for _ in range(size)]
+
+    def accord(self, worker):
+        table = self
+
+        class Seat:
+            def largest(self, numbers):
+                mine = table.asked[worker]
+                mine.append(list(map(int, numbers)))
+                table.barrier.wait()
+                rows = [each[len(mine) - 1] for each in table.asked]
+                assert len({len(row) for row in rows}) == 1, "different questions"
+                table.barrier.wait()
+                return [max(column) for column in zip(*rows, strict=True)]
+
+        return Seat()
+
+
+def endless():
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def passes(lengths, *, is_partial, common=False, draws=DRAWN):
+    """What each worker draws, and how often each asked; -1 are empty elements."""
+    table = Table(len(lengths))
+    found = [None] * len(lengths)
+
+    def one(worker, length, is_known):
+        forever = length == FOREVER
+        steps = length if is_known and not forever else None
+        paced = Paced(
+            Elements(endless() if forever else range(length)),
+            table.accord(worker),
+            length=Length(steps, forever, common),
+            empty=lambda: -1,
+            is_partial=is_partial,
+        )
+        found[worker] = [x for x, _ in zip(paced, range(draws), strict=False)]
+
+    threads = [
+        threading.Thread(target=one, args=(n, *each)) for n, each in enumerate(lengths)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return found, [len(each) for each in table.asked]
+
+
+sizes = st.tuples(st.one_of(st.just(FOREVER), st.integers(0, DRAWN - 1)), st.booleans())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sizes, min_size=2, max_size=3), st.booleans())
+def test_all_draw_as_often_and_ask_the_same(lengths, is_partial):
+    found, asked = passes(lengths, is_partial=is_partial)
+    counts = [DRAWN if length == FOREVER else length for length, _ in lengths]
+    steps = max(counts) if is_partial else min(counts)
+    for count, mine in zip(counts, found, strict=True):
+        own = list(range(min(count, steps)))
+        assert mine == own + [-1] * (steps - len(own))
+    assert len(set(asked)) == 1
+    forever = [length == FOREVER for length, _ in lengths]
+    is_known = all(known or length == FOREVER for length, known in lengths)
+    if any(forever) if is_partial else all(forever):
+        assert asked[0] == 1, "who has data for ever never asks again"
+    elif is_known:
+        assert asked[0] == 1
+
+
+def test_those_whose_length_is_common_ask_once_and_go_their_way():
+    found, asked = passes([(3, False)] * 2, is_partial=True, common=True)
+    assert found == [[0, 1, 2]] * 2
+    assert asked == [1, 1]
+
+
+@pytest.mark.parametrize("many", [0, 1])
+def test_functions_without_and_with_an_end_go_on_for_ever(many):
+    def program(strategy, rank):
+        def of(context):
+            dataset = Dataset.range(2).batch(1)
+            return dataset.repeat() if rank == many else dataset
+
+        drawn = []
+        for element in strategy.distribute_datasets_from_function(of):
+            drawn.append(element.tolist())
+            strategy._channel.collective.all_reduce([np.ones(1)])  # a step of all
+            if len(drawn) == 5:
+                return drawn
+        return drawn
+
+    found = ranks(2, program)
+    assert found[many] == [[0], [1], [0], [1], [0]]
+    assert found[1 - many] == [[0], [1], [], [], []]
+
+
+def test_files_without_rows_repeated_are_no_silent_end(tmp_path):
+    np.save(tmp_path / "0.npy", np.arange(6))
+    np.save(tmp_path / "1.npy", np.arange(0))
+    paths = [tmp_path / "0.npy", tmp_path / "1.npy"]
+    dataset = Dataset.from_npy(paths).repeat().batch(2)
+
+    def program(strategy, rank):
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        if rank == 1:
+            with pytest.raises(ValueError, match="has no element at all"):
+                next(iterator)
+            return None
+        return next(iterator).tolist()
+
+    assert ranks(2, program) == [[0], None]
+
+
+def test_files_all_without_rows_repeated_end_for_all(tmp_path):
+    for number in range(2):
+        np.save(tmp_path / f"{number}.npy", np.arange(0))
+    paths = [tmp_path / "0.npy", tmp_path / "1.npy"]
+    dataset = Dataset.from_npy(paths).repeat().batch(2)
+    found = ranks(
+        2,
+        lambda strategy, rank: list(strategy.experimental_distribute_dataset(dataset)),
+    )
+    assert found == [[], []]
+
+
+def test_what_was_to_be_repeated_and_cannot_be_says_so():
+    def program(strategy, rank):
+        once = iter([np.zeros(1), np.ones(1)])
+        made = strategy.distribute_datasets_from_function(
+            lambda context: Dataset.from_generator(lambda: once).repeat()
+        )
+        iterator = iter(made)
+        assert [float(next(iterator)[0]) for _ in range(2)] == [0.0, 1.0]
+        with pytest.raises(ValueError, match="were to be repeated for ever"):
+            next(iterator)
+
+    ranks(2, program)

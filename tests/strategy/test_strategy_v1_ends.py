@@ -1,0 +1,51 @@
+"""Iterators of TF's first version: how programs begin them, and how they end."""
+
+import pytest
+
+import zstrat as zs
+from zstrat.data import Dataset
+from zstrat.errors import OutOfRangeError
+
+
+def stops(numbers):
+    return lambda: next(numbers)
+
+
+def runs_out(numbers):
+    def make():
+        for number in numbers:
+            return number
+        raise OutOfRangeError("no more")
+
+    return make
+
+
+@pytest.fixture
+def strategy():
+    return zs.OneDeviceStrategy("CPU:0")
+
+
+@pytest.mark.parametrize("make", [stops, runs_out])
+def test_a_function_that_has_no_more_ends_the_data(strategy, make):
+    iterator = strategy.make_input_fn_iterator(lambda context: make(iter(range(3))))
+    assert [int(element) for element in iterator] == [0, 1, 2]
+    with pytest.raises(OutOfRangeError):
+        iterator.get_next()
+
+
+def test_another_error_of_the_function_is_no_end(strategy):
+    def broken():
+        raise KeyError("row 7")
+
+    iterator = strategy.make_input_fn_iterator(lambda context: broken)
+    with pytest.raises(KeyError, match="row 7"):
+        next(iterator)
+
+
+def test_an_iterator_needs_no_initializing_but_takes_it(strategy):
+    dataset = Dataset.range(4).batch(2)
+    of_dataset = strategy.make_dataset_iterator(dataset)
+    of_function = strategy.make_input_fn_iterator(lambda context: dataset)
+    for iterator in (of_dataset, of_function):
+        assert iterator.initialize() == []
+        assert [element.tolist() for element in iterator] == [[0, 1], [2, 3]]
