@@ -57,8 +57,8 @@ class Allotment:
         return one or self.policy is AutoShardPolicy.DATA or self.is_infinite
 
     def elements(self) -> Iterator[Any]:
-        """A fresh pass."""
-        return self.recipe.elements()
+        """A fresh pass, which begins now, whoever makes its elements, and when."""
+        return self.recipe.begun().elements()
 
     def cutter(self) -> Cutter:
         """A fresh one, for one pass."""

@@ -16,6 +16,7 @@ from . import _files as files
 from . import _passes as passes
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
+from ._shuffle import Shuffled
 from ._tree import Element, as_element, leaves
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ class Dataset:
         """Draws each element at random from the next ``buffer_size`` ones.
 
         The order is uniform if the buffer holds all elements. ``seed`` makes the
-        sequence of passes repeatable; each pass of it has another order, unless
-        ``reshuffle_each_iteration`` is false: then all passes have the same one.
+        sequence of passes repeatable; each pass of it, and each repeat within a pass,
+        has another order, unless ``reshuffle_each_iteration`` is false: then all have
+        the same one. Passes are numbered as ``iter()`` is called, however far each of
+        them is drawn; a pickled copy begins at the first.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.
@@ -194,7 +197,7 @@ class Dataset:
         if seed is None and not reshuffle_each_iteration:
             seed = secrets.randbits(63)  # one order, and it is for every pass
         return Dataset(
-            passes.Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
+            Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
         )
 
     def shard(self, num_shards: int, index: int) -> Dataset:
@@ -269,7 +272,7 @@ class Dataset:
         return self._recipe
 
     def __iter__(self) -> Iterator[Element]:
-        return self._recipe.elements()
+        return self._recipe.begun().elements()
 
     def as_numpy_iterator(self) -> Iterator[Element]:
         """The same as ``iter``: elements are numpy anyway."""

@@ -9,7 +9,6 @@ Law of the file: nothing here passes over a dataset.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -183,9 +182,7 @@ def _rewritten(
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
-    source = _rewritten(recipe.source, is_wanted, change)
-    changed: Recipe = dataclasses.replace(recipe, source=source)  # type: ignore[type-var]
-    return changed
+    return recipe.of(_rewritten(recipe.source, is_wanted, change))
 
 
 def _only(sizes: set[tuple[int, ...]]) -> int | None:
