@@ -35,11 +35,14 @@ UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 class Dataset:
     """A sequence of elements; each ``iter()`` is a fresh pass over it.
 
-    Elements are numpy arrays and scalars, or dicts and tuples of them, nested at will;
-    as in TF a list is not structure but one array. Datasets are immutable: every method
-    returns a new one. Make one with `range`, `from_tensor_slices`, `from_generator`, or
-    of files: `from_text_lines`, `from_tfrecords`, `from_npy`, `from_npz`, `from_files`.
-    A generator or a mapped function may fill the same buffer again and again.
+    Elements are numpy arrays, scalars and `bytes`, or dicts and tuples of them, nested
+    at will; as in TF a list is not structure but one array. A batch of `bytes` is an
+    array of objects, as in TF: numpy's strings drop the zeros at their ends.
+
+    Datasets are immutable: every method returns a new one. Make one with `range`,
+    `from_tensor_slices`, `from_generator`, or of files: `from_text_lines`,
+    `from_tfrecords`, `from_npy`, `from_npz`, `from_files`. A generator or a mapped
+    function may fill the same buffer again and again.
     """
 
     __slots__ = ("_recipe",)

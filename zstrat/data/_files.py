@@ -20,7 +20,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import Element, as_element, leaves, mapped, own, stacked
+from ._tree import Element, as_element, leaves, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,13 +63,6 @@ class Records(Files):
         for path in self.paths:
             with ending(iter(self.read(path))) as records:
                 yield from records
-
-    def many(self, items: list[Any]) -> Element:
-        if not isinstance(items[0], bytes):
-            return stacked(items)
-        column = np.empty(len(items), object)
-        column[:] = items
-        return column
 
 
 @final
@@ -205,8 +198,7 @@ class _Owned:
     def __call__(self, path: str) -> Iterator[Element]:
         with ending(iter(self.read(path))) as source:
             for element in source:
-                plain = isinstance(element, bytes)
-                yield element if plain else mapped(own, as_element(element))
+                yield mapped(own, as_element(element))
 
 
 _MISSING: Final = (
