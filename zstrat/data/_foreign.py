@@ -95,7 +95,8 @@ def _of_list(batches: list[Any]) -> Foreign:
     size: int | None = None
     if len(known) == 1:
         (only,) = known
-        size = only[0][0] if len(only) == 1 and only[0] else None
+        # Of batches without rows the others may have any number.
+        size = (only[0][0] or None) if len(only) == 1 and only[0] else None
     rests = {tuple(shape[1:] for shape in shapes) for shapes in found}
     return Foreign(
         batches.__iter__,
