@@ -158,7 +158,7 @@ class Dataset:
 
         Raises:
             ValueError: There are no files; while iterating: the arrays of one differ in
-                their first axes.
+                their first axes, or a batch brings unlike files together.
         """
         return Dataset(files.Tables(files.paths_of(filenames), files.load_npz))
 
