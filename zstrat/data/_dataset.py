@@ -193,15 +193,18 @@ class Dataset:
         the same one. Passes are numbered as ``iter()`` is called, however far each of
         them is drawn; a pickled copy begins at the first.
 
+        Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
+        need the same seed each, and begin passes equally often.
+
         Raises:
             ValueError: ``buffer_size`` is not positive.
         """
         _at_least("buffer_size", buffer_size, 1)
-        if seed is None and not reshuffle_each_iteration:
+        drawn = seed is None and not reshuffle_each_iteration
+        if drawn:
             seed = secrets.randbits(63)  # one order, and it is for every pass
-        return Dataset(
-            Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
-        )
+        how = (buffer_size, seed, reshuffle_each_iteration)
+        return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Every ``num_shards``-th element, from element ``index`` on.

@@ -9,6 +9,7 @@ Law of the file: nothing here passes over a dataset.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -28,6 +29,7 @@ from ._passes import (
     Rows,
     Sliced,
 )
+from ._shuffle import Shuffled
 from ._tree import leaves
 
 if TYPE_CHECKING:
@@ -159,6 +161,19 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
         return Sliced(hint.source, start=worker, step=workers)
 
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded)
+
+
+def order_differs(recipe: Recipe, policy: AutoShardPolicy) -> bool:
+    """Whether each worker sees in another order what several deal out by number, so
+    that some elements are read twice, and others by nobody."""
+    dealt = _walk(recipe)
+    if policy is AutoShardPolicy.HINT:
+        dealt = itertools.dropwhile(lambda each: not isinstance(each, Hinted), dealt)
+    elif policy is not AutoShardPolicy.DATA:
+        return False
+    return any(
+        isinstance(each, Shuffled) and not each.is_the_same_everywhere for each in dealt
+    )
 
 
 def _walk(recipe: Recipe) -> Iterator[Recipe]:

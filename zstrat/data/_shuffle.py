@@ -49,6 +49,7 @@ class Shuffled(Reordered):
         order: The number of the pass, then those of the repeats within it, from the
             outermost. They and the seed make the order; a shared count that repeats
             advance would make it depend on how far other passes have come.
+        is_drawn: The seed was drawn in this process: others have another one.
     """
 
     source: Recipe
@@ -57,6 +58,12 @@ class Shuffled(Reordered):
     reshuffle: bool
     passes: Passes = field(default_factory=Passes)
     order: tuple[int, ...] = ()
+    is_drawn: bool = False
+
+    @property
+    def is_the_same_everywhere(self) -> bool:
+        """Whether every process that makes this dataset sees the same order."""
+        return self.seed is not None and not self.is_drawn
 
     def begun(self) -> Recipe:
         fresh = self.of(self.source.begun())
