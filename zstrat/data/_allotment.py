@@ -116,7 +116,8 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
         recipe = lineage.for_files(recipe, worker.count, worker.index)
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
-    return Allotment(recipe, worker, policy, size)
+    # Apart: one worker may look into the dataset before, and the others not.
+    return Allotment(recipe.apart(), worker, policy, size)
 
 
 def not_batched() -> ValueError:

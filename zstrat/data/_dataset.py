@@ -194,7 +194,8 @@ class Dataset:
         them is drawn; a pickled copy begins at the first.
 
         Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
-        need the same seed each, and begin passes equally often.
+        need the same seed each, and begin passes over the distributed dataset, which
+        are counted apart, equally often.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.

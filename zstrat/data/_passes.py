@@ -45,6 +45,11 @@ class Recipe(abc.ABC):
     def size(self) -> int:
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
 
+    def apart(self) -> Recipe:
+        """Itself with a count of passes of its own, however often others pass over it:
+        for those who have to agree about the numbers of their passes."""
+        return self
+
     def begun(self) -> Recipe:
         """Itself as a pass that begins now: it has its number among the passes."""
         return self
@@ -80,6 +85,9 @@ class Derived(Recipe):
             return self
         changed: Self = replace(self, source=source)  # type: ignore[type-var]
         return changed
+
+    def apart(self) -> Recipe:
+        return self.of(self.source.apart())
 
     def begun(self) -> Recipe:
         return self.of(self.source.begun())

@@ -25,18 +25,27 @@ class Passes:
 
     A copy begins at the first pass again: what a dataset yields where it was shipped to
     does not depend on who looked into it before.
+
+    Args:
+        first: What the numbers of all passes here begin with.
     """
 
-    __slots__ = ("_numbers",)
+    __slots__ = ("_branches", "_first", "_numbers")
 
-    def __init__(self) -> None:
+    def __init__(self, first: tuple[int, ...] = ()) -> None:
+        self._first: Final = first
         self._numbers: Final = itertools.count(1)
+        self._branches: Final = itertools.count(1)
 
-    def next(self) -> int:
-        return next(self._numbers)
+    def next(self) -> tuple[int, ...]:
+        return (*self._first, next(self._numbers))
 
-    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
-        return Passes, ()
+    def branch(self) -> Passes:
+        """A count of its own, of which the passes here know nothing."""
+        return Passes((*self._first, next(self._branches)))
+
+    def __reduce__(self) -> tuple[type[Passes], tuple[tuple[int, ...]]]:
+        return Passes, (self._first,)
 
 
 @final
@@ -46,9 +55,9 @@ class Shuffled(Reordered):
     another order each unless ``reshuffle`` is false, which needs a seed.
 
     Args:
-        order: The number of the pass, then those of the repeats within it, from the
-            outermost. They and the seed make the order; a shared count that repeats
-            advance would make it depend on how far other passes have come.
+        order: The number of the pass, then those of the repeats within it, the
+            outermost first. They and the seed make the order; a shared count that
+            repeats advance would make it depend on how far other passes have come.
         is_drawn: The seed was drawn in this process: others have another one.
     """
 
@@ -67,7 +76,11 @@ class Shuffled(Reordered):
 
     def begun(self) -> Recipe:
         fresh = self.of(self.source.begun())
-        return replace(fresh, order=(self.passes.next(),))
+        return replace(fresh, order=self.passes.next())
+
+    def apart(self) -> Recipe:
+        fresh = self.of(self.source.apart())
+        return replace(fresh, passes=self.passes.branch())
 
     def again(self, number: int) -> Recipe:
         fresh = self.of(self.source.again(number))
