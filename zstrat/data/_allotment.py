@@ -6,8 +6,9 @@ of the recipe alone (`_cuts`, `_lineage`); whoever iterates only obeys.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
 
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
     from ._cuts import Cutter, Worker
     from ._passes import Recipe
+
+_UNSEEDED: Final = (
+    "several workers deal this dataset out among themselves, and it has a `shuffle` "
+    "without a seed: each worker reads it in another order, so some elements are read "
+    "twice, and others by nobody. Give `shuffle` the same seed in every process: "
+    "shuffle(buffer_size, seed=...)"
+)
 
 
 @final
@@ -57,8 +65,8 @@ class Allotment:
         return one or self.policy is AutoShardPolicy.DATA
 
     def elements(self) -> Iterator[Any]:
-        """A fresh pass."""
-        return self.recipe.elements()
+        """A fresh pass, which begins now, whoever makes its elements, and when."""
+        return self.recipe.begun().elements()
 
     def cutter(self) -> Cutter:
         """A fresh one, for one pass."""
@@ -89,6 +97,9 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
         TypeError: It is no dataset.
         ValueError: It is not batched, though there are several replicas; its policy
             does not fit it.
+
+    Warns:
+        UserWarning: Several workers deal it out, and shuffle it differently.
     """
     dataset = as_dataset(source)
     recipe = dataset.recipe
@@ -99,11 +110,14 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
     size = lineage.batch_size_of(recipe)
+    if worker.count > 1 and lineage.order_differs(recipe, policy):
+        warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
     if policy is AutoShardPolicy.FILE:
         recipe = lineage.for_files(recipe, worker.count, worker.index)
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
-    return Allotment(recipe, worker, policy, size)
+    # Apart: one worker may look into the dataset before, and the others not.
+    return Allotment(recipe.apart(), worker, policy, size)
 
 
 def not_batched() -> ValueError:

@@ -123,11 +123,12 @@ def cutter(batch_size: int | None, policy: AutoShardPolicy, worker: Worker) -> C
     """The cutter for a worker, under a policy as `sharing_policy` gives it.
 
     Args:
-        batch_size: Rows of a global batch, None if nobody knows.
+        batch_size: Rows of a global batch, None if nobody knows. Of 0, as a source may
+            say whose rows are empty, no steps can be made; it counts as unknown.
     """
     if policy is AutoShardPolicy.DATA:
         return ByPieces(worker, is_shared=True)
-    if batch_size is None:
+    if not batch_size:
         return ByPieces(worker, is_shared=False)
     sizes = batch_sizes_for_worker(
         batch_size, worker.count, worker.replicas, worker.index

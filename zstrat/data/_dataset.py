@@ -16,6 +16,7 @@ from . import _files as files
 from . import _passes as passes
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
+from ._shuffle import Shuffled
 from ._tree import Element, as_element, leaves
 
 if TYPE_CHECKING:
@@ -34,11 +35,14 @@ UNKNOWN_CARDINALITY: Final = passes.UNKNOWN
 class Dataset:
     """A sequence of elements; each ``iter()`` is a fresh pass over it.
 
-    Elements are numpy arrays and scalars, or dicts and tuples of them, nested at will;
-    as in TF a list is not structure but one array. Datasets are immutable: every method
-    returns a new one. Make one with `range`, `from_tensor_slices`, `from_generator`, or
-    of files: `from_text_lines`, `from_tfrecords`, `from_npy`, `from_npz`, `from_files`.
-    A generator or a mapped function may fill the same buffer again and again.
+    Elements are numpy arrays, scalars and `bytes`, or dicts and tuples of them, nested
+    at will; as in TF a list is not structure but one array. A batch of `bytes` is an
+    array of objects, as in TF: numpy's strings drop the zeros at their ends.
+
+    Datasets are immutable: every method returns a new one. Make one with `range`,
+    `from_tensor_slices`, `from_generator`, or of files: `from_text_lines`,
+    `from_tfrecords`, `from_npy`, `from_npz`, `from_files`. A generator or a mapped
+    function may fill the same buffer again and again.
     """
 
     __slots__ = ("_recipe",)
@@ -154,7 +158,7 @@ class Dataset:
 
         Raises:
             ValueError: There are no files; while iterating: the arrays of one differ in
-                their first axes.
+                their first axes, or a batch brings unlike files together.
         """
         return Dataset(files.Tables(files.paths_of(filenames), files.load_npz))
 
@@ -184,18 +188,24 @@ class Dataset:
         """Draws each element at random from the next ``buffer_size`` ones.
 
         The order is uniform if the buffer holds all elements. ``seed`` makes the
-        sequence of passes repeatable; each pass of it has another order, unless
-        ``reshuffle_each_iteration`` is false: then all passes have the same one.
+        sequence of passes repeatable; each pass of it, and each repeat within a pass,
+        has another order, unless ``reshuffle_each_iteration`` is false: then all have
+        the same one. Passes are numbered as ``iter()`` is called, however far each of
+        them is drawn; a pickled copy begins at the first.
+
+        Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
+        need the same seed each, and begin passes over the distributed dataset, which
+        are counted apart, equally often.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.
         """
         _at_least("buffer_size", buffer_size, 1)
-        if seed is None and not reshuffle_each_iteration:
+        drawn = seed is None and not reshuffle_each_iteration
+        if drawn:
             seed = secrets.randbits(63)  # one order, and it is for every pass
-        return Dataset(
-            passes.Shuffled(self._recipe, buffer_size, seed, reshuffle_each_iteration)
-        )
+        how = (buffer_size, seed, reshuffle_each_iteration)
+        return Dataset(Shuffled(self._recipe, *how, is_drawn=drawn))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Every ``num_shards``-th element, from element ``index`` on.
@@ -269,7 +279,7 @@ class Dataset:
         return self._recipe
 
     def __iter__(self) -> Iterator[Element]:
-        return self._recipe.elements()
+        return self._recipe.begun().elements()
 
     def as_numpy_iterator(self) -> Iterator[Element]:
         """The same as ``iter``: elements are numpy anyway."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import Element, as_element, leaves, mapped, own, stacked
+from ._tree import Element, as_element, leaves, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,13 +64,6 @@ class Records(Files):
             with ending(iter(self.read(path))) as records:
                 yield from records
 
-    def many(self, items: list[Any]) -> Element:
-        if not isinstance(items[0], bytes):
-            return stacked(items)
-        column = np.empty(len(items), object)
-        column[:] = items
-        return column
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -83,30 +76,47 @@ class Tables(Files):
     def of(self, paths: tuple[str, ...]) -> Self:
         return replace(self, paths=paths)
 
-    def items(self) -> Iterator[tuple[Element, int]]:
+    def items(self) -> Iterator[tuple[_Table, int]]:
         for path in self.paths:
-            arrays = self.load(path)
-            for row in range(_rows(arrays, path)):
-                yield arrays, row
+            table = _Table(path, self.load(path))
+            for row in range(_rows(table.arrays, path)):
+                yield table, row
 
-    def one(self, item: tuple[Element, int]) -> Element:
-        arrays, row = item
-        return mapped(lambda array: array[row], arrays)
+    def one(self, item: tuple[_Table, int]) -> Element:
+        table, row = item
+        return mapped(lambda array: array[row], table.arrays)
 
-    def many(self, items: list[tuple[Element, int]]) -> Element:
+    def many(self, items: list[tuple[_Table, int]]) -> Element:
         rows = np.array([row for _, row in items])
-        opened = {id(arrays): arrays for arrays, _ in items}
+        opened = {id(table): table for table, _ in items}
         if len(opened) == 1:
-            (arrays,) = opened.values()
-            return _gathered(arrays, rows)
-        files = np.array([id(arrays) for arrays, _ in items])
+            (table,) = opened.values()
+            return _gathered(table.arrays, rows)
+        _require_alike(list(opened.values()))
+        files = np.array([id(table) for table, _ in items])
         order = np.argsort(files, kind="stable")
         parts = [
-            _gathered(opened[int(name)], rows[files == name])
+            _gathered(opened[int(name)].arrays, rows[files == name])
             for name in np.unique(files)
         ]
         back = np.argsort(order)
         return mapped(lambda column: column[back], _appended(parts))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """A file that is open."""
+
+    path: str
+    arrays: Element
+
+    def columns(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a row of each array, by the name of the array."""
+        if not isinstance(self.arrays, dict):
+            return {"rows": np.shape(self.arrays)[1:]}
+        names = sorted(self.arrays)
+        return {name: np.shape(self.arrays[name])[1:] for name in names}
 
 
 def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
@@ -205,8 +215,7 @@ class _Owned:
     def __call__(self, path: str) -> Iterator[Element]:
         with ending(iter(self.read(path))) as source:
             for element in source:
-                plain = isinstance(element, bytes)
-                yield element if plain else mapped(own, as_element(element))
+                yield mapped(own, as_element(element))
 
 
 _MISSING: Final = (
@@ -245,6 +254,27 @@ def _rows(arrays: Element, path: str) -> int:
             f"{path}: the arrays of a file must have as many rows each: {told}"
         )
     return int(next(iter(found.values()))[0])
+
+
+def _require_alike(tables: Sequence[_Table]) -> None:
+    """Refuses rows that are no batch together.
+
+    Raises:
+        ValueError: The files differ in their arrays, or in the shapes of their rows.
+    """
+    first, *others = tables
+    wanted = first.columns()
+    for other in others:
+        if (found := other.columns()) != wanted:
+            raise ValueError(
+                f"Cannot batch rows of {other.path}, which has {_told(found)}, with "
+                f"those of {first.path}, which has {_told(wanted)}: write the files "
+                "alike, or map the rows of each file to one structure before `batch`"
+            )
+
+
+def _told(columns: dict[str, tuple[int, ...]]) -> str:
+    return ", ".join(f"{name} {list(shape)}" for name, shape in columns.items())
 
 
 def _gathered(arrays: Element, rows: np.ndarray) -> Element:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 
 
 Dimensions = tuple[int | None, ...]
+Shape = tuple[int, ...]
+
+_SCALARS: Final = bool | int | float | complex | str | bytes
+
+
+@runtime_checkable
+class Array(Protocol):
+    """An array, numpy's or of another library."""
+
+    def __array__(self) -> Any: ...
 
 
 @final
@@ -90,20 +100,27 @@ def foreign(source: Iterable[Any]) -> Foreign:
 def _of_list(batches: list[Any]) -> Foreign:
     """Batches in memory. They are alike if all but the last have the same rows."""
     found = [_shapes(batch) for batch in batches]
-    rows = {tuple(sorted({shape[:1] for shape in shapes})) for shapes in found[:-1]}
-    known = rows or {tuple(sorted({shape[:1] for shape in each})) for each in found}
-    size: int | None = None
-    if len(known) == 1:
-        (only,) = known
-        size = only[0][0] if len(only) == 1 and only[0] else None
-    rests = {tuple(shape[1:] for shape in shapes) for shapes in found}
+    whole = [shapes for shapes in found if shapes is not None]
+    is_known = bool(found) and len(whole) == len(found)
     return Foreign(
         batches.__iter__,
         is_steady=True,
-        batch_size=size if len(rests) == 1 else None,
-        ranks=tuple(len(shape) for shape in found[0]) if found else None,
+        batch_size=_common_rows(whole) if is_known else None,
+        ranks=tuple(map(len, whole[0])) if is_known else None,
         count=len(batches),
     )
+
+
+def _common_rows(batches: list[list[Shape]]) -> int | None:
+    """The rows of each batch but the last, if they are alike; of one, its rows."""
+    if len({tuple(shape[1:] for shape in shapes) for shapes in batches}) != 1:
+        return None
+    found = {shape[:1] for shapes in batches[:-1] or batches for shape in shapes}
+    if len(found) != 1:
+        return None
+    (rows,) = found
+    # Of batches without rows the others may have any number.
+    return rows[0] or None if rows else None
 
 
 def _of_grain(dataset: Any, grain: Any) -> Foreign:
@@ -158,10 +175,19 @@ def _dimensions(spec: Any) -> Dimensions | None:
         return None
 
 
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    """The shapes of all leaves; lists are structure here, as jax has it."""
-    if isinstance(batch, dict):
-        return [shape for key in batch for shape in _shapes(batch[key])]
-    if isinstance(batch, list | tuple):
-        return [shape for item in batch for shape in _shapes(item)]
-    return [] if batch is None else [np.shape(batch)]
+def _shapes(batch: Any) -> list[Shape] | None:
+    """The shapes of all leaves; lists are structure here, as jax has it. None if there
+    is anything else: jax may know its class as a pytree, and open it."""
+    if batch is None:
+        return []
+    if isinstance(batch, _SCALARS | Array):
+        return [np.shape(batch)]
+    if not isinstance(batch, dict | list | tuple):
+        return None
+    found: list[Shape] = []
+    for item in batch.values() if isinstance(batch, dict) else batch:
+        shapes = _shapes(item)
+        if shapes is None:
+            return None
+        found += shapes
+    return found

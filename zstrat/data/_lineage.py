@@ -9,7 +9,7 @@ Law of the file: nothing here passes over a dataset.
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -29,6 +29,7 @@ from ._passes import (
     Rows,
     Sliced,
 )
+from ._shuffle import Shuffled
 from ._tree import leaves
 
 if TYPE_CHECKING:
@@ -162,6 +163,19 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded)
 
 
+def order_differs(recipe: Recipe, policy: AutoShardPolicy) -> bool:
+    """Whether each worker sees in another order what several deal out by number, so
+    that some elements are read twice, and others by nobody."""
+    dealt = _walk(recipe)
+    if policy is AutoShardPolicy.HINT:
+        dealt = itertools.dropwhile(lambda each: not isinstance(each, Hinted), dealt)
+    elif policy is not AutoShardPolicy.DATA:
+        return False
+    return any(
+        isinstance(each, Shuffled) and not each.is_the_same_everywhere for each in dealt
+    )
+
+
 def _walk(recipe: Recipe) -> Iterator[Recipe]:
     yield recipe
     while isinstance(recipe, Derived):
@@ -183,9 +197,7 @@ def _rewritten(
     if is_wanted(recipe):
         return change(recipe)
     assert isinstance(recipe, Derived), "what is to be changed is not in it"
-    source = _rewritten(recipe.source, is_wanted, change)
-    changed: Recipe = dataclasses.replace(recipe, source=source)  # type: ignore[type-var]
-    return changed
+    return recipe.of(_rewritten(recipe.source, is_wanted, change))
 
 
 def _only(sizes: set[tuple[int, ...]]) -> int | None:

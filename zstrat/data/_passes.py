@@ -6,18 +6,18 @@ repeating and sharding move integers, and a batch is one gather per array instea
 hundreds of slices and a stack. Whatever looks at elements (`Mapped`, `Batched`) makes
 them first; from there on an item is its own element.
 
-The law: ``items()`` begins a fresh pass and shares nothing with other passes but
-the count by which `Shuffled` draws another order each time; nobody writes to an
-element that it has yielded.
+The law: a pass is begun once, by `Recipe.begun`, in the thread that asks for it; it
+shares nothing with other passes but the count that gave it its number, and is the same
+whenever, and in whatever thread, its items are made. Nobody writes to an element that
+it has yielded.
 """
 
 from __future__ import annotations
 
 import abc
 import itertools
-import random
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import numpy as np
 
@@ -39,11 +39,25 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def items(self) -> Iterator[Any]:
-        """The items of one fresh pass."""
+        """The items of the pass that was begun, from the first."""
 
     @abc.abstractmethod
     def size(self) -> int:
         """Number of items of a pass, `INFINITE` or `UNKNOWN`."""
+
+    def apart(self) -> Recipe:
+        """Itself with a count of passes of its own, however often others pass over it:
+        for those who have to agree about the numbers of their passes."""
+        return self
+
+    def begun(self) -> Recipe:
+        """Itself as a pass that begins now: it has its number among the passes."""
+        return self
+
+    def again(self, number: int) -> Recipe:
+        """Itself, begun, as the repeat of this number within its pass."""
+        del number
+        return self
 
     def one(self, item: Any) -> Element:
         return item
@@ -52,7 +66,7 @@ class Recipe(abc.ABC):
         return stacked(items)
 
     def elements(self) -> Iterator[Element]:
-        """The elements of one fresh pass."""
+        """The elements of the pass that was begun, from the first."""
         with ending(self.items()) as items:
             for item in items:
                 yield self.one(item)
@@ -64,6 +78,22 @@ class Derived(Recipe):
     __slots__ = ()
 
     source: Recipe
+
+    def of(self, source: Recipe) -> Self:
+        """The same of another recipe."""
+        if source is self.source:
+            return self
+        changed: Self = replace(self, source=source)  # type: ignore[type-var]
+        return changed
+
+    def apart(self) -> Recipe:
+        return self.of(self.source.apart())
+
+    def begun(self) -> Recipe:
+        return self.of(self.source.begun())
+
+    def again(self, number: int) -> Recipe:
+        return self.of(self.source.again(number))
 
 
 class Reordered(Derived):
@@ -199,9 +229,9 @@ class Repeated(Reordered):
 
     def items(self) -> Iterator[Any]:
         passes = itertools.count() if self.times is None else range(self.times)
-        for _ in passes:
+        for number in passes:
             empty = True
-            with ending(self.source.items()) as items:
+            with ending(self.source.again(number).items()) as items:
                 for item in items:
                     empty = False
                     yield item
@@ -215,49 +245,6 @@ class Repeated(Reordered):
         if self.times is None or size == INFINITE:
             return INFINITE
         return size if size < 0 else size * self.times
-
-
-@final
-class Passes:
-    """Counts the passes over one `Shuffled`, so that each has an order of its own."""
-
-    __slots__ = ("begun",)
-
-    def __init__(self) -> None:
-        self.begun = 0
-
-    def next(self) -> int:
-        self.begun += 1
-        return self.begun
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Shuffled(Reordered):
-    """Draws at random from a buffer of the next ``buffer_size`` items. Passes are in
-    another order each unless ``reshuffle`` is false, which needs a seed."""
-
-    source: Recipe
-    buffer_size: int
-    seed: int | None
-    reshuffle: bool
-    passes: Passes = field(default_factory=Passes)
-
-    def items(self) -> Iterator[Any]:
-        number = self.passes.next() if self.reshuffle else 0
-        # A text seeds the same way in every process; None: from the operating system.
-        chance = random.Random(None if self.seed is None else f"{self.seed} {number}")
-        with ending(self.source.items()) as items:
-            buffer = list(itertools.islice(items, self.buffer_size))
-            for item in items:
-                place = int(chance.random() * len(buffer))
-                yield buffer[place]
-                buffer[place] = item
-        chance.shuffle(buffer)
-        yield from buffer
-
-    def size(self) -> int:
-        return self.source.size()
 
 
 @final

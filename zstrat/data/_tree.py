@@ -2,6 +2,9 @@
 
 Dicts and tuples (named ones too) are structure; everything else, a list included, is a
 leaf and becomes a numpy array. No jax: a dataset is also built where there is none.
+
+Records (`bytes`) alone stay what they are, and several become an array of objects, as
+TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
 """
 
 from __future__ import annotations
@@ -14,16 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 Element = Any
-"""Nested dicts and tuples with numpy arrays or numpy scalars as leaves."""
+"""Nested dicts and tuples with numpy arrays, numpy scalars or `bytes` as leaves."""
 
 
 def as_element(value: object, path: str = "") -> Element:
-    """The structure with every leaf as a numpy array.
+    """The structure with every leaf as a numpy array, or as the record that it is.
 
     Raises:
         ValueError: A leaf is no array: a ragged list, for one; names its place.
     """
-    if isinstance(value, np.ndarray | np.generic) or value is None:
+    if isinstance(value, np.ndarray | np.generic | bytes) or value is None:
         return value
     if isinstance(value, dict):
         return {
@@ -34,7 +37,9 @@ def as_element(value: object, path: str = "") -> Element:
             value, [as_element(v, f"{path}[{i}]") for i, v in enumerate(value)]
         )
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
+        has_records = array.dtype.kind == "S" and isinstance(value, list)
+        return np.asarray(value, object) if has_records else array
     except ValueError as error:
         raise ValueError(
             f"component {path or 'of the dataset'} cannot be converted to an array: "
@@ -112,8 +117,16 @@ def stacked(elements: Sequence[Element], path: str = "") -> Element:
 
 
 def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
+    if _is_record(arrays[0]):
+        _same(arrays, _is_record, path)
+        column = np.empty(len(arrays), object)
+        column[:] = arrays
+        return column
     try:
-        return np.stack(arrays)
+        found = np.stack(arrays)
+        if found.dtype.kind in "SU":  # numbers and records become text there
+            _same(arrays, lambda each: not _is_record(each), path)
+        return found
     except ValueError:
         first = np.shape(arrays[0])
         for number, array in enumerate(arrays):
@@ -124,6 +137,11 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
                     f"{number} had shape {list(np.shape(array))}."
                 ) from None
         raise
+
+
+def _is_record(leaf: object) -> bool:
+    """Whether it is `bytes`; an element of an array of numpy's strings is an array."""
+    return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
 
 
 def _same(
@@ -143,4 +161,6 @@ def _kind(element: Element) -> str:
         return f"a dict with the keys {sorted(map(str, element))}"
     if isinstance(element, tuple):
         return f"a tuple of {len(element)}"
+    if _is_record(element):
+        return "a record of bytes"
     return "None" if element is None else "an array"

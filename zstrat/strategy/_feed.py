@@ -1,7 +1,8 @@
 """A pass over a distributed dataset: source, cut, place, prefetch, pace.
 
-Law of the file: sources are read, cut and placed on the prefetch thread of their pass,
-and agreed upon in the thread that draws.
+Law of the file: a pass begins in the thread that asks for it, so that passes begin in
+the order in which they are asked for; sources are read, cut and placed on the prefetch
+thread of their pass, and agreed upon in the thread that draws.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ class Described:
 @final
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """How to begin a pass of one distributed dataset."""
+    """How to begin a pass of one distributed dataset.
+
+    Args:
+        shares: Begins a pass over the sources; reads nothing.
+    """
 
     shares: Shares
     place: Place
@@ -61,7 +66,7 @@ class _Pass:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        maker = _Maker(feed.shares, feed.place, feed.described)
+        maker = _Maker(feed.shares(), feed.place, feed.described)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -96,7 +101,9 @@ class _Pass:
 class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them."""
 
-    def __init__(self, shares: Shares, place: Place, described: Described) -> None:
+    def __init__(
+        self, shares: Iterator[Share], place: Place, described: Described
+    ) -> None:
         self._shares: Final = shares
         self._place: Final = place
         self._described: Final = described
@@ -105,7 +112,7 @@ class _Maker:
         self._spec: Any = None
 
     def elements(self) -> Iterator[Any]:
-        with ending(self._shares()) as shares:
+        with ending(self._shares) as shares:
             for share in shares:
                 placed = self._place(share)
                 if self.first is None:

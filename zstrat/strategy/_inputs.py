@@ -81,12 +81,13 @@ class Inputs:
             self._require_even(allotment.batch_size)
 
         def shares() -> Iterator[Share]:
-            with ending(_elements(allotment)) as batches:
-                if alone:
-                    yield from shares_of_elements(batches, 1, is_partial=is_partial)
-                else:
-                    cutter = allotment.cutter()
-                    yield from shares_of_batches(batches, cutter, is_partial=is_partial)
+            batches = _elements(allotment)
+            if alone:
+                found = shares_of_elements(batches, 1, is_partial=is_partial)
+            else:
+                cutter = allotment.cutter()
+                found = shares_of_batches(batches, cutter, is_partial=is_partial)
+            return _ending_with(batches, found)
 
         length = Length(
             is_infinite=allotment.is_infinite,
@@ -111,10 +112,9 @@ class Inputs:
         is_partial = not self.static_shapes
 
         def shares() -> Iterator[Share]:
-            with ending(_elements(made)) as elements:
-                yield from shares_of_elements(
-                    elements, self.local, is_partial=is_partial
-                )
+            elements = _elements(made)
+            found = shares_of_elements(elements, self.local, is_partial=is_partial)
+            return _ending_with(elements, found)
 
         size = made.recipe.size()
         steps = None
@@ -189,6 +189,12 @@ def _copied(elements: Iterator[Any]) -> Iterator[Any]:
     with ending(elements) as source:
         for element in source:
             yield jax.tree.map(kept, element)
+
+
+def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Share]:
+    """The shares, at whose end their source is closed."""
+    with ending(source):
+        yield from shares
 
 
 def settled(options: InputOptions | None) -> InputOptions:

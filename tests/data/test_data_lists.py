@@ -1,0 +1,58 @@
+"""Batches in a list: what is known about them beforehand, and what must not be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+
+import numpy as np
+import pytest
+
+from zstrat.data import Worker, allotted
+from zstrat.data._foreign import foreign
+
+
+@dataclasses.dataclass
+class Batch:
+    """As one that jax knows as a pytree."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Told:
+    """As an array of another library: it has a shape, and numpy can read it."""
+
+    shape = (4, 2)
+
+    def __array__(self, dtype=None, copy=None):
+        raise AssertionError("the data lie on a device: they are not to be copied")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        Batch(np.zeros((4, 2)), np.zeros(4)),
+        {"x": np.zeros((4, 2)), "more": Batch(np.zeros((4, 2)), np.zeros(4))},
+        UserDict(x=np.zeros(4)),
+        object(),
+    ],
+)
+def test_what_only_jax_can_open_is_not_looked_at(batch):
+    recipe = foreign([batch, batch])
+    assert (recipe.batch_size, recipe.ranks) == (None, None)
+    assert (recipe.size(), recipe.is_steady) == (2, True)
+    allotment = allotted([batch, batch], Worker(replicas=2))
+    assert list(allotment.elements()) == [batch, batch]
+
+
+def test_arrays_of_others_are_asked_for_their_shape_alone():
+    recipe = foreign([Told(), Told()])
+    assert (recipe.batch_size, recipe.ranks) == (4, (2,))
+
+
+@pytest.mark.parametrize("scalar", [3, 2.5, True, 1j, b"ab", "ab", np.float32(1)])
+def test_scalars_cannot_be_cut(scalar):
+    assert foreign([{"n": scalar}]).ranks == (0,)
+    with pytest.raises(ValueError, match="`batch` method"):
+        allotted([{"n": scalar}], Worker(replicas=2))

@@ -1,0 +1,104 @@
+"""Orders drawn at random, which a seed makes the same in every process.
+
+Law of the file: the order of a repeat is made of the seed, the number of its pass and
+its own number alone. Workers that deal one dataset out among themselves rely on that:
+they prefetch at their own pace, and still have to see the same rows in the same places.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from ._elements import ending
+from ._passes import Recipe, Reordered
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@final
+class Passes:
+    """Numbers the passes over one `Shuffled`, so that each has an order of its own.
+
+    A copy begins at the first pass again: what a dataset yields where it was shipped to
+    does not depend on who looked into it before.
+
+    Args:
+        first: What the numbers of all passes here begin with.
+    """
+
+    __slots__ = ("_branches", "_first", "_numbers")
+
+    def __init__(self, first: tuple[int, ...] = ()) -> None:
+        self._first: Final = first
+        self._numbers: Final = itertools.count(1)
+        self._branches: Final = itertools.count(1)
+
+    def next(self) -> tuple[int, ...]:
+        return (*self._first, next(self._numbers))
+
+    def branch(self) -> Passes:
+        """A count of its own, of which the passes here know nothing."""
+        return Passes((*self._first, next(self._branches)))
+
+    def __reduce__(self) -> tuple[type[Passes], tuple[tuple[int, ...]]]:
+        return Passes, (self._first,)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Shuffled(Reordered):
+    """Draws at random from a buffer of the next ``buffer_size`` items. Passes are in
+    another order each unless ``reshuffle`` is false, which needs a seed.
+
+    Args:
+        order: The number of the pass, then those of the repeats within it, the
+            outermost first. They and the seed make the order; a shared count that
+            repeats advance would make it depend on how far other passes have come.
+        is_drawn: The seed was drawn in this process: others have another one.
+    """
+
+    source: Recipe
+    buffer_size: int
+    seed: int | None
+    reshuffle: bool
+    passes: Passes = field(default_factory=Passes)
+    order: tuple[int, ...] = ()
+    is_drawn: bool = False
+
+    @property
+    def is_the_same_everywhere(self) -> bool:
+        """Whether every process that makes this dataset sees the same order."""
+        return self.seed is not None and not self.is_drawn
+
+    def begun(self) -> Recipe:
+        fresh = self.of(self.source.begun())
+        return replace(fresh, order=self.passes.next())
+
+    def apart(self) -> Recipe:
+        fresh = self.of(self.source.apart())
+        return replace(fresh, passes=self.passes.branch())
+
+    def again(self, number: int) -> Recipe:
+        fresh = self.of(self.source.again(number))
+        return replace(fresh, order=(*self.order, number))
+
+    def items(self) -> Iterator[Any]:
+        order = self.order if self.reshuffle else ()
+        # A text seeds the same way in every process; None: from the operating system.
+        text = " ".join(map(str, (self.seed, *order)))
+        chance = random.Random(None if self.seed is None else text)
+        with ending(self.source.items()) as items:
+            buffer = list(itertools.islice(items, self.buffer_size))
+            for item in items:
+                place = int(chance.random() * len(buffer))
+                yield buffer[place]
+                buffer[place] = item
+        chance.shuffle(buffer)
+        yield from buffer
+
+    def size(self) -> int:
+        return self.source.size()
