@@ -116,6 +116,14 @@ class Servers:
             return
         await self.client.create_optimizer(optimizer, name, code)
 
+    async def withdraw(
+        self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
+    ) -> None:
+        """Where another program holds the session, this one has created nothing."""
+        if not self._cluster.joins:
+            refs = [Ref(spec.ps, spec.key) for spec in specs]
+            await self.client.withdraw(refs, optimizers)
+
     async def _appear(
         self, specs: Sequence[VariableSpec], optimizer: int | None = None
     ) -> None:

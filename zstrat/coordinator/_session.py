@@ -268,6 +268,13 @@ class ClusterSession:
         work = self.servers.create_optimizer(optimizer_id, name, code)
         await self.run_async(work, "creating an optimizer")
 
+    def withdraw(
+        self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
+    ) -> None:
+        """Removes what a creation that failed has left on its servers."""
+        work = self.servers.withdraw(specs, optimizers)
+        self.run(work, "removing what a failed creation has left")
+
     # ---- coroutines of others ------------------------------------------------------
 
     @property

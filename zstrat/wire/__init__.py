@@ -84,6 +84,7 @@ from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
+from ._messages import Withdraw as Withdraw
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership

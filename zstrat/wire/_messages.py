@@ -88,6 +88,7 @@ from ._variable_messages import Read as Read
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry
+from ._variable_messages import Withdraw as Withdraw
 
 Message = (
     Hello
@@ -112,6 +113,7 @@ Message = (
     | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
+    | Withdraw
     | Pull
     | PullRows
     | Pulled
