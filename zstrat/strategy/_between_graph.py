@@ -6,7 +6,7 @@ same order, wait for them. From then on each reads and updates as it comes. The 
 of one program are in sync; those of different programs are not.
 
 Law of the file: a variable is told by its place in the order of creation, which must be
-the same in all programs.
+the same in all programs. A creation that failed has no place in it, in any of them.
 """
 
 from __future__ import annotations
@@ -115,7 +115,10 @@ class BetweenGraphStrategy(Strategy):
     """Asynchronous training of several programs with variables on parameter servers.
 
     Blocks until all ps answer, and, in a program that is not the chief, until the chief
-    has come. Variables created in `scope` go to the ps in turn.
+    has come. Variables created in `scope` go to the ps in turn. A program that is not
+    the chief waits for them, for ``timeouts.request``: DeadlineExceededError if the
+    chief has not created them by then (trying again is fine), and InvalidArgumentError
+    if it has created others in their place.
 
     Every program distributes datasets of its own: the functions of
     `distribute_datasets_from_function` are told which program this is (the chief first,

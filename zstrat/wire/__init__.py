@@ -15,6 +15,8 @@ from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import Awaited as Awaited
+from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
 from ._messages import BuildResource as BuildResource
