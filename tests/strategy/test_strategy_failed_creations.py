@@ -146,3 +146,15 @@ def test_an_optimizer_gets_the_number_of_one_that_was_refused(make_cluster):
         second = zv.Optimizer(optax.sgd(0.3))
     base = fake.strategy.session.session % 2**40 << 20
     assert (first.id, second.id) == (base + 1, base + 2)
+
+
+def test_an_optimizer_without_its_counter_does_not_count(make_cluster, monkeypatch):
+    fake = make_cluster()
+    with fake.strategy.scope():
+        with late(fake.session, monkeypatch), pytest.raises(DeadlineExceededError):
+            zv.Optimizer(optax.sgd(0.1), count_iterations=True)
+        made = zv.Optimizer(optax.sgd(0.2), count_iterations=True)
+    base = fake.strategy.session.session % 2**40 << 20
+    assert (made.id, made.iterations.spec.key) == (base + 1, base + 1)
+    assert list(fake.session.transformations) == [base + 1]
+    assert list(fake.session.values) == [base + 1]

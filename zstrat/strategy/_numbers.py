@@ -132,6 +132,12 @@ class Numbers:
         self._optimizers_at_risk.append(self._optimizers)
         return self._optimizers
 
+    def give_back(self, optimizer: int) -> None:
+        """Nobody has a handle to that one; if others came after it, it stays."""
+        if optimizer == self._optimizers:
+            self._optimizers -= 1
+            self._optimizers_at_risk.append(optimizer)
+
     def freed(self, variables: Sequence[Variable]) -> None:
         """These were deleted. Their keys never return: somebody may have a handle."""
         for variable in variables:

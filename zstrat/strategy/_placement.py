@@ -167,6 +167,11 @@ class ServerVariables:
                 self._session.create_optimizer(number, optimizer.name, code)
         return number
 
+    def forget_optimizer(self, optimizer: int) -> None:
+        """Its number goes to the next one, as it has no handle."""
+        with self._lock:
+            self._numbers.give_back(optimizer)
+
     # ---- the home of the variables ---------------------------------------------------
 
     def read(self, variable: Variable) -> np.ndarray:
