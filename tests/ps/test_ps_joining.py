@@ -16,6 +16,8 @@ from zstrat.errors import (
 )
 from zstrat.ps import PsService, _joining
 from zstrat.wire import (
+    Awaited,
+    AwaitedOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
@@ -73,7 +75,9 @@ class Rig:
         return self.service.handle(peer or self.chief, message)
 
     def join(self, *keys, session=SESSION, optimizers=(), peer=None):
-        message = JoinSession(session, list(keys), list(optimizers))
+        variables = [Awaited(key, f"v{key}", "float32", [2]) for key in keys]
+        named = [AwaitedOptimizer(number, "sgd") for number in optimizers]
+        message = JoinSession(session, variables, named, 60.0)
         return self.service.handle(peer or self.worker, message)
 
     def create(self, *keys):

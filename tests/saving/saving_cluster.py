@@ -169,6 +169,11 @@ class FakeCluster:
         for spec, array in variables:
             self.client.homes[spec.key] = (spec, LocalHome(array))
 
+    def withdraw(self, specs, optimizers):
+        del optimizers
+        for spec in specs:
+            self.client.homes.pop(spec.key, None)
+
     def create_optimizer(self, optimizer, name, code):
         del optimizer, name, code
 

@@ -66,6 +66,14 @@ class FakeSession:
         for spec in specs:
             del self.values[spec.key], self.specs[spec.key]
 
+    def withdraw(self, specs, optimizers):
+        self.requests.append("withdraw")
+        for spec in specs:
+            self.values.pop(spec.key, None)
+            self.specs.pop(spec.key, None)
+        for optimizer in optimizers:
+            self.transformations.pop(optimizer, None)
+
     def create_optimizer(self, optimizer_id, name, code):
         if self.refuse is not None:
             raise InvalidArgumentError(f"{name}: {self.refuse}")

@@ -18,7 +18,7 @@ from zstrat import initializers
 from zstrat.program import load
 from zstrat.strategy import _drafts
 from zstrat.strategy._drafts import div
-from zstrat.strategy._placement import Placement, PlacementRule
+from zstrat.strategy._numbers import Placement, PlacementRule
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp
 

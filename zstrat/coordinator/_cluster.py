@@ -81,7 +81,7 @@ class Cluster:
             known = addresses if job == "worker" else []
             opening: OpenSession | JoinSession
             if joins:
-                opening = JoinSession(session, [], [])
+                opening = JoinSession(session, [], [], timeouts.request)
             else:
                 opening = OpenSession(session, index, count, known, prefetch)
             return Lane(

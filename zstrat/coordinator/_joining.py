@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from zstrat.errors import DeadlineExceededError
 from zstrat.wire import JoinSession, SessionOpened
 
+from ._servers import ANSWERING
+
 if TYPE_CHECKING:
     from ._lane import MakeLink
 
@@ -22,7 +24,8 @@ async def session_of(make_link: MakeLink, address: str, timeout: float) -> int:
 
     Cancellation: nothing is lost.
     """
-    deadline = asyncio.get_running_loop().time() + timeout
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
     link = make_link(
         address,
         name="/job:ps/task:0",
@@ -34,7 +37,8 @@ async def session_of(make_link: MakeLink, address: str, timeout: float) -> int:
     link.start()
     try:
         await link.wait_open(deadline)
-        answer = await link.submit(JoinSession(0, [], []), deadline=deadline)
+        wish = JoinSession(0, [], [], max(0.0, deadline - loop.time()))
+        answer = await link.submit(wish, deadline=deadline + ANSWERING)
     except DeadlineExceededError as error:
         raise DeadlineExceededError(
             f"no program has created variables on the ps at {address} in {timeout} s: "

@@ -12,7 +12,14 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
 from zstrat.ps import PsUpdate, Ref, RowsRef
-from zstrat.wire import JoinSession, SessionOpened, UpdateOp, VariableEntry
+from zstrat.wire import (
+    Awaited,
+    AwaitedOptimizer,
+    JoinSession,
+    SessionOpened,
+    UpdateOp,
+    VariableEntry,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +35,12 @@ if TYPE_CHECKING:
 SpecUpdate = tuple["VariableSpec", UpdateOp, int, "Sequence[np.ndarray]"]
 """A variable, what is done to it, the optimizer (0 for none) and the operands."""
 
+ANSWERING: Final = 5.0
+"""Seconds that a server has to say that what it was asked to wait for did not come."""
+
+_WISHES: Final = 512
+"""Variables that one message waits for: their names fit the header by far."""
+
 _RATE: Final = 32 * 2**20
 """Bytes per second that a parameter server fills by an initializer at the least: numpy
 draws ten times as many normal numbers on a slow core."""
@@ -37,13 +50,15 @@ draws ten times as many normal numbers on a slow core."""
 class Servers:
     """All methods raise what a lost parameter server raises, and what the servers say.
 
-    Where another program holds the session, what is to be created is waited for.
+    Where another program holds the session, what is to be created is waited for, for
+    ``patience`` seconds.
 
     Cancellation, all methods: what was sent is carried out.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, patience: float) -> None:
         self._cluster: Final = cluster
+        self._patience: Final = patience
 
     @property
     def client(self) -> PsClient:
@@ -61,7 +76,7 @@ class Servers:
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in variables])
+            await self._appear([spec for spec, _ in variables], [], self._patience)
             return
         await self.client.create(
             [
@@ -81,7 +96,7 @@ class Servers:
         timeout: float,
     ) -> None:
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in entries])
+            await self._appear([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
@@ -112,25 +127,44 @@ class Servers:
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         if self._cluster.joins:
-            await self._appear([], optimizer)
+            await self._appear([], [AwaitedOptimizer(optimizer, name)], self._patience)
             return
         await self.client.create_optimizer(optimizer, name, code)
 
-    async def _appear(
-        self, specs: Sequence[VariableSpec], optimizer: int | None = None
+    async def withdraw(
+        self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
-        """Waits until the program that holds the session has created these."""
-        client, optimizers = self.client, [] if optimizer is None else [optimizer]
-        keys: dict[int, list[int]] = {}
-        if optimizer is not None:
-            keys = {ps: [] for ps in range(client.count)}
+        """Where another program holds the session, this one has created nothing."""
+        if not self._cluster.joins:
+            refs = [Ref(spec.ps, spec.key) for spec in specs]
+            await self.client.withdraw(refs, optimizers)
+
+    async def _appear(
+        self,
+        specs: Sequence[VariableSpec],
+        optimizers: list[AwaitedOptimizer],
+        patience: float,
+    ) -> None:
+        """Waits until the program that holds the session has created these.
+
+        Raises:
+            DeadlineExceededError: It has not; names what a server misses.
+            InvalidArgumentError: It has created something else in their place.
+        """
+        client, session = self.client, self._cluster.session
+        wishes: dict[int, list[Awaited]] = {}
+        if optimizers:
+            wishes = {ps: [] for ps in range(client.count)}
         for spec in specs:
-            keys.setdefault(spec.ps, []).append(spec.key)
-        session = self._cluster.session
-        await client.each(
-            [(ps, JoinSession(session, mine, optimizers)) for ps, mine in keys.items()],
-            SessionOpened,
-        )
+            wish = Awaited(spec.key, spec.name, spec.dtype, list(spec.shape))
+            wishes.setdefault(spec.ps, []).append(wish)
+        messages = [
+            (ps, JoinSession(session, mine[at : at + _WISHES], optimizers, patience))
+            for ps, mine in wishes.items()
+            for at in range(0, len(mine) or 1, _WISHES)
+        ]
+        deadline = asyncio.get_running_loop().time() + patience + ANSWERING
+        await client.each(messages, SessionOpened, deadline=deadline)
 
 
 def initializing_timeout(

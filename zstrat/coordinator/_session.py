@@ -16,7 +16,7 @@ from zstrat.wire import Job
 
 from ._cluster import Cluster
 from ._joining import session_of
-from ._servers import Servers, initializing_timeout
+from ._servers import ANSWERING, Servers, initializing_timeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -51,7 +51,7 @@ class ClusterSession:
     def __init__(self, cluster: Cluster, portal: Portal, settings: Settings) -> None:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
-        self.servers = Servers(cluster)
+        self.servers = Servers(cluster, settings.timeouts.request)
         self.faces: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.next_step = 1
@@ -115,7 +115,8 @@ class ClusterSession:
         """Joins the session of the program that has called `hold`, and waits for it.
 
         What this program creates, that one has to create as well, in the same order: it
-        is waited for, for ``timeouts.request`` each time.
+        is waited for, for ``timeouts.request`` each time, and has to be of the same
+        name, shape and dtype.
 
         Args:
             index: Of this program among the workers of the cluster.
@@ -164,7 +165,8 @@ class ClusterSession:
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
         """Creates the variables with these values, where their specs say."""
-        self.run(self.servers.create(variables), "creating variables")
+        work = self.servers.create(variables)
+        self.run(work, "creating variables", self._allowance())
 
     async def create_variables_async(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
@@ -186,7 +188,7 @@ class ClusterSession:
         """
         timeout = initializing_timeout(entries, self.settings.timeouts.request)
         work = self.servers.initialize(entries, code, timeout)
-        self.run(work, "initializing variables", timeout)
+        self.run(work, "initializing variables", self._allowance(timeout))
 
     async def initialize_variables_async(
         self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
@@ -260,13 +262,20 @@ class ClusterSession:
     def create_optimizer(self, optimizer_id: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
         work = self.servers.create_optimizer(optimizer_id, name, code)
-        self.run(work, "creating an optimizer")
+        self.run(work, "creating an optimizer", self._allowance())
 
     async def create_optimizer_async(
         self, optimizer_id: int, name: str, code: bytes
     ) -> None:
         work = self.servers.create_optimizer(optimizer_id, name, code)
         await self.run_async(work, "creating an optimizer")
+
+    def withdraw(
+        self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
+    ) -> None:
+        """Removes what a creation that failed has left on its servers."""
+        work = self.servers.withdraw(specs, optimizers)
+        self.run(work, "removing what a failed creation has left")
 
     # ---- coroutines of others ------------------------------------------------------
 
@@ -291,6 +300,12 @@ class ClusterSession:
         if timeout is None:
             timeout = self.settings.timeouts.request
         return self.portal.run(work, timeout, what)
+
+    def _allowance(self, timeout: float | None = None) -> float:
+        """Seconds for a creation. A server that waits for another program's says itself
+        what is missing, and is not to be cut short."""
+        timeout = self.settings.timeouts.request if timeout is None else timeout
+        return timeout + 2 * ANSWERING if self.cluster.joins else timeout
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return await self.portal.run_async(work, what)

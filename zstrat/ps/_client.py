@@ -26,6 +26,7 @@ from zstrat.wire import (
     Pushed,
     Statistics,
     VariableEntry,
+    Withdraw,
 )
 
 from ._asking import Call, Part
@@ -264,6 +265,30 @@ class PsClient(SnapshotCalls):
         message = CreateOptimizer(self._session, optimizer, name, code)
         parts = [Part(ps, message, object, _nothing) for ps in range(len(self._links))]
         await self._ask(parts, _nothing)
+
+    async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
+        """Drops what a failed creation of these has left, as far as it is there. What
+        of it is still under way is done before.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+
+        Cancellation: it may have been dropped.
+        """
+        everywhere = list(optimizers)
+        mine: dict[int, list[int]] = (
+            {ps: [] for ps in range(len(self._links))} if everywhere else {}
+        )
+        for ref in refs:
+            mine.setdefault(ref[0], []).append(ref[1])
+            self._known.drop(ref)
+        await self._ask(
+            [
+                Part(ps, Withdraw(self._session, keys, everywhere), object, _nothing)
+                for ps, keys in mine.items()
+            ],
+            _nothing,
+        )
 
     async def statistics(self) -> list[dict[str, PlainTree]]:
         """What each parameter server says of itself, in task order.

@@ -183,6 +183,10 @@ class OptimizerEngine:
         known = self._registered.get(optimizer)
         return known is not None and known.digest == _digest(code)
 
+    def forget(self, optimizer: int) -> None:
+        """Its id is free again, if it was taken."""
+        self._registered.pop(optimizer, None)
+
     def clear(self) -> None:
         """Forgets all optimizers and their programs."""
         self._registered = {}

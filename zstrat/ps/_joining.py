@@ -4,6 +4,9 @@ Where every worker runs the whole program (between-graph training), one of them 
 the session and creates variables and optimizers; the others name what they wait for and
 are answered when it is there. Nobody asks twice.
 
+Numbers are given in the order of creation, so a program that creates in another order
+asks for a number that is another variable's. It is told so.
+
 Lives on the loop. Law of the file: whoever changes the session or creates something
 calls `look` afterwards.
 """
@@ -11,10 +14,17 @@ calls `look` afterwards.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.errors import BusyError, StaleSessionError, ZstratError
-from zstrat.wire import JoinSession, Message, SessionOpened
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    StaleSessionError,
+    ZstratError,
+)
+from zstrat.wire import Awaited, AwaitedOptimizer, JoinSession, Message, SessionOpened
 
 if TYPE_CHECKING:
     from zstrat.wire import Ownership
@@ -22,7 +32,26 @@ if TYPE_CHECKING:
     from ._store import Store
 
 MOST: Final = 4096
-"""Requests that wait at a time: a worker has one, and there are fewer workers."""
+"""Requests that wait at a time: a worker has one for some hundred variables, and there
+are fewer workers."""
+_LONGEST: Final = 7 * 86400.0
+"""Seconds that anybody may wait."""
+_NAMED: Final = 3
+"""Missing variables that an error names; of more, it says how many."""
+
+_ORDER: Final = (
+    "all programs of a cluster create the same variables and optimizers, in the same "
+    "order"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """Who asked for what, and what ends it if that does not come."""
+
+    peer: object
+    message: JoinSession
+    timer: asyncio.TimerHandle
 
 
 class Joining:
@@ -30,7 +59,7 @@ class Joining:
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store
-        self._waiting: dict[asyncio.Future[Message], tuple[object, JoinSession]] = {}
+        self._waiting: dict[asyncio.Future[Message], _Waiting] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -38,25 +67,30 @@ class Joining:
     def ask(
         self, peer: object, message: JoinSession
     ) -> Message | asyncio.Future[Message]:
-        """The answer, at once or later.
+        """The answer, at once or later: DeadlineExceededError at the latest when the
+        patience of the asker is over.
 
         Raises:
             StaleSessionError: Another session is open, and variables were asked for.
+            InvalidArgumentError: Something else is there under one of the numbers.
             BusyError: Too many wait.
         """
         if (answer := self._answer(message)) is not None:
             return answer
         if len(self._waiting) >= MOST:
             raise BusyError(f"{self._task}: {MOST} workers wait for a session already")
-        waiting: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        self._waiting[waiting] = peer, message
+        loop = asyncio.get_running_loop()
+        waiting: asyncio.Future[Message] = loop.create_future()
+        seconds = min(max(0.0, message.patience), _LONGEST)
+        timer = loop.call_later(seconds, self._late, waiting)
+        self._waiting[waiting] = _Waiting(peer, message, timer)
         return waiting
 
     def look(self) -> None:
         """Answers those whose wish has come true, or never will."""
-        for waiting, (_, message) in list(self._waiting.items()):
+        for waiting, asked in list(self._waiting.items()):
             try:
-                answer = self._answer(message)
+                answer = self._answer(asked.message)
             except ZstratError as error:  # to the worker
                 self._end(waiting, error)
             else:
@@ -65,9 +99,9 @@ class Joining:
 
     def lost(self, peer: object) -> None:
         """Nobody is there to be answered."""
-        gone = [w for w, (asker, _) in self._waiting.items() if asker is peer]
+        gone = [w for w, asked in self._waiting.items() if asked.peer is peer]
         for waiting in gone:
-            del self._waiting[waiting]
+            self._waiting.pop(waiting).timer.cancel()
             waiting.cancel()
 
     def close(self, error: ZstratError) -> None:
@@ -78,7 +112,7 @@ class Joining:
     def _answer(self, message: JoinSession) -> Message | None:
         owner = self._ownership.owner
         if owner is None or message.session not in (0, owner.session):
-            if message.keys or message.optimizers:
+            if message.variables or message.optimizers:
                 raise StaleSessionError(
                     f"{self._task} serves no session {message.session:#x} any more: "
                     "the program that created its variables has ended or was started "
@@ -87,21 +121,86 @@ class Joining:
             return None
         if message.session == 0 and not owner.alive:
             return None
-        store = self._store
-        is_there = all(key in store for key in message.keys) and all(
-            number in store.engine for number in message.optimizers
-        )
-        if not is_there:
+        wishes: list[Awaited | AwaitedOptimizer] = [
+            *message.variables,
+            *message.optimizers,
+        ]
+        for wish in wishes:
+            self._compare(wish)
+        if self._missing(message):
             return None
         return SessionOpened("cpu", 1, resumed=True, session=owner.session)
+
+    def _missing(self, message: JoinSession) -> list[Awaited | AwaitedOptimizer]:
+        store = self._store
+        return [
+            *(wish for wish in message.variables if wish.key not in store),
+            *(w for w in message.optimizers if w.optimizer not in store.engine),
+        ]
+
+    def _compare(self, wish: Awaited | AwaitedOptimizer) -> None:
+        """
+        Raises:
+            InvalidArgumentError: What is there under its number is not what was meant.
+        """
+        there = self._there(wish)
+        if there is None or there == wish:
+            return
+        raise InvalidArgumentError(
+            f"{self._task}: this program creates {_words(wish)} where the chief has "
+            f"created {_words(there)}: {_ORDER}"
+        )
+
+    def _there(
+        self, wish: Awaited | AwaitedOptimizer
+    ) -> Awaited | AwaitedOptimizer | None:
+        """What has the number of a wish."""
+        store = self._store
+        if isinstance(wish, AwaitedOptimizer):
+            if wish.optimizer not in store.engine:
+                return None
+            return wish._replace(name=store.engine.get(wish.optimizer).name)
+        if wish.key not in store:
+            return None
+        (held,) = store.find([wish.key])
+        dtype, shape = held.cell.dtype.name, list(held.cell.shape)
+        return Awaited(wish.key, held.entry.name, dtype, shape)
+
+    def _late(self, waiting: asyncio.Future[Message]) -> None:
+        """The patience of the asker is over."""
+        message = self._waiting[waiting].message
+        missing = self._missing(message)
+        if not missing:
+            what = "there is no session to join"
+        else:
+            names = ", ".join(map(_words, missing[:_NAMED]))
+            more = len(missing) - _NAMED
+            others = f" and {more} more" if more > 0 else ""
+            owner = self._ownership.owner
+            gone = "" if owner is not None and owner.alive else ", which is gone,"
+            what = f"the chief{gone} has not created {names}{others} yet"
+        self._end(
+            waiting,
+            DeadlineExceededError(
+                f"{self._task}: {what}, and was waited for for {message.patience:g} s. "
+                f"Look at what keeps the chief; {_ORDER}, and timeouts.request is how "
+                "long they wait for each other"
+            ),
+        )
 
     def _end(
         self, waiting: asyncio.Future[Message], outcome: Message | ZstratError
     ) -> None:
-        del self._waiting[waiting]
+        self._waiting.pop(waiting).timer.cancel()
         if waiting.done():
             return
         if isinstance(outcome, ZstratError):
             waiting.set_exception(outcome)
         else:
             waiting.set_result(outcome)
+
+
+def _words(wish: Awaited | AwaitedOptimizer) -> str:
+    if isinstance(wish, AwaitedOptimizer):
+        return f"optimizer {wish.name[:80]!r}"
+    return f"variable {wish.name[:80]!r} ({wish.dtype:.20}{wish.shape[:32]})"

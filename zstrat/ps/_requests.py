@@ -24,6 +24,7 @@ from zstrat.wire import (
     PullRows,
     Push,
     Pushed,
+    Withdraw,
 )
 
 from ._creating import CreatePlan
@@ -53,6 +54,7 @@ Plain = (
     | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
+    | Withdraw
 )
 """Requests that are one thing to do; `zstrat.ps._exchange` has the one that is two."""
 
@@ -94,6 +96,9 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
             plan = store.plan_optimizer(optimizer, name, code)
         case DeleteVariables(keys=keys):
             store.delete(keys)
+            return Done()
+        case Withdraw(keys=keys, optimizers=optimizers):
+            store.withdraw(keys, optimizers)
             return Done()
         case _:
             assert_never(message)
@@ -146,6 +151,8 @@ def names_of(message: Request) -> list[Hashable]:
             return list(keys)
         case CreateOptimizer(optimizer=optimizer):
             return [("optimizer", optimizer)]
+        case Withdraw(keys=keys, optimizers=optimizers):
+            return [*keys, *(("optimizer", each) for each in optimizers)]
         case _:
             assert_never(message)
 

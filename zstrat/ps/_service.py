@@ -48,6 +48,7 @@ from zstrat.wire import (
     SessionOpened,
     Statistics,
     StoreTensors,
+    Withdraw,
     WriteSnapshot,
 )
 
@@ -74,6 +75,7 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     InitializeVariables: frozenset({Job.CHIEF}),
     DeleteVariables: frozenset({Job.CHIEF}),
     CreateOptimizer: frozenset({Job.CHIEF}),
+    Withdraw: frozenset({Job.CHIEF}),
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),

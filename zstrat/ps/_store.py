@@ -215,6 +215,14 @@ class Store:
             version = self._held.pop(key).version
             self._first_version = max(self._first_version, version + 1)
 
+    def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
+        """Drops what is there of a creation that failed elsewhere."""
+        self.delete([key for key in keys if key in self._held])
+        for number in optimizers:
+            self._engine.forget(number)
+            for held in self._held.values():
+                held.slots.pop(number, None)
+
     def clear(self) -> None:
         """Drops the session's variables, optimizers and memory of pushes.
 

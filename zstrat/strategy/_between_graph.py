@@ -6,23 +6,27 @@ same order, wait for them. From then on each reads and updates as it comes. The 
 of one program are in sync; those of different programs are not.
 
 Law of the file: a variable is told by its place in the order of creation, which must be
-the same in all programs.
+the same in all programs. A creation that failed has no place in it, in any of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
 from zstrat.cluster import (
     TFConfigClusterResolver,
+    id_in_cluster,
     is_chief,
     normalize_cluster_spec,
     task_count,
+    worker_count,
 )
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession
+from zstrat.data import InputContext
 
 from ._devices import short_name
 from ._extended import StrategyExtended
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
     from zstrat.program._collective import Team
     from zstrat.variables import AbstractVariable, Creator
 
+    from ._inputs import Inputs
     from ._server_session import ServerSession
 
     Connect = Callable[[ClusterSpec, Settings, bool, int], ServerSession]
@@ -110,7 +115,15 @@ class BetweenGraphStrategy(Strategy):
     """Asynchronous training of several programs with variables on parameter servers.
 
     Blocks until all ps answer, and, in a program that is not the chief, until the chief
-    has come. Variables created in `scope` go to the ps in turn.
+    has come. Variables created in `scope` go to the ps in turn. A program that is not
+    the chief waits for them, for ``timeouts.request``: DeadlineExceededError if the
+    chief has not created them by then (trying again is fine), and InvalidArgumentError
+    if it has created others in their place.
+
+    Every program distributes datasets of its own: the functions of
+    `distribute_datasets_from_function` are told which program this is (the chief first,
+    then the workers), and `experimental_distribute_dataset` cuts for the replicas of
+    this program alone, so that all programs read all of the data.
 
     Args:
         cluster_resolver: Tells the tasks of the cluster, and which one this program is.
@@ -141,6 +154,11 @@ class BetweenGraphStrategy(Strategy):
         self._resolver = resolver
         found = jax.local_devices() if devices is None else devices
         self._mesh = LocalMesh(self, list(found))
+        self._pipeline = InputContext(
+            worker_count(spec, job),
+            id_in_cluster(spec, job, index),
+            self._mesh.replicas,
+        )
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")
         self._variables = ServerVariables(self._session, ps_count)
@@ -190,6 +208,11 @@ class BetweenGraphStrategy(Strategy):
 
     def _team(self) -> Team:
         return self._mesh.team
+
+    def _function_inputs(self) -> Inputs:
+        # A dataset that is given to all programs is whole in each of them, as in TF:
+        # only functions are told that there are several.
+        return replace(self._inputs(), context=self._pipeline)
 
     def _run_replicas(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]

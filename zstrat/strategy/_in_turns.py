@@ -213,6 +213,13 @@ class _Positions:
             )
         return made.optimizers[self._optimizers - 1]
 
+    def forget_optimizer(self, optimizer: int) -> None:
+        self._optimizers -= 1
+        if self._number == 0:
+            assert self._made.inner is not None
+            self._made.optimizers.pop()
+            self._made.inner.forget_optimizer(optimizer)
+
     def _found(self, request: Request) -> AbstractVariable:
         place = self._variables
         self._variables += 1

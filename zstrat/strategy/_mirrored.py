@@ -140,6 +140,11 @@ class MirroredVariables:
         self._optimizers.append(optimizer)
         return next_id()
 
+    def forget_optimizer(self, optimizer: int) -> None:
+        """The last one will not run in any step."""
+        del optimizer
+        self._optimizers.pop()
+
     def _made(self, request: Request, value: np.ndarray) -> Variable:
         is_on_read = request.synchronization is VariableSynchronization.ON_READ
         home = self._home(value, request.aggregation if is_on_read else None)

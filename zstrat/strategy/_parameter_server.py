@@ -22,7 +22,8 @@ from zstrat.program import worker_context
 from zstrat.variables import AbstractVariable, Variable, recorder
 
 from ._extended import StrategyExtended
-from ._placement import PlacementRule, ServerVariables
+from ._numbers import PlacementRule
+from ._placement import ServerVariables
 from ._strategy import Strategy
 from ._unbuilt import UnbuiltDataset
 

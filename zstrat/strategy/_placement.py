@@ -1,16 +1,12 @@
-"""Where new variables go, and how a handle reaches its value there.
+"""Variables on parameter servers: how they are made, read and updated through handles.
 
-`Placement` decides (no I/O): round robin over the parameter servers in the order of
-creation, one counter per strategy, as TF does, or by bytes. `ServerVariables` carries
-it out: it is the creator of the strategy's scope and the home of all that was created
-in it.
+`ServerVariables` is the creator of the strategy's scope and the home of all that was
+created in it. Where each goes and what key it has is decided elsewhere (`_numbers`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-import itertools
 import threading
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +16,7 @@ from zstrat.program import dump_code
 from zstrat.variables import DeferredValue, Variable, VariableSpec, handle, joined
 
 from ._drafts import draft
+from ._numbers import Numbers, Placement, PlacementRule
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,49 +42,6 @@ _colocated: Final[ContextVar[Variable | None]] = ContextVar(
 )
 """The variable that new ones are placed with, in ``colocate_vars_with``."""
 
-_BLOCK_BITS: Final = 20
-_BLOCKS: Final = 2**40
-
-
-class PlacementRule(enum.StrEnum):
-    """Which ps a new component goes to."""
-
-    ROUND_ROBIN = "round_robin"
-    BYTES = "bytes"
-
-
-class Placement:
-    """Decides on which ps the next component lives."""
-
-    def __init__(
-        self, ps_count: int, rule: PlacementRule = PlacementRule.ROUND_ROBIN
-    ) -> None:
-        self._rule = rule
-        self._placed = 0
-        self._bytes = [0] * ps_count
-
-    def place(self, sizes: Sequence[int], beside: int | None = None) -> list[int]:
-        """Task indices for new components of these bytes: in turn, or each to the ps
-        with the fewest bytes, the first of several. ``beside`` puts all of them there
-        and leaves the turn of the others as it is."""
-        where = []
-        for size in sizes:
-            ps = self._next() if beside is None else beside
-            self._bytes[ps] += size
-            where.append(ps)
-        return where
-
-    def free(self, ps: int, size: int) -> None:
-        """A component of that many bytes is gone."""
-        self._bytes[ps] -= size
-
-    def _next(self) -> int:
-        if self._rule is PlacementRule.BYTES:
-            return min(range(len(self._bytes)), key=self._bytes.__getitem__)
-        ps = self._placed % len(self._bytes)
-        self._placed += 1
-        return ps
-
 
 class ServerVariables:
     """Creates variables and optimizers on the parameter servers, and reads and updates
@@ -104,11 +58,8 @@ class ServerVariables:
         rule: PlacementRule = PlacementRule.ROUND_ROBIN,
     ) -> None:
         self._session = session
-        self._placement = Placement(ps_count, rule)
+        self._numbers = Numbers(session.session, Placement(ps_count, rule))
         self._partitioner = partitioner
-        self._first = first_number(session.session)
-        self._created = self._first
-        self._optimizers = self._first
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
 
@@ -131,13 +82,12 @@ class ServerVariables:
         strangers = [
             f"{spec} (key {spec.key})"
             for spec in specs
-            if not self._first < spec.key <= self._created
+            if not self._numbers.has_variable(spec)
         ]
         strangers += [
             repr(optimizer)
             for _, optimizer in plan.targets
-            if optimizer is not None
-            and not self._first < optimizer.id <= self._optimizers
+            if optimizer is not None and not self._numbers.has_optimizer(optimizer.id)
         ]
         if strangers:
             raise NotFoundError(
@@ -164,7 +114,8 @@ class ServerVariables:
 
     def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
         """New variables, in one round trip per ps for all values that are made here,
-        and one for each initializer that runs there.
+        and one for each initializer that runs there. If one cannot be created, none of
+        them is, and the next ones are counted as if nothing had been asked for.
 
         Raises:
             ValueError: A request has no initial value, or the partitioner's answer is
@@ -175,13 +126,10 @@ class ServerVariables:
         partitioner = self._partitioner if beside is None else None
         drafts = [draft(request, partitioner) for request in requests]
         with self._lock:
-            specs = [self._specs(each, beside) for each in drafts]
-            try:
+            self._withdraw()
+            with self._numbers.taking():
+                specs = [self._numbers.components(each, beside) for each in drafts]
                 self._make(drafts, specs)
-            except BaseException:
-                for spec in itertools.chain(*specs):
-                    self._placement.free(spec.ps, spec.nbytes)
-                raise
         return [self._made(*new) for new in zip(drafts, specs, strict=True)]
 
     def delete_variables(self, variables: Sequence[Variable]) -> None:
@@ -202,8 +150,7 @@ class ServerVariables:
             return
         self._session.delete_variables([each.spec for each in variables])
         with self._lock:
-            for variable in variables:
-                self._placement.free(variable.spec.ps, variable.spec.nbytes)
+            self._numbers.freed(variables)
 
     def register_optimizer(self, optimizer: Optimizer) -> int:
         """Ships the transformation to every ps, which tries it there.
@@ -214,10 +161,16 @@ class ServerVariables:
         """
         code = dump_code(optimizer.transformation)
         with self._lock:
-            self._optimizers += 1
-            number = self._optimizers
-            self._session.create_optimizer(number, optimizer.name, code)
+            self._withdraw()
+            with self._numbers.taking():
+                number = self._numbers.optimizer()
+                self._session.create_optimizer(number, optimizer.name, code)
         return number
+
+    def forget_optimizer(self, optimizer: int) -> None:
+        """Its number goes to the next one, as it has no handle."""
+        with self._lock:
+            self._numbers.give_back(optimizer)
 
     # ---- the home of the variables ---------------------------------------------------
 
@@ -266,14 +219,12 @@ class ServerVariables:
         number = 0 if optimizer is None else optimizer.id
         await self._session.update_async(variable.spec, op, number, operands)
 
-    def _specs(self, new: Draft, beside: Variable | None) -> list[VariableSpec]:
-        """The components of a new variable, with keys and places."""
-        where = self._placement.place(
-            new.sizes, None if beside is None else beside.spec.ps
-        )
-        first = self._created + 1
-        self._created += len(where)
-        return [new.spec(n, first + n, ps) for n, ps in enumerate(where)]
+    def _withdraw(self) -> None:
+        """Removes what a failed creation has left, before its keys are used again."""
+        specs, optimizers = self._numbers.doubtful
+        if specs or optimizers:
+            self._session.withdraw(specs, optimizers)
+            self._numbers.settled()
 
     def _make(
         self, drafts: Sequence[Draft], specs: Sequence[list[VariableSpec]]
@@ -315,12 +266,3 @@ def _sent(
     optimizer: Optimizer | None,
 ) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
     return variable.spec, op, 0 if optimizer is None else optimizer.id, operands
-
-
-def first_number(session: int) -> int:
-    """What the keys and optimizer ids of a session are counted from.
-
-    A handle that outlives its session must not name a variable of the next one by
-    chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
-    """
-    return session % _BLOCKS << _BLOCK_BITS

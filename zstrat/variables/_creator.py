@@ -51,6 +51,10 @@ class Creator(Protocol):
         """Makes the optimizer known where the variables live; returns its id there."""
         ...
 
+    def forget_optimizer(self, optimizer: int) -> None:
+        """The last one that was made known has no handle: creating it failed later."""
+        ...
+
 
 Aside: TypeAlias = "Creator | _Unset | None"
 Before: TypeAlias = "Token[Creator | _Unset | None]"

@@ -65,13 +65,21 @@ class Optimizer:
         )
         """Unique in the session; negative for an optimizer of this process."""
         if count_iterations:
-            self.iterations = Variable(
-                0,
-                trainable=False,
-                name=f"{self.name}/iterations",
-                dtype="int32",
-                aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
-            )
+            try:
+                self.iterations = self._counter()
+            except BaseException:
+                if current is not None:
+                    current.forget_optimizer(self.id)
+                raise
+
+    def _counter(self) -> Variable:
+        return Variable(
+            0,
+            trainable=False,
+            name=f"{self.name}/iterations",
+            dtype="int32",
+            aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
+        )
 
     @property
     def transformation(self) -> Any:

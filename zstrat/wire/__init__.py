@@ -15,6 +15,8 @@ from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import Awaited as Awaited
+from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
 from ._messages import BuildResource as BuildResource
@@ -84,6 +86,7 @@ from ._messages import TensorEntry as TensorEntry
 from ._messages import Update as Update
 from ._messages import UpdateOp as UpdateOp
 from ._messages import VariableEntry as VariableEntry
+from ._messages import Withdraw as Withdraw
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership

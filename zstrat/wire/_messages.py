@@ -64,6 +64,8 @@ from ._step_messages import Outcome as Outcome
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode
 from ._step_messages import ResourceBuilt as ResourceBuilt
+from ._task_messages import Awaited as Awaited
+from ._task_messages import AwaitedOptimizer as AwaitedOptimizer
 from ._task_messages import CloseSession as CloseSession
 from ._task_messages import Done as Done
 from ._task_messages import Failure as Failure
@@ -88,6 +90,7 @@ from ._variable_messages import Read as Read
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry
+from ._variable_messages import Withdraw as Withdraw
 
 Message = (
     Hello
@@ -112,6 +115,7 @@ Message = (
     | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
+    | Withdraw
     | Pull
     | PullRows
     | Pulled

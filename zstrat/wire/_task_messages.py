@@ -7,7 +7,7 @@ asked, and what belongs to it is dropped with it (`zstrat.wire._session`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from ._plain import PlainTree  # noqa: TC001
 
@@ -75,16 +75,35 @@ class SessionOpened:
     session: int = 0
 
 
+class Awaited(NamedTuple):
+    """A variable that another program has to create under this key."""
+
+    key: int
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class AwaitedOptimizer(NamedTuple):
+    """An optimizer that another program has to create under this number."""
+
+    optimizer: int
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class JoinSession:
     """A worker that runs a program of its own asks a ps for the session of the program
     that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
-    any whose coordinator is there) and all these variables and optimizers are in it."""
+    any whose coordinator is there) and all these variables and optimizers are in it;
+    refused if another one is there in place of one of them, or after ``patience``
+    seconds."""
 
     kind: ClassVar = 19
     session: int
-    keys: list[int]
-    optimizers: list[int]
+    variables: list[Awaited]
+    optimizers: list[AwaitedOptimizer]
+    patience: float
 
 
 @dataclass(frozen=True, slots=True)

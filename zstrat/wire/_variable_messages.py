@@ -93,6 +93,17 @@ class CreateOptimizer:
     code: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """A creation has failed, and its numbers will be given to others: drops what is
+    there of these variables and optimizers. Answered by `Done`, also if nothing is."""
+
+    kind: ClassVar = 65
+    session: int
+    keys: list[int]
+    optimizers: list[int]
+
+
 class Read(NamedTuple):
     """``known`` is the version that the reader holds, -1 for none."""
 

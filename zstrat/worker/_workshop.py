@@ -278,6 +278,9 @@ class _Refusing:
             "create it on the coordinator, inside strategy.scope()"
         )
 
+    def forget_optimizer(self, optimizer: int) -> None:
+        raise ValueError(f"optimizer {optimizer} was not created on this worker")
+
 
 def _push(result: StepResult) -> list[PsUpdate] | None:
     return [
