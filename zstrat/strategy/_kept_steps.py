@@ -42,9 +42,7 @@ _PLAIN: Final = (int, str, bytes, bool, type(None), complex)
 class KeptStep:
     """A function as a step that does nothing but run it.
 
-    ``why_not`` says what keeps it from being one, once that is known. ``numbers`` are
-    inputs of its programs: True; each is traced: False; None until known. ``are_tried``
-    once they were inputs.
+    ``why_not`` says what keeps it from being one, once that is known.
     """
 
     step: Function
@@ -53,8 +51,6 @@ class KeptStep:
     """Holds the objects that ``marks`` names by their identity."""
     origin: weakref.ref[Any] | None
     why_not: str | None = None
-    numbers: bool | None = None
-    are_tried: bool = False
 
     @property
     def is_live(self) -> bool:

@@ -126,7 +126,10 @@ class Strategy(FirstVersion):
         traced once. In a step (`zs.function`) it is part of the step. The strategies of
         one process compile it elsewhere, too, and find it again by its code and what it
         has captured; what Python does in it beside computing (prints, lists that grow)
-        then happens when it is traced, as in ``tf.function``.
+        then happens when it is traced, as in ``tf.function``. Python numbers among its
+        arguments stay numbers in it, there, and each value is compiled as a program of
+        its own: pass one that changes from call to call (the number of the step, a
+        learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning` tells.
 
         Replicas run one after the other, in turns, if ``fn`` is not pure, that is, if
 
