@@ -17,7 +17,13 @@ from zstrat.collectives import ReduceOp
 from zstrat.program._collective import Together, summable, together
 from zstrat.program._cross import first_of, gather_from, sum_over
 from zstrat.program._substitution import is_live
-from zstrat.variables import IndexedSlices, is_staging, recorder
+from zstrat.variables import (
+    IndexedSlices,
+    cut_for_mean,
+    is_staging,
+    mean_of_cut,
+    recorder,
+)
 
 from ._one_array import require_axes
 from ._per_replica import PerReplica, on_one_device, select_replica
@@ -146,7 +152,12 @@ def _combined(
         joined = _joined(team, slices, mean)
         return joined.indices, joined.values
     (column,) = zip(*several, strict=True)
-    return (_summed(team, column, mean).astype(column[0].dtype),)
+    dtype = column[0].dtype
+    if mean and dtype.kind in "iu":
+        cut = zip(*[cut_for_mean(x, team.size) for x in column], strict=True)
+        sums = [_summed(team, each, mean=False) for each in cut]
+        return (mean_of_cut(sums, team.size).astype(dtype),)
+    return (_summed(team, column, mean).astype(dtype),)
 
 
 def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
