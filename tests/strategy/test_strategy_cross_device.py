@@ -89,9 +89,3 @@ def test_replicas_have_values_of_one_kind_and_shape(ops):
     second = zs.PerReplica((np.ones(1), np.ones(2)))
     with pytest.raises(ValueError, match=r"different shapes .*\(2,\), \(1,\)"):
         ops.batch_reduce("sum", [(first, HERE), (second, HERE)])
-
-
-@pytest.mark.parametrize("ops", OPS[:4:3])
-def test_truth_values_are_reduced_alike(ops):
-    assert bool(ops.reduce("sum", zs.PerReplica((True, False)), HERE)) is True
-    assert ops.reduce("sum", zs.PerReplica((True, True)), HERE).dtype == bool

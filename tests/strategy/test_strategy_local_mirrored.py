@@ -206,30 +206,6 @@ def test_a_number_that_is_the_same_everywhere_stays_a_number(two):
     assert [int(x) for x in found.values] == [2, 4]
 
 
-def test_numbers_that_change_become_inputs(two):
-    traces = []
-
-    def fn(x, rate):
-        traces.append(rate)
-        return x * rate
-
-    x = two._mesh.place_batch(np.ones(2, np.float32))
-    for number in range(2):
-        two.run(fn, (x, 0.5 + number))
-    count = None
-    for number in range(2, 6):
-        result = two.run(fn, (x, 0.5 + number))
-        assert result.whole.tolist() == [0.5 + number] * 2
-        count = count or len(traces)
-    assert len(traces) == count
-
-    def shaped(x, n):
-        return jnp.zeros(n) + x
-
-    for n in (1, 2, 3, 4):
-        assert two.run(shaped, (1.0, n)).whole.shape == (2 * n,)
-
-
 def test_tensorflows_example_of_reduce(two):
     def step_fn():
         return jnp.asarray(zs.get_replica_context().replica_id_in_sync_group)

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
-from zstrat.variables import IndexedSlices, Variable, VariableAggregation
+from zstrat.variables import (
+    IndexedSlices,
+    Variable,
+    VariableAggregation,
+    cut_for_mean,
+    mean_of_cut,
+)
 from zstrat.wire import UpdateOp
 
 from ._cross import Channel, first_of, gather_from, sum_over
@@ -87,7 +93,8 @@ class Team:
     def aggregate(
         self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it.
+        """Operands of one update for all the replicas that make it. The mean of
+        integers is one, exactly; what is behind the point is left out.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
@@ -102,8 +109,11 @@ class Team:
         mean = how is Together.MEAN
         if has_rows:
             return self._rows(operands, mean)
-        reduced = self.reduced(operands, mean)[0]
-        return (reduced.astype(operands[0].dtype),)
+        (operand,) = operands
+        if mean and operand.dtype.kind in "iu":
+            sums = self.reduced(cut_for_mean(operand, self.size), mean=False)
+            return (mean_of_cut(sums, self.size).astype(operand.dtype),)
+        return (self.reduced(operands, mean)[0].astype(operand.dtype),)
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""

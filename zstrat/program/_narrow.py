@@ -43,7 +43,7 @@ def wide_leaves(
     """The leaves of inputs and elements, by number, that jax would take for integers of
     fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""
     leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
-    found = [number for number, leaf in enumerate(leaves) if _is_narrowed(leaf)]
+    found = [number for number, leaf in enumerate(leaves) if is_narrowed(leaf)]
     if not found:
         return {}
     args, kwargs = call.treedef.unflatten(call.leaves)
@@ -112,7 +112,7 @@ def require_fitting(
 def fits(leaf: Any) -> bool:
     """Whether jax takes integers of numpy for what they are; all else fits. Cost: a
     pass over those that jax takes for ones of fewer bits."""
-    if not _is_narrowed(leaf) or not leaf.size:
+    if not is_narrowed(leaf) or not leaf.size:
         return True
     fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
     return bool(fit.min <= int(leaf.min()) and int(leaf.max()) <= fit.max)
@@ -138,7 +138,8 @@ def _wrong(leaf: np.ndarray) -> int:
     return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
 
 
-def _is_narrowed(leaf: Any) -> bool:
+def is_narrowed(leaf: Any) -> bool:
+    """Whether it has integers of numpy that jax takes for ones of fewer bits."""
     if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
         return False
     return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize

@@ -23,7 +23,7 @@ from ._held import Held
 from ._iterator import Element
 from ._retrace import Staged, Traced
 from ._rows_program import RowsProgram
-from ._signature import describe, require_traceable
+from ._signature import describe, plain_numbers, require_traceable
 from ._staged import StagedProgram
 from ._whole import WholeProgram
 
@@ -44,7 +44,8 @@ HereProgram = StagedProgram | WholeProgram
 AnyProgram = Program | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
-"""Numbers of traces at which it is said (TF warns at the fifth)."""
+"""Numbers of traces at which it is said (TF warns at the fifth); then at each multiple
+of the last one."""
 
 
 class RetraceWarning(UserWarning):
@@ -223,7 +224,7 @@ class Programs:
         words = describe(args, kwargs, draws.elements)
         if signature.asks_context:
             words["the worker"] = str(worker_context.get())
-        self._count(words, is_stale)
+        self._count(words, plain_numbers(args, kwargs), is_stale)
         return program
 
     def _made(self, plan: Plan, body: Template | Traced | Staged) -> AnyProgram:
@@ -243,17 +244,23 @@ class Programs:
             if not oldest.programs:
                 self._signatures.popitem(last=False)
 
-    def _count(self, words: dict[str, str], is_stale: bool) -> None:
+    def _count(
+        self, words: dict[str, str], plain: Mapping[str, type], is_stale: bool
+    ) -> None:
         before, self._words = self._words, words
         last, self._around = self._around, surrounding()
         self.trace_count += 1
-        if self.trace_count not in WARN_AT:
+        if self.trace_count not in WARN_AT and self.trace_count % WARN_AT[-1]:
             return
+        others = [
+            place
+            for place in dict.fromkeys((*before, *words))
+            if before.get(place) != words.get(place)
+        ]
         changed = [
             f"{place} was {before.get(place, 'not there')} and is "
             f"{words.get(place, 'not there')}"
-            for place in dict.fromkeys((*before, *words))
-            if before.get(place) != words.get(place)
+            for place in others
         ]
         if last != self._around:
             changed.append(
@@ -267,9 +274,25 @@ class Programs:
         warnings.warn(
             f"the step function {self._step!r} was traced {self.trace_count} times, "
             "and each trace is compiled. Since the last one: "
-            f"{'; '.join(changed) or 'an argument compares unequal'}. Give arrays of "
-            "equal shapes and dtypes (pad the last batch), and pass what is not an "
-            "array but changes as a number or array",
+            f"{'; '.join(changed) or 'an argument compares unequal'}. "
+            f"{_advice([plain[place] for place in others if place in plain])}",
             RetraceWarning,
             stacklevel=2,
         )
+
+
+def _advice(numbers: Sequence[type]) -> str:
+    """What to do, where Python numbers of these types changed that stay what they
+    are."""
+    if not numbers:
+        return (
+            "Give arrays of equal shapes and dtypes (pad the last batch), and pass "
+            "what is not an array but changes as a number or array"
+        )
+    name = {int: "np.int32", float: "np.float32"}.get(numbers[0], "np.complex64")
+    return (
+        f"A Python {numbers[0].__name__} that strategy.run is given outside of a step "
+        "is one in the function, too, and each value is a program of its own: pass a "
+        f"number that changes from call to call as an array, {name}(...) or "
+        "jnp.asarray(...), or call run in a zs.function that is given the number"
+    )

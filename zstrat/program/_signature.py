@@ -5,6 +5,8 @@
   jax.
 - Booleans, strings and other hashable values are *static*: each value names a program
   of its own, and the body may branch on it.
+- A number in a `Plain` is static, too: ``strategy.run`` outside of a step calls a
+  function with the numbers that it was given.
 - Variables and optimizers are named by their identity in the session; the element
   types of iterators are found when elements are drawn.
 
@@ -33,6 +35,25 @@ if TYPE_CHECKING:
     from ._structure import TreeDef
 
 _NUMBERS: Final = frozenset((int, float, complex))
+
+
+class Plain:
+    """A Python number that stays one in a step, of which each value is traced."""
+
+    __slots__ = ("_key", "value")
+
+    def __init__(self, value: complex) -> None:
+        self.value = value
+        self._key = type(value), repr(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +165,15 @@ def describe(
     return words
 
 
+def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, type]:
+    """The places of the numbers that stay what they are, with their types."""
+    return {
+        place: type(leaf.value)
+        for place, leaf in _places(args, kwargs)
+        if isinstance(leaf, Plain)
+    }
+
+
 def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashable:
     for ordinal, known in enumerate(iterators):
         if known is leaf:
@@ -199,4 +229,6 @@ def _words(leaf: Any) -> str:
         return str(leaf.table)
     if type(leaf) in _NUMBERS:
         return f"a Python {type(leaf).__name__}"
+    if isinstance(leaf, Plain):
+        return f"{leaf!r:.60}"
     return f"{type(leaf).__name__} {leaf!r:.60}"

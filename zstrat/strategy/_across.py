@@ -24,6 +24,7 @@ from ._values import (
     PerReplica,
     as_array,
     as_axes,
+    computable,
     concatenate,
     is_whole,
     require_axes,
@@ -145,4 +146,5 @@ def _summed(arrays: Sequence[Any], axes: tuple[int, ...] | None) -> tuple[Any, i
             f"{sorted({a.shape for a in arrays})}; give an axis to reduce over, or use "
             "gather"
         )
-    return sum(arrays[1:], start=arrays[0]), count
+    first, *others = computable(arrays)
+    return sum(others, start=first), count

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._narrow import uncut
+from zstrat.program._signature import Plain
 from zstrat.program._spread import Spread
 from zstrat.variables import recorder
 
@@ -31,25 +32,6 @@ NUMBERS: Final = (int, float, complex)
 
 class UnevenParts(ValueError):
     """The replicas' parts of an argument cannot be one array."""
-
-
-class Plain:
-    """A Python number that stays one in a step, of which each value is traced."""
-
-    __slots__ = ("_key", "value")
-
-    def __init__(self, value: complex) -> None:
-        self.value = value
-        self._key = type(value), repr(value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plain) and other._key == self._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __repr__(self) -> str:
-        return repr(self.value)
 
 
 def unwrapped(tree: Any) -> Any:

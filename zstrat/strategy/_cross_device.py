@@ -4,8 +4,9 @@ XLA reduces inside of steps; these are what TF's programs name when they make a
 strategy, and what they call to reduce values outside of steps. Values are packed as TF
 does it, so that few large arrays travel in place of many small ones.
 
-Law of the file: the result is the same whichever class it comes from, up to the order
-in which numbers are added.
+Law of the file: the result is the same whichever class it comes from, and that of
+``strategy.reduce``, up to the order in which numbers are added. What numpy holds on all
+replicas is reduced by numpy, and narrowed by nobody.
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
+from zstrat.program._collective import summable
+from zstrat.program._narrow import is_narrowed
 from zstrat.variables import IndexedSlices
 
+from ._packs import Packed, by_dtype
 from ._per_replica import DistributedValues, Mirrored
 from ._places import places, put
-from ._values import as_array, is_whole, reduce_values, reduction
+from ._values import (
+    as_array,
+    computable,
+    is_whole,
+    reduce_slices,
+    reduce_values,
+    reduction,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +65,7 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
             ValueError: ``destinations`` is none of these, or there is no value.
+            TypeError: The value is no array.
         """
         return self.batch_reduce(
             reduce_op, [(per_replica_value, destinations)], options
@@ -69,20 +81,21 @@ class CrossDeviceOps(abc.ABC):
 
         Raises:
             ValueError: As `reduce`, or what is given is no list of pairs.
+            TypeError: As `reduce`.
         """
         del options
         op = reduction(reduce_op)
         values, where = [], []
         for value, destination in checked_pairs(value_destination_pairs):
             where.append(places(destination))
-            values.append(_parts(value))
+            values.append(_parts(value, op))
         sparse = [any(isinstance(x, IndexedSlices) for x in parts) for parts in values]
         dense = [
             v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
         ]
         reduced = iter(self._reduce_dense(op, dense))
         found = [
-            _joined(op, parts) if is_sparse else next(reduced)
+            reduce_slices(op, parts) if is_sparse else next(reduced)
             for parts, is_sparse in zip(values, sparse, strict=True)
         ]
         return [put(*pair) for pair in zip(found, where, strict=True)]
@@ -126,7 +139,9 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        """The sum or mean of arrays of one shape and dtype, one for each replica."""
+        """The sum or mean of arrays of one shape and dtype, one for each replica, where
+        they lie. Their dtype holds the sum: booleans came to be integers, and for a
+        mean narrow integers wider ones."""
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """See `broadcast`."""
@@ -141,8 +156,8 @@ class CrossDeviceOps(abc.ABC):
         if not values or self.num_packs == 0:
             return [self.reduce_implementation(op, parts) for parts in values]
         found: dict[int, jax.Array] = {}
-        for numbers in _by_dtype(values):
-            packed = _Packed.of([values[n] for n in numbers], self.num_packs)
+        for numbers in by_dtype(values):
+            packed = Packed.of([values[n] for n in numbers], self.num_packs)
             reduced = [self.reduce_implementation(op, x) for x in packed.packs]
             found.update(zip(numbers, packed.unpacked(reduced), strict=True))
         return [found[n] for n in range(len(values))]
@@ -170,7 +185,10 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
         device = self.reduce_to_device
-        here = [jax.device_put(p, device) if device else as_array(p) for p in parts]
+        if device is None or any(map(is_narrowed, parts)):
+            here = computable(parts)
+        else:
+            here = [jax.device_put(part, device) for part in parts]
         total = self.accumulation_fn(here)
         return total if op is ReduceOp.SUM else total / len(parts)
 
@@ -186,8 +204,10 @@ class _AllReduce(CrossDeviceOps):
         self.num_packs = num_packs
 
     def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        stacked = jnp.stack([jnp.asarray(part) for part in parts])
-        total = jnp.sum(stacked, 0, dtype=stacked.dtype)
+        there = computable(parts)
+        of = jnp if any(isinstance(part, jax.Array) for part in there) else np
+        stacked = of.stack(there)
+        total = stacked.sum(0, dtype=stacked.dtype)
         return total if op is ReduceOp.SUM else total / len(parts)
 
 
@@ -215,56 +235,8 @@ class HierarchicalCopyAllReduce(_AllReduce):
     """
 
 
-class _Packed:
-    """Values of several replicas as a few flat arrays: all of them one after the other,
-    cut into equal packs, the last of which has the remainder."""
-
-    def __init__(self, packs: list[list[jax.Array]], shapes: list[Any]) -> None:
-        self.packs = packs
-        self._shapes = shapes
-
-    @classmethod
-    def of(cls, values: Sequence[Sequence[Any]], count: int) -> _Packed:
-        shapes = [np.shape(parts[0]) for parts in values]
-        flat = [
-            jnp.concatenate([jnp.ravel(jnp.asarray(x)) for x in mine])
-            for mine in zip(*values, strict=True)
-        ]
-        size = flat[0].size // count
-        cuts = [size * n for n in range(1, count)]
-        pieces = [jnp.split(array, cuts) for array in flat]
-        return cls([list(pack) for pack in zip(*pieces, strict=True)], shapes)
-
-    def unpacked(self, packs: Sequence[jax.Array]) -> list[jax.Array]:
-        """The values, of what became of the packs."""
-        flat = jnp.concatenate([jnp.ravel(pack) for pack in packs])
-        sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self._shapes]
-        pieces = jnp.split(flat, list(np.cumsum(sizes[:-1])))
-        return [
-            piece.reshape(shape)
-            for piece, shape in zip(pieces, self._shapes, strict=True)
-        ]
-
-
-def _by_dtype(values: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Numbers of values that may share an array."""
-    groups: dict[Any, list[int]] = {}
-    for number, parts in enumerate(values):
-        groups.setdefault(jnp.asarray(parts[0]).dtype, []).append(number)
-    return list(groups.values())
-
-
 def _added(arrays: list[jax.Array]) -> jax.Array:
     return sum(arrays[1:], start=arrays[0])
-
-
-def _joined(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
-    """One after the other; duplicates are kept."""
-    values = jnp.concatenate([jnp.asarray(part.values) for part in parts])
-    indices = jnp.concatenate([jnp.asarray(part.indices) for part in parts])
-    if op is ReduceOp.MEAN:
-        values = values / len(parts)
-    return IndexedSlices(values, indices, parts[0].dense_shape)
 
 
 def checked_pairs(pairs: Pairs) -> Pairs:
@@ -283,14 +255,24 @@ def checked_pairs(pairs: Pairs) -> Pairs:
     return pairs
 
 
-def _parts(value: Any) -> tuple[Any, ...]:
+def _parts(value: Any, op: ReduceOp) -> list[Any]:
     """One for each replica; a value that is not distributed is that of one device."""
+    parts: tuple[Any, ...] = (value,)
     if isinstance(value, DistributedValues):
         if not value.replicas:
             raise ValueError("`per_replica_value` must be non-empty")
-        _require_alike(value.values)
-        return value.values
-    return (value if isinstance(value, IndexedSlices) else jnp.asarray(value),)
+        parts = value.values
+        _require_alike(parts)
+    if isinstance(parts[0], IndexedSlices):
+        return list(parts)
+    arrays = [as_array(part) for part in parts]
+    for part, array in zip(parts, arrays, strict=True):
+        if array.dtype == object:
+            raise TypeError(
+                f"`per_replica_value` is a {type(part).__name__}: expected arrays; "
+                "give each array of a container by itself (batch_reduce)"
+            )
+    return [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
 
 
 def _require_alike(parts: Sequence[Any]) -> None:

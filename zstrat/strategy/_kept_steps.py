@@ -3,8 +3,9 @@
 A function is known by its code and by what it has captured: cells of its closure,
 defaults, globals that it names, the object that it is a method of. So a lambda that is
 made anew for each call is the same function as long as it captures the same objects,
-and one that captures other ones, or whose global was bound anew, is another. What
-happens *inside* a captured object (an item of a list) is not seen, as by
+and one that captures other ones, or whose global was bound anew, is another; a global
+of a function of the same module that it calls, too (`_watched`). What happens *inside*
+a captured object (an item of a list, a global of another module) is not seen, as by
 ``tf.function``.
 
 Law of the file: a step is kept as long as its function lives. Of those that are gone
@@ -23,8 +24,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function
 
+from ._watched import Watched, captured_values, is_global
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterator
+    from collections.abc import Callable, Hashable
 
     Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -42,19 +45,16 @@ _PLAIN: Final = (int, str, bytes, bool, type(None), complex)
 class KeptStep:
     """A function as a step that does nothing but run it.
 
-    ``why_not`` says what keeps it from being one, once that is known. ``numbers`` are
-    inputs of its programs: True; each is traced: False; None until known. ``are_tried``
-    once they were inputs.
+    ``why_not`` says what keeps it from being one, once that is known.
     """
 
     step: Function
     marks: Hashable
     captured: list[Any]
     """Holds the objects that ``marks`` names by their identity."""
+    watched: Watched
     origin: weakref.ref[Any] | None
     why_not: str | None = None
-    numbers: bool | None = None
-    are_tried: bool = False
 
     @property
     def is_live(self) -> bool:
@@ -78,12 +78,13 @@ class KeptSteps:
         kept = self._places.get(place)
         if kept is not None:
             for step in kept:
-                if step.marks == marks:
+                if step.marks == marks and step.watched.are_same():
                     return step
         made = KeptStep(
             Function(self._wrap(_without_identity(fn))),
             marks,
             captured,
+            Watched.of(fn),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
@@ -140,9 +141,8 @@ def _named(fn: Any, captured: list[Any], depth: int = 0) -> tuple[int, Hashable]
             )
         case types.FunctionType():
             captured.append(fn.__code__)
-            values = _values(fn)
             return id(fn.__code__), tuple(
-                [_mark(value, captured, depth) for value in values]
+                [_mark(value, captured, depth) for value in captured_values(fn)]
             )
     captured.append(fn)
     return id(fn), ()
@@ -154,35 +154,7 @@ def _mark(value: Any, captured: list[Any], depth: int) -> Hashable:
         return kind, value
     if kind is float:
         return kind, repr(value)  # -0.0 is another one than 0.0
-    if kind is types.FunctionType and depth < _DEPTH and not _is_global(value):
+    if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
         return _named(value, captured, depth + 1)
     captured.append(value)
     return id(value)
-
-
-def _is_global(fn: types.FunctionType) -> bool:
-    """Whether it is the very function that its module has under its name."""
-    return fn.__globals__.get(fn.__name__) is fn
-
-
-def _values(fn: types.FunctionType) -> Iterator[Any]:
-    """What the function has captured, always in the same order."""
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            yield None  # not bound yet
-    yield from fn.__defaults__ or ()
-    yield from (fn.__kwdefaults__ or {}).values()
-    known = fn.__globals__
-    for name in _names(fn.__code__):
-        if name in known:
-            yield known[name]
-
-
-@functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """Names that may be globals, in the function and those defined in it."""
-    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    names = [*code.co_names, *[name for x in inner for name in _names(x)]]
-    return tuple(dict.fromkeys(names))

@@ -26,12 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from zstrat.program._collective import AXIS, Team
 from zstrat.program._narrow import fits
+from zstrat.program._signature import Plain
 from zstrat.program._substitution import is_live
 from zstrat.variables import is_staging, recorder
 
 from ._arguments import (
     NUMBERS,
-    Plain,
     UnevenParts,
     require_all_one_each,
     require_one_each,
@@ -40,7 +40,7 @@ from ._arguments import (
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
 from ._one_program import alone, as_one_program
-from ._own_step import called, returned
+from ._own_step import returned
 from ._per_replica import (
     DistributedValues,
     PerReplica,
@@ -211,10 +211,10 @@ class LocalMesh:
             return self._staged(fn, args, kwargs)
         kept = self._kept.of(fn)
         if kept.why_not is None:
-            tree = self._given((tuple(args), dict(kwargs)))
+            given, named = self._given((tuple(args), dict(kwargs)))
             try:
                 with self._there():
-                    return called(kept, tree)
+                    return kept.step(*given, **named)
             except NeedsTurns as found:
                 if self._is_compiled:
                     raise TypeError(

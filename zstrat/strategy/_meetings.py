@@ -16,7 +16,14 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.program._collective import Together, summable, together
 from zstrat.program._cross import first_of, gather_from, sum_over
-from zstrat.variables import IndexedSlices
+from zstrat.program._substitution import is_live
+from zstrat.variables import (
+    IndexedSlices,
+    cut_for_mean,
+    is_staging,
+    mean_of_cut,
+    recorder,
+)
 
 from ._one_array import require_axes
 from ._per_replica import PerReplica, on_one_device, select_replica
@@ -39,14 +46,34 @@ def merging(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Meeting:
-    """``merge_fn`` is called once, with the values of all replicas."""
+    """``merge_fn`` is called once, with the values of all replicas. Each computes with
+    what it is given, so that comes to its device."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         merged, named = regroup(values, PerReplica)
         result = merge_fn(strategy, *merged, **named)
-        return [select_replica(number, result) for number in range(len(values))]
+        given = [select_replica(number, result) for number in range(len(values))]
+        current = recorder.get()
+        if is_staging() or not (current is None or is_live(current)):
+            return given  # a program knows by itself where things are
+        there = strategy._devices()
+        return [*map(_moved, given, there), *given[len(there) :]]
 
     return Meeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
+
+
+def _moved(tree: Any, device: jax.Device) -> Any:
+    """The pytree, with what is bound to other devices on this one."""
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, device) if _is_away(leaf, device) else leaf,
+        tree,
+    )
+
+
+def _is_away(leaf: Any, device: jax.Device) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    return leaf.committed and leaf.devices() != {device}
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
@@ -125,7 +152,12 @@ def _combined(
         joined = _joined(team, slices, mean)
         return joined.indices, joined.values
     (column,) = zip(*several, strict=True)
-    return (_summed(team, column, mean).astype(column[0].dtype),)
+    dtype = column[0].dtype
+    if mean and dtype.kind in "iu":
+        cut = zip(*[cut_for_mean(x, team.size) for x in column], strict=True)
+        sums = [_summed(team, each, mean=False) for each in cut]
+        return (mean_of_cut(sums, team.size).astype(dtype),)
+    return (_summed(team, column, mean).astype(dtype),)
 
 
 def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:

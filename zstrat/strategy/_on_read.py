@@ -20,6 +20,8 @@ from zstrat.variables import (
     Variable,
     VariableAggregation,
     aggregated,
+    cut_for_mean,
+    mean_of_cut,
     shares_of,
 )
 from zstrat.wire import UpdateOp
@@ -191,6 +193,9 @@ class SyncOnReadVariable(Variable):
         if self.aggregation is not VariableAggregation.MEAN:
             return whole
         processes = self._team.size // self._team.local
+        if whole.dtype.kind in "iu":
+            cut = cut_for_mean(whole, processes)
+            return mean_of_cut(cut, processes).astype(self.dtype)
         return (whole / processes).astype(self.dtype)
 
     def _require_readable(self) -> None:

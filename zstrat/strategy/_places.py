@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.program._collective import AXIS
+from zstrat.program._narrow import fits
 from zstrat.variables import AbstractVariable, DeviceHome, IndexedSlices
 
 from ._devices import device_named
@@ -59,7 +60,10 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
 
 
 def put(value: Any, devices: Sequence[jax.Device]) -> Any:
-    """The value on these devices: `Mirrored` on several, as it is for none."""
+    """The value on these devices: `Mirrored` on several, as it is for none.
+
+    Integers of numpy that jax would cut stay on the host as they are.
+    """
     if not devices or _is_traced(value):
         return value
     if len(devices) > 1:
@@ -71,7 +75,8 @@ def put(value: Any, devices: Sequence[jax.Device]) -> Any:
 
 
 def _mirrored(value: Any, devices: Sequence[jax.Device]) -> Mirrored:
-    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if not is_array or not fits(value):
         return Mirrored((value,) * len(devices))
     array = jax.numpy.asarray(value)
     made: Any = NamedSharding  # untyped
@@ -85,7 +90,7 @@ def _mirrored(value: Any, devices: Sequence[jax.Device]) -> Mirrored:
 
 
 def _on(leaf: Any, device: jax.Device) -> Any:
-    if not isinstance(leaf, jax.Array | np.ndarray):
+    if not isinstance(leaf, jax.Array | np.ndarray) or not fits(leaf):
         return leaf
     return jax.device_put(leaf, device)
 

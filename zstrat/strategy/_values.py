@@ -17,6 +17,7 @@ import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.program._collective import summable
+from zstrat.program._narrow import is_narrowed
 from zstrat.variables import AbstractVariable, IndexedSlices
 
 from ._one_array import (
@@ -155,6 +156,15 @@ def as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
 
 
+def computable(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that may be computed with together: on one device, or all of them numpy's
+    if one has integers that jax would cut."""
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    if any(map(is_narrowed, arrays)) and not is_traced:
+        return [np.asarray(x) for x in arrays]
+    return on_one_device(arrays)
+
+
 def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if axis is None:
         return None
@@ -168,7 +178,9 @@ def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:
     if any(isinstance(part, IndexedSlices) for part in parts):
-        return _reduce_slices(op, parts, axes)
+        if axes is not None:
+            raise ValueError("IndexedSlices are reduced with axis=None")
+        return reduce_slices(op, parts)
     if axes is None and len(parts) == 1:
         return parts[0]
     arrays = [as_array(part) for part in parts]
@@ -185,7 +197,7 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
             "axis to reduce over, or use gather"
         )
     wide = [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
-    first, *others = on_one_device(wide)
+    first, *others = computable(wide)
     total = sum(others, start=first)
     return total if op is ReduceOp.SUM else total / count
 
@@ -202,15 +214,16 @@ def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
     )
 
 
-def _reduce_slices(
-    op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None
-) -> IndexedSlices:
-    if axes is not None or not all(isinstance(part, IndexedSlices) for part in parts):
-        raise ValueError(
-            "IndexedSlices are reduced with axis=None and among themselves"
-        )
-    indices = jnp.concatenate([jnp.asarray(part.indices) for part in parts])
-    values = jnp.concatenate([jnp.asarray(part.values) for part in parts])
+def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
+    """One after the other in replica order; duplicates are kept.
+
+    Raises:
+        ValueError: Not all of them are IndexedSlices.
+    """
+    if not all(isinstance(part, IndexedSlices) for part in parts):
+        raise ValueError("IndexedSlices are reduced among themselves")
+    indices = concatenate([part.indices for part in parts], 0)
+    values = concatenate([part.values for part in parts], 0)
     if op is ReduceOp.MEAN:
         values = values / len(parts)
     return IndexedSlices(values, indices, parts[0].dense_shape)
@@ -230,5 +243,6 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
             f"gather along axis {axis}: the values have the shapes "
             f"{[a.shape for a in arrays]}, which must agree in every other dimension"
         )
+    arrays = computable(arrays)
     on_device = any(isinstance(a, jax.Array) for a in arrays)
-    return (jnp if on_device else np).concatenate(on_one_device(arrays), axis)
+    return (jnp if on_device else np).concatenate(arrays, axis)

@@ -5,6 +5,8 @@ from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
 from ._apply import apply as apply
 from ._copies import aggregated as aggregated
+from ._copies import cut_for_mean as cut_for_mean
+from ._copies import mean_of_cut as mean_of_cut
 from ._copies import shares_of as shares_of
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep

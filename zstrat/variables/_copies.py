@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ._spec import VariableAggregation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def shares_of(value: Any, count: int) -> Any:
@@ -21,11 +24,29 @@ def shares_of(value: Any, count: int) -> Any:
     return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
 
 
+def cut_for_mean(value: Any, count: int) -> list[Any]:
+    """Two arrays of integers, whose sums over ``count`` values `mean_of_cut` takes. A
+    sum of the values may not fit their dtype, and no float has all their digits."""
+    wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
+    return [wide // count, wide % count]
+
+
+def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
+    """The mean of integers, exactly; what is behind the point is left out."""
+    quotients, rests = sums
+    floor = quotients + rests // count
+    return floor + ((floor < 0) & (rests % count != 0))
+
+
 def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
     """What copies ``[count, ...]`` are together, in their dtype; NONE: the first."""
     match aggregation:
         case VariableAggregation.SUM:
             return copies.sum(0, dtype=copies.dtype)
+        case VariableAggregation.MEAN if copies.dtype.kind in "iu":
+            count = copies.shape[0]
+            sums = [x.sum(0, dtype=x.dtype) for x in cut_for_mean(copies, count)]
+            return mean_of_cut(sums, count).astype(copies.dtype)
         case VariableAggregation.MEAN:
             return copies.mean(0).astype(copies.dtype)
         case _:

@@ -1,0 +1,82 @@
+"""The mean that a variable of integers gets is exact in each way that replicas run."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+A, S = zs.VariableAggregation, zs.VariableSynchronization
+
+# What two replicas have, and the mean without what is behind the point.
+VALUES = np.array(
+    [
+        [16777217, 2**31 - 1, -(2**31), -3, 7, 16777217, -16777219],
+        [16777217, 2**31 - 1, -(2**31), -4, 8, 16777220, -16777218],
+    ],
+    np.int32,
+)
+MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
+WIDE = np.array([[2**32 - 1, 2**31], [2**32 - 1, 1]], np.uint32)
+NARROW = np.array([[-128, 127, -3], [-128, 127, -2]], np.int8)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(params=["by itself", "in a step", "in turns", "in turns in a step"])
+def run(request):
+    def run(strategy, fn):
+        def body():
+            if "turns" in request.param:
+                zs.get_replica_context().merge_call(lambda strategy: None)
+            return fn()
+
+        def step():
+            return strategy.run(body)
+
+        return (zs.function(step) if "step" in request.param else step)()
+
+    return run
+
+
+def own(values):
+    return jnp.asarray(values)[zs.get_replica_context().replica_id_in_sync_group]
+
+
+CASES = [
+    (VALUES, MEAN),
+    (WIDE, [2**32 - 1, 2**30]),
+    (NARROW, [-128, 127, -2]),
+]
+
+
+@pytest.mark.parametrize(("values", "mean"), CASES)
+def test_what_replicas_assign(two, run, values, mean):
+    with two.scope():
+        v = zs.Variable(np.zeros_like(values[0]), aggregation=A.MEAN)
+    run(two, lambda: v.assign(own(values)).value())
+    assert v.numpy().dtype == values.dtype
+    assert v.numpy().tolist() == mean
+
+
+@pytest.mark.parametrize(("values", "mean"), CASES)
+def test_what_replicas_have_when_it_is_read(two, run, values, mean):
+    with two.scope():
+        v = zs.Variable(
+            np.zeros_like(values[0]), aggregation=A.MEAN, synchronization=S.ON_READ
+        )
+    run(two, lambda: v.assign(own(values)).value())
+    assert v.numpy().tolist() == mean
+    assert zs.function(lambda: v.value() + 0)().tolist() == mean
+
+
+def test_a_team_of_eight_and_a_byte():
+    eight = zs.MirroredStrategy([f"CPU:{n}" for n in range(8)])
+    values = np.array([[127 - n] for n in range(8)], np.int8)
+    with eight.scope():
+        v = zs.Variable(np.zeros(1, np.int8), aggregation=A.MEAN)
+    eight.run(lambda: v.assign(own(values)).value())
+    assert v.numpy().tolist() == [123]  # 123.5
