@@ -25,7 +25,7 @@ from zstrat.program._refusals import update_inside
 from zstrat.program._substitution import is_live
 from zstrat.variables import KeepsCopies, creator, recorder
 
-from ._arguments import unwrapped
+from ._arguments import dealt, unwrapped
 from ._context import ReplicaContext
 from ._meetings import updating
 from ._per_replica import select_replica
@@ -64,12 +64,13 @@ def in_turns(
 
     Raises:
         RuntimeError: Replicas do different things, or create different variables.
+        ValueError: The rows of what was drawn do not split evenly.
         Exception: Whatever ``fn`` raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
     made = _Made(creator.get())
-    tree = unwrapped((tuple(args), dict(kwargs)))
+    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
 
     def body(mine: Turn) -> Any:
         number = mine.number
