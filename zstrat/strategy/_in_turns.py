@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._copies import apart_from_now, has_copies, updates_copies
-from zstrat.program._eager import Immediate
+from zstrat.program._eager import Immediate, rows_now
 from zstrat.program._iterator import Drawing
-from zstrat.program._moves import moved
-from zstrat.program._refusals import update_inside
+from zstrat.program._moves import moved, rows_of
+from zstrat.program._narrow import marked
+from zstrat.program._refusals import lookup_inside, update_inside
 from zstrat.program._substitution import is_live
 from zstrat.variables import KeepsCopies, creator, recorder
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         Creator,
+        HomeRows,
         Optimizer,
         Recorder,
         Request,
@@ -127,7 +129,13 @@ class _Own:
         self._turn.meet(updating(team, variable, op, operands, optimizer, apply))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        return self._outer.lookup(table, ids)
+        if not any(has_copies(c, self._team.local) for c in table.components):
+            return self._outer.lookup(table, ids)
+        if self.live:
+            return rows_now(table, ids, self._rows)
+        if self._turn.is_inside:
+            raise lookup_inside(table)
+        return rows_of(table, marked(ids), self.read)
 
     def update_rows(
         self,
@@ -150,6 +158,9 @@ class _Own:
         if isinstance(self._outer, Drawing):
             return self._outer.draw(iterator)
         return iterator.draw()
+
+    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
     def _copies(self, variable: Variable) -> jax.Array:
         assert isinstance(self._outer, KeepsCopies), self._outer

@@ -62,6 +62,11 @@ class Turn:
         self._greenlet = greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether jax transforms what its function does now."""
+        return current_trace() != self._trace
+
     def meet(self, meeting: Meeting) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
@@ -70,7 +75,7 @@ class Turn:
         """
         if self._is_over:
             raise GreenletExit
-        if current_trace() != self._trace:
+        if self.is_inside:
             raise RuntimeError(
                 f"{meeting.words} inside a function that jax transforms (jax.grad, "
                 "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
