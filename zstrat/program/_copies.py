@@ -78,7 +78,9 @@ def apart_from_now(variable: Variable) -> None:
     """Keeps a copy for each replica, all equal so far."""
     home = variable.home
     assert isinstance(home, DeviceHome)
-    if not home.is_apart:
+    with home.residence.lock:  # another thread may come here, too
+        if home.is_apart:
+            return
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
             home.part()

@@ -24,7 +24,14 @@ from zstrat.program._moves import moved, rows_of
 from zstrat.program._narrow import marked
 from zstrat.program._refusals import lookup_inside, update_inside
 from zstrat.program._substitution import is_live
-from zstrat.variables import KeepsCopies, creator, recorder
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    apply,
+    creator,
+    recorder,
+    row_updates,
+)
 
 from ._arguments import dealt, unwrapped
 from ._context import ReplicaContext
@@ -169,18 +176,44 @@ class _Own:
     def _update_own(
         self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> None:
-        if any(isinstance(x, jax.core.Tracer) for x in operands) and self.live:
+        if not self.live:
+            apart_from_now(variable)
+            copies = self._copies(variable)
+            value = moved(op, operands, copies[self._turn.number])
+            self._put(variable, copies.at[self._turn.number].set(value))
+            return
+        if any(isinstance(x, jax.core.Tracer) for x in operands):
             raise update_inside(variable.spec, op.name)
-        apart_from_now(variable)
-        number, copies = self._turn.number, self._copies(variable)
-        value = moved(op, operands, copies[number])
+        home = variable.home
+        assert isinstance(home, DeviceHome)
+        # In numpy: a program that is under way may wait for the lock.
+        updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
+        with home.residence.lock:
+            apart_from_now(variable)
+            rows, number = np.array(home.copies()), self._turn.number
+            for moves in updates:
+                rows[number] = apply(op, rows[number], moves)
+            self._put(variable, rows)
+
+    def _put(self, variable: Variable, copies: Any) -> None:
         assert isinstance(self._outer, KeepsCopies)
-        if self.live:
-            rows = np.array(copies)
-            rows[number] = np.asarray(value)
-            self._outer.put_copies(variable, jnp.asarray(rows))
-        else:
-            self._outer.put_copies(variable, copies.at[number].set(value))
+        self._outer.put_copies(variable, copies)
+
+
+def _own_updates(
+    variable: Variable, op: UpdateOp, operands: tuple[np.ndarray, ...]
+) -> list[tuple[np.ndarray, ...]]:
+    """Operands of the updates of one copy: of rows those that are there.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    if len(operands) == 1:
+        return [operands]
+    index, rows = operands
+    variable.table.require_inside(index)
+    found = row_updates(variable.table, op, (index, rows), None)
+    return [tuple(moves) for _, _, moves, _ in found]
 
 
 class _Made:
