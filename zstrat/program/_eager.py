@@ -58,9 +58,7 @@ class Immediate:
         home = self._home_of(variable)
         if not is_staging():
             return jnp.asarray(home.read(variable))
-        like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
-        value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)
-        return value
+        return _later(variable, lambda: home.read(variable))
 
     def update(
         self,
@@ -121,6 +119,18 @@ class Immediate:
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home
+
+
+def own_copy_later(variable: Variable, number: int) -> jax.Array:
+    """A replica's own copy, in what jax transforms: it is read whenever that runs."""
+    home = _apart(variable)
+    return _later(variable, lambda: home.copies()[number])
+
+
+def _later(variable: Variable, read: Callable[[], np.ndarray]) -> jax.Array:
+    like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
+    value: jax.Array = jax.pure_callback(read, like)
+    return value
 
 
 def rows_now(

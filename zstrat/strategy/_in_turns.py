@@ -10,7 +10,7 @@ are created by the first replica; the others are given them in the same order.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._copies import apart_from_now, has_copies, updates_copies
-from zstrat.program._eager import Immediate, rows_now
+from zstrat.program._eager import Immediate, own_copy_later, rows_now
+from zstrat.program._fresh import as_replica
 from zstrat.program._iterator import Drawing
 from zstrat.program._moves import moved, rows_of
 from zstrat.program._narrow import marked
@@ -29,6 +30,7 @@ from zstrat.variables import (
     KeepsCopies,
     apply,
     creator,
+    is_staging,
     recorder,
     row_updates,
 )
@@ -40,8 +42,7 @@ from ._per_replica import select_replica
 from ._turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.program import StepIterator
     from zstrat.program._collective import Team
@@ -90,11 +91,12 @@ def in_turns(
         with ReplicaContext(strategy, team.first + number):
             return fn(*own_args, **own_kwargs)
 
-    def during(number: int) -> AbstractContextManager[Any]:
-        if not is_real or number >= len(devices):
-            return nullcontext()
-        on: AbstractContextManager[Any] = jax.default_device(devices[number])
-        return on
+    @contextmanager
+    def during(number: int) -> Iterator[None]:
+        is_placed = is_real and number < len(devices)
+        where = jax.default_device(devices[number]) if is_placed else nullcontext()
+        with as_replica(team.first + number, team.size), where:
+            yield
 
     return take_turns([body] * team.local, during)
 
@@ -111,6 +113,9 @@ class _Own:
         self._outer: Recorder = Immediate() if outer is None else outer
 
     def read(self, variable: Variable) -> jax.Array:
+        is_now = not isinstance(self._outer, Immediate) or not is_staging()
+        if not is_now and updates_copies(variable, self._team.local):
+            return own_copy_later(variable, self._turn.number)
         if not has_copies(variable, self._team.local):
             value = self._outer.read(variable)
             # Another object than what the other replicas read: results are merged by
