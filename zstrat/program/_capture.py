@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -35,7 +36,7 @@ from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
 from ._context import asked
-from ._copies import is_apart, spread
+from ._copies import is_apart, shown_to, spread
 from ._fresh import current_trace, fresh
 from ._moves import Moves, is_here, moved, rows_of
 from ._narrow import marked
@@ -200,7 +201,7 @@ class Capture:
         if not self._is_home():
             raise _refusals.lookup_inside(table)
         if all(is_here(component) for component in table.components):
-            return rows_of(table, marked(ids), self.read)
+            return rows_of(table, marked(ids), partial(shown_to, self))
         for key in table.keys:
             if key in self._touched:
                 raise _refusals.lookup_after_update(table, self._touched[key])

@@ -20,6 +20,7 @@ from zstrat.variables import (
     KeepsCopies,
     VariableAggregation,
     VariableSynchronization,
+    recorder,
 )
 
 if TYPE_CHECKING:
@@ -77,10 +78,25 @@ def apart_from_now(variable: Variable) -> None:
     """Keeps a copy for each replica, all equal so far."""
     home = variable.home
     assert isinstance(home, DeviceHome)
-    if not home.is_apart:
+    with home.residence.lock:  # another thread may come here, too
+        if home.is_apart:
+            return
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
             home.part()
+
+
+def shown_to(recording: Recorder, variable: Variable) -> jax.Array:
+    """The value that is read under this recorder: outside of replicas, what is brought
+    together when it is read is made of all copies."""
+    if not is_on_read(variable):
+        return recording.read(variable)
+    before = recorder.set(recording)  # and none that has something in its place
+    try:
+        value: jax.Array = variable.value()
+        return value
+    finally:
+        recorder.reset(before)
 
 
 def copies_of(recording: Recorder, variable: Variable) -> Any:

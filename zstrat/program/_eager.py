@@ -23,9 +23,9 @@ from . import _refusals
 from ._fresh import current_trace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Home, Optimizer, Table, Variable
+    from zstrat.variables import Home, HomeRows, Optimizer, Table, Variable
     from zstrat.wire._messages import UpdateOp
 
     from ._iterator import StepIterator
@@ -58,9 +58,7 @@ class Immediate:
         home = self._home_of(variable)
         if not is_staging():
             return jnp.asarray(home.read(variable))
-        like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
-        value: jax.Array = jax.pure_callback(lambda: home.read(variable), like)
-        return value
+        return _later(variable, lambda: home.read(variable))
 
     def update(
         self,
@@ -83,14 +81,8 @@ class Immediate:
         _apart(variable).put_copies(np.asarray(copies))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        if isinstance(ids, jax.core.Tracer) or is_staging():
-            raise _refusals.lookup_not_ready(table)
-        gathering = Gathering.of(table, np.asarray(ids))
-        if self._home is None:
-            answers = read_parts(gathering.parts)
-        else:
-            answers = self._home.read_rows(gathering.parts)
-        return jnp.asarray(gathering.assembled(answers))
+        home = self._home
+        return rows_now(table, ids, read_parts if home is None else home.read_rows)
 
     def update_rows(
         self,
@@ -127,6 +119,35 @@ class Immediate:
 
     def _home_of(self, variable: Variable) -> Home:
         return variable.home if self._home is None else self._home
+
+
+def own_copy_later(variable: Variable, number: int) -> jax.Array:
+    """A replica's own copy, in what jax transforms: it is read whenever that runs."""
+    home = _apart(variable)
+    return _later(variable, lambda: home.copies()[number])
+
+
+def _later(variable: Variable, read: Callable[[], np.ndarray]) -> jax.Array:
+    like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
+    value: jax.Array = jax.pure_callback(read, like)
+    return value
+
+
+def rows_now(
+    table: Table,
+    ids: jax.Array,
+    read: Callable[[Sequence[HomeRows]], Sequence[np.ndarray]],
+) -> jax.Array:
+    """The rows of a table, ``ids.shape + row``. ``read`` gives those of components.
+
+    Raises:
+        RuntimeError: There are no ids yet: jax transforms what runs now.
+        IndexError: There is no such row.
+    """
+    if isinstance(ids, jax.core.Tracer) or is_staging():
+        raise _refusals.lookup_not_ready(table)
+    gathering = Gathering.of(table, np.asarray(ids))
+    return jnp.asarray(gathering.assembled(read(gathering.parts)))
 
 
 def _apart(variable: Variable) -> DeviceHome:

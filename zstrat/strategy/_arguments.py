@@ -21,7 +21,7 @@ from zstrat.program._signature import Plain
 from zstrat.program._spread import Spread
 from zstrat.variables import recorder
 
-from ._per_replica import DistributedValues, Mirrored, is_distributed
+from ._per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,6 +56,19 @@ def require_all_one_each(tree: Any, replicas: int) -> None:
     """The same of all values per replica in a pytree."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
+
+
+def dealt(tree: Any, replicas: int) -> Any:
+    """The pytree with what was drawn as a value per replica: its rows in order.
+
+    Raises:
+        ValueError: They do not split evenly.
+    """
+    return jax.tree.map(
+        lambda leaf: _rows_of_each(leaf, replicas) if _is_batch(leaf) else leaf,
+        tree,
+        is_leaf=is_distributed,
+    )
 
 
 class Arguments:
@@ -164,6 +177,11 @@ def _is_batch(leaf: Any) -> bool:
         return False
     recording = recorder.get()
     return recording is not None and recording.drew(leaf)
+
+
+def _rows_of_each(array: Any, replicas: int) -> PerReplica:
+    whole = _rows(array, replicas).array
+    return PerReplica.of_whole(whole, replicas)
 
 
 def _rows(array: Any, replicas: int) -> Spread:

@@ -10,7 +10,7 @@ are created by the first replica; the others are given them in the same order.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,28 +18,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._copies import apart_from_now, has_copies, updates_copies
-from zstrat.program._eager import Immediate
+from zstrat.program._eager import Immediate, own_copy_later, rows_now
+from zstrat.program._fresh import as_replica
 from zstrat.program._iterator import Drawing
-from zstrat.program._moves import moved
-from zstrat.program._refusals import update_inside
+from zstrat.program._moves import moved, rows_of
+from zstrat.program._narrow import marked
+from zstrat.program._refusals import lookup_inside, update_inside
 from zstrat.program._substitution import is_live
-from zstrat.variables import KeepsCopies, creator, recorder
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    apply,
+    creator,
+    is_staging,
+    recorder,
+    row_updates,
+)
 
-from ._arguments import unwrapped
+from ._arguments import dealt, unwrapped
 from ._context import ReplicaContext
 from ._meetings import updating
 from ._per_replica import select_replica
 from ._turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.program import StepIterator
     from zstrat.program._collective import Team
     from zstrat.variables import (
         AbstractVariable,
         Creator,
+        HomeRows,
         Optimizer,
         Recorder,
         Request,
@@ -64,12 +74,13 @@ def in_turns(
 
     Raises:
         RuntimeError: Replicas do different things, or create different variables.
+        ValueError: The rows of what was drawn do not split evenly.
         Exception: Whatever ``fn`` raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
     made = _Made(creator.get())
-    tree = unwrapped((tuple(args), dict(kwargs)))
+    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
 
     def body(mine: Turn) -> Any:
         number = mine.number
@@ -80,11 +91,12 @@ def in_turns(
         with ReplicaContext(strategy, team.first + number):
             return fn(*own_args, **own_kwargs)
 
-    def during(number: int) -> AbstractContextManager[Any]:
-        if not is_real or number >= len(devices):
-            return nullcontext()
-        on: AbstractContextManager[Any] = jax.default_device(devices[number])
-        return on
+    @contextmanager
+    def during(number: int) -> Iterator[None]:
+        is_placed = is_real and number < len(devices)
+        where = jax.default_device(devices[number]) if is_placed else nullcontext()
+        with as_replica(team.first + number, team.size), where:
+            yield
 
     return take_turns([body] * team.local, during)
 
@@ -101,6 +113,9 @@ class _Own:
         self._outer: Recorder = Immediate() if outer is None else outer
 
     def read(self, variable: Variable) -> jax.Array:
+        is_now = not isinstance(self._outer, Immediate) or not is_staging()
+        if not is_now and updates_copies(variable, self._team.local):
+            return own_copy_later(variable, self._turn.number)
         if not has_copies(variable, self._team.local):
             value = self._outer.read(variable)
             # Another object than what the other replicas read: results are merged by
@@ -126,7 +141,13 @@ class _Own:
         self._turn.meet(updating(team, variable, op, operands, optimizer, apply))
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        return self._outer.lookup(table, ids)
+        if not any(has_copies(c, self._team.local) for c in table.components):
+            return self._outer.lookup(table, ids)
+        if self.live:
+            return rows_now(table, ids, self._rows)
+        if self._turn.is_inside:
+            raise lookup_inside(table)
+        return rows_of(table, marked(ids), self.read)
 
     def update_rows(
         self,
@@ -150,6 +171,9 @@ class _Own:
             return self._outer.draw(iterator)
         return iterator.draw()
 
+    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return [np.asarray(self.read(variable))[index] for variable, index in parts]
+
     def _copies(self, variable: Variable) -> jax.Array:
         assert isinstance(self._outer, KeepsCopies), self._outer
         return self._outer.copies(variable)
@@ -157,18 +181,44 @@ class _Own:
     def _update_own(
         self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> None:
-        if any(isinstance(x, jax.core.Tracer) for x in operands) and self.live:
+        if not self.live:
+            apart_from_now(variable)
+            copies = self._copies(variable)
+            value = moved(op, operands, copies[self._turn.number])
+            self._put(variable, copies.at[self._turn.number].set(value))
+            return
+        if any(isinstance(x, jax.core.Tracer) for x in operands):
             raise update_inside(variable.spec, op.name)
-        apart_from_now(variable)
-        number, copies = self._turn.number, self._copies(variable)
-        value = moved(op, operands, copies[number])
+        home = variable.home
+        assert isinstance(home, DeviceHome)
+        # In numpy: a program that is under way may wait for the lock.
+        updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
+        with home.residence.lock:
+            apart_from_now(variable)
+            rows, number = np.array(home.copies()), self._turn.number
+            for moves in updates:
+                rows[number] = apply(op, rows[number], moves)
+            self._put(variable, rows)
+
+    def _put(self, variable: Variable, copies: Any) -> None:
         assert isinstance(self._outer, KeepsCopies)
-        if self.live:
-            rows = np.array(copies)
-            rows[number] = np.asarray(value)
-            self._outer.put_copies(variable, jnp.asarray(rows))
-        else:
-            self._outer.put_copies(variable, copies.at[number].set(value))
+        self._outer.put_copies(variable, copies)
+
+
+def _own_updates(
+    variable: Variable, op: UpdateOp, operands: tuple[np.ndarray, ...]
+) -> list[tuple[np.ndarray, ...]]:
+    """Operands of the updates of one copy: of rows those that are there.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    if len(operands) == 1:
+        return [operands]
+    index, rows = operands
+    variable.table.require_inside(index)
+    found = row_updates(variable.table, op, (index, rows), None)
+    return [tuple(moves) for _, _, moves, _ in found]
 
 
 class _Made:

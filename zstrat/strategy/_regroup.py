@@ -10,7 +10,7 @@ replica, become one array over the devices.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +86,13 @@ def _is_distributed(node: object) -> bool:
 def _members(value: Any) -> list[Any] | None:
     """The members of a container, None for what is none."""
     match value:
-        case IndexedSlices() | DistributedValues():
+        case IndexedSlices() | DistributedValues() | None:
             return None
         case list() | tuple():
             return list(value)
         case Mapping():
             return list(value.values())
-    if _is_plain_dataclass(value):
-        return [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return None
+    return _flat(value)[0] if _is_node(value) else None
 
 
 def _members_like(first: Any, value: Any) -> list[Any]:
@@ -112,7 +110,12 @@ def _members_like(first: Any, value: Any) -> list[Any]:
 
 def _keys(value: Any) -> Any:
     """What must be equal for two containers to be merged."""
-    return set(value) if isinstance(value, Mapping) else len(_members(value) or ())
+    match value:
+        case Mapping():
+            return set(value)
+        case list() | tuple():
+            return len(value)
+    return _flat(value)[1] if _is_node(value) else None
 
 
 def _rebuilt(like: Any, members: list[Any]) -> Any:
@@ -122,21 +125,28 @@ def _rebuilt(like: Any, members: list[Any]) -> Any:
         case tuple():
             is_named = isinstance(getattr(like, "_fields", None), tuple)
             return type(like)(*members) if is_named else tuple(members)
+        case dict():
+            # Of a class of its own (with a default, say) the same with other members.
+            named = copy.copy(like)
+            for key, member in zip(like, members, strict=True):
+                named[key] = member
+            return named
         case Mapping():
             made: Any = type(like)
             return made(zip(like, members, strict=True))
-    names = [field.name for field in dataclasses.fields(like)]
-    return dataclasses.replace(like, **dict(zip(names, members, strict=True)))
+    return _flat(like)[1].unflatten(members)
 
 
-def _is_plain_dataclass(value: Any) -> bool:
-    """One that jax knows as a pytree, and whose fields are its arguments."""
-    return (
-        dataclasses.is_dataclass(value)
-        and not isinstance(value, type)
-        and not jax.tree_util.all_leaves([value])
-        and all(field.init for field in dataclasses.fields(value))
-    )
+def _is_node(value: Any) -> bool:
+    """Whether jax knows it as a container."""
+    return not jax.tree_util.all_leaves([value])
+
+
+def _flat(node: Any) -> tuple[list[Any], Any]:
+    """The members of one that jax knows, and what else there is to it."""
+    found: tuple[list[Any], Any]
+    found = jax.tree.flatten(node, is_leaf=lambda x: x is not node)
+    return found
 
 
 def _described(value: Any) -> str:

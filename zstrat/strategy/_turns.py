@@ -24,6 +24,8 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from zstrat.program._fresh import current_trace
 
+from ._jax_settings import Settings
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from contextlib import AbstractContextManager
@@ -59,27 +61,37 @@ class Turn:
         self._body = body
         self._is_over = False
         self._trace: object = None
+        self._settings: Settings | None = None
         self._greenlet = greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether jax transforms what its function does now."""
+        return current_trace() != self._trace
 
     def meet(self, meeting: Meeting) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
         Raises:
-            RuntimeError: Inside a function that jax transforms, which cannot wait.
+            RuntimeError: Inside a function that jax transforms, which cannot wait, or
+                in a context that sets something in jax.
         """
         if self._is_over:
             raise GreenletExit
-        if current_trace() != self._trace:
+        if self.is_inside:
             raise RuntimeError(
                 f"{meeting.words} inside a function that jax transforms (jax.grad, "
                 "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
                 "with the others: such a function cannot wait for them. Do it before "
                 "or after that function"
             )
-        parent = getcurrent().parent
+        parent, settings = getcurrent().parent, self._settings
         assert parent is not None
-        return parent.switch(meeting)
+        assert settings is not None
+        settings.require_unchanged(meeting.words)
+        with settings.names():
+            return parent.switch(meeting)
 
     def go_on(self, given: Any) -> None:
         """Lets it run to its end or the next meeting.
@@ -98,7 +110,7 @@ class Turn:
             self._greenlet.throw(GreenletExit)
 
     def _run(self, _: Any) -> None:
-        self._trace = current_trace()
+        self._trace, self._settings = current_trace(), Settings()
         turn.set(self)
         self.result = self._body(self)
 
@@ -133,9 +145,36 @@ def take_turns(
                 return [each.result for each in turns]
             came = _all_of(meetings)
             given = came[0].join([meeting.value for meeting in came])
-    finally:
-        for each in turns:
-            each.end()
+    except BaseException as error:
+        _end_all(turns, during, error)
+        raise
+
+
+def _end_all(
+    turns: Sequence[Turn],
+    during: Callable[[int], AbstractContextManager[Any]],
+    error: BaseException,
+) -> None:
+    """Ends all; what they raise while they clean up is noted at the error that is why.
+
+    Raises:
+        BaseException: One that is no `Exception`, such as an interrupt, when all have
+            ended.
+    """
+    interrupt: BaseException | None = None
+    for each in turns:
+        try:
+            with during(each.number):
+                each.end()
+        except Exception as other:  # goes into the note
+            error.add_note(
+                f"replica {each.number}, which was ended for this, raised "
+                f"{type(other).__name__} while it cleaned up: {other}"
+            )
+        except BaseException as other:
+            interrupt = interrupt or other
+    if interrupt is not None:
+        raise interrupt from error
 
 
 def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
