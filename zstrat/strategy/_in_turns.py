@@ -23,7 +23,14 @@ from zstrat.program._iterator import Drawing
 from zstrat.program._moves import moved
 from zstrat.program._refusals import update_inside
 from zstrat.program._substitution import is_live
-from zstrat.variables import KeepsCopies, creator, recorder
+from zstrat.variables import (
+    KeepsCopies,
+    creator,
+    is_staging,
+    recorder,
+    refuse_read,
+    refuse_update,
+)
 
 from ._arguments import unwrapped
 from ._context import ReplicaContext
@@ -63,17 +70,19 @@ def in_turns(
     """What each replica of this process returns.
 
     Raises:
-        RuntimeError: Replicas do different things, or create different variables.
+        RuntimeError: Replicas do different things, or create different variables; or
+            they read or update one while jax traces outside of a step.
         Exception: Whatever ``fn`` raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
+    is_unnoticed = outer is None and is_staging()
     made = _Made(creator.get())
     tree = unwrapped((tuple(args), dict(kwargs)))
 
     def body(mine: Turn) -> Any:
         number = mine.number
-        recorder.set(_Own(mine, team, outer))
+        recorder.set(_Own(mine, team, outer, is_unnoticed))
         if is_real:
             creator.set(_Positions(made, number))
         own_args, own_kwargs = select_replica(number, tree)
@@ -92,15 +101,20 @@ def in_turns(
 class _Own:
     """The recorder of one replica."""
 
-    def __init__(self, mine: Turn, team: Team, outer: Recorder | None) -> None:
+    def __init__(
+        self, mine: Turn, team: Team, outer: Recorder | None, is_unnoticed: bool
+    ) -> None:
         self.live = outer is None or is_live(outer)
         """Whether values are real, so that nothing is being captured."""
         self.may_create = self.live
         self._turn = mine
         self._team = team
+        self._is_unnoticed = is_unnoticed
         self._outer: Recorder = Immediate() if outer is None else outer
 
     def read(self, variable: Variable) -> jax.Array:
+        if self._is_unnoticed:
+            refuse_read(variable.spec)
         if not has_copies(variable, self._team.local):
             value = self._outer.read(variable)
             # Another object than what the other replicas read: results are merged by
@@ -115,6 +129,8 @@ class _Own:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
+        if self._is_unnoticed:
+            refuse_update(variable.spec, "update")
         if optimizer is None and updates_copies(variable, self._team.local):
             self._update_own(variable, op, operands)
             return
@@ -135,6 +151,9 @@ class _Own:
         operands: tuple[jax.Array, jax.Array],
         optimizer: Optimizer | None,
     ) -> None:
+        if self._is_unnoticed:
+            refuse_update(table.components[0].spec, "update rows of")
+
         def apply(combined: tuple[jax.Array, ...]) -> None:
             index, rows = combined
             self._outer.update_rows(table, op, (index, rows), optimizer)

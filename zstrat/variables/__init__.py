@@ -53,6 +53,8 @@ from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
 from ._staging import is_staging as is_staging
+from ._staging import refuse_read as refuse_read
+from ._staging import refuse_update as refuse_update
 from ._table import ABSENT as ABSENT
 from ._table import Piece as Piece
 from ._table import Table as Table
