@@ -104,12 +104,15 @@ class DeviceHome:
         """Keeps one copy for each replica from now on, all equal so far."""
         with self.residence.lock:
             self.residence.settle()
+            if self.is_apart:
+                return  # another thread was here first
             value = np.asarray(self._value)
             count = self.residence.copies
             copies = np.broadcast_to(value, (count, *value.shape))
             self._value = self.residence.place_apart(copies)
-            self.residence.parted += 1
             self.is_apart = True
+            # Last: who traces without the lock and finds this number finds the copies.
+            self.residence.parted += 1
 
     @property
     def sharding(self) -> Sharding | None:
