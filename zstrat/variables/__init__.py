@@ -6,6 +6,7 @@ from ._abstract import ValueWanted as ValueWanted
 from ._apply import apply as apply
 from ._copies import aggregated as aggregated
 from ._copies import shares_of as shares_of
+from ._copy_home import CopyHome as CopyHome
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
