@@ -115,3 +115,29 @@ def test_two_threads_part_it_once(replicas, variable):
     home.part()  # it has found it whole, and waits for the lock
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(home.copies(), copies)
+
+
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_no_count_of_several_threads_is_lost(replicas, in_turns):
+    with replicas.scope():
+        count = zs.Variable(
+            0,
+            aggregation=zs.VariableAggregation.SUM,
+            synchronization=zs.VariableSynchronization.ON_READ,
+        )
+
+    def replica():
+        if in_turns:
+            zs.get_replica_context().merge_call(lambda strategy: None)
+        count.assign_add(1)
+
+    def loop():
+        for _ in range(30):
+            replicas.run(replica)
+
+    threads = [threading.Thread(target=loop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count.numpy() == 2 * 3 * 30

@@ -24,6 +24,7 @@ from zstrat.program._moves import moved
 from zstrat.program._refusals import update_inside
 from zstrat.program._substitution import is_live
 from zstrat.variables import (
+    DeviceHome,
     KeepsCopies,
     creator,
     is_staging,
@@ -179,15 +180,20 @@ class _Own:
         if any(isinstance(x, jax.core.Tracer) for x in operands) and self.live:
             raise update_inside(variable.spec, op.name)
         apart_from_now(variable)
-        number, copies = self._turn.number, self._copies(variable)
-        value = moved(op, operands, copies[number])
+        home = variable.home
         assert isinstance(self._outer, KeepsCopies)
-        if self.live:
-            rows = np.array(copies)
-            rows[number] = np.asarray(value)
-            self._outer.put_copies(variable, jnp.asarray(rows))
-        else:
-            self._outer.put_copies(variable, copies.at[number].set(value))
+        assert isinstance(home, DeviceHome)
+        number = self._turn.number
+        # From what is read to what is put: other threads update it, too.
+        with home.residence.lock if self.live else nullcontext():
+            copies = self._copies(variable)
+            value = moved(op, operands, copies[number])
+            if self.live:
+                rows = np.array(copies)
+                rows[number] = np.asarray(value)
+                self._outer.put_copies(variable, jnp.asarray(rows))
+            else:
+                self._outer.put_copies(variable, copies.at[number].set(value))
 
 
 class _Made:
