@@ -40,6 +40,7 @@ from ._copies import is_apart, shown_to, spread
 from ._fresh import current_trace, fresh
 from ._moves import Moves, is_here, moved, rows_of
 from ._narrow import marked
+from ._one_copy import change, copy_home, row_of
 from ._where import here
 from ._writes import Recorded as Recorded
 from ._writes import Write, written
@@ -127,6 +128,8 @@ class Capture:
         Raises:
             RuntimeError: An optimizer has updated it in this step.
         """
+        if not self._is_region and (copy := copy_home(variable)) is not None:
+            return row_of(self, copy)
         value = self._current(variable)
         return value[0] if value.ndim > len(variable.shape) else value
 
@@ -200,7 +203,7 @@ class Capture:
         """
         if not self._is_home():
             raise _refusals.lookup_inside(table)
-        if all(is_here(component) for component in table.components):
+        if all(map(self._knows, table.components)):
             return rows_of(table, marked(ids), partial(shown_to, self))
         for key in table.keys:
             if key in self._touched:
@@ -259,7 +262,7 @@ class Capture:
         return any(leaf is drawn for drawn in self._drawn)
 
     def _note(self, update: Recorded) -> None:
-        if not self._is_region and all(is_here(v) for v in update.variables):
+        if not self._is_region and all(map(self._knows, update.variables)):
             self._move(update)
             return
         self.updates.append(update)
@@ -277,7 +280,15 @@ class Capture:
         # Inner functions that jax has traced already closed over the old value.
         self._scope.enter_context(fresh())
 
+    def _knows(self, variable: Variable) -> bool:
+        """Whether the value is here, or a row of what is."""
+        is_row = not self._is_region and copy_home(variable) is not None
+        return is_row or is_here(variable)
+
     def _move(self, update: Recorded) -> None:
+        if (copy := copy_home(update.variables[0])) is not None:
+            change(self, copy, update)
+            return
         self.moves.note(update, self._current)
         for variable in update.variables:
             key = variable.spec.key

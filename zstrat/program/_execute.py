@@ -18,6 +18,7 @@ from zstrat.variables import read_all, read_parts, update_all
 
 from ._compile import Program
 from ._eager import Immediate
+from ._held import Outdated
 from ._narrow import require_fitting
 from ._programs import HereProgram
 from ._refusals import not_shared, variables_in_our_words
@@ -205,8 +206,11 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return structure.unflatten([jax.numpy.asarray(array) for array in arrays])
     call = cut(args, kwargs)
     program, draws = function.programs.find(call, args, kwargs)
-    if isinstance(program, HereProgram):
-        return _run_stages(program, call.inputs, draws)
+    while isinstance(program, HereProgram):
+        try:
+            return _run_stages(program, call.inputs, draws)
+        except Outdated:  # between the two; what was drawn is given back
+            program, draws = function.programs.find(call, args, kwargs)
     prepared = Prepared(program, call.inputs, draws)
     plan = prepared.plan
     try:

@@ -1,6 +1,7 @@
 """What a step takes of the variables that live here, and what it puts back.
 
-Law of the file: from the first read of a variable to its new value, its lock is held.
+Law of the file: from the first read of a variable to its new value, its lock is held;
+and inside, a step is what it was traced for (`Outdated`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Residence, Variable
 
     from ._plan import Plan
+
+
+class Outdated(Exception):
+    """The variables lie otherwise than where the program was traced for them: another
+    thread has begun to keep a copy for each replica, or processes were formed anew.
+    Nothing was done; the program is to be found again."""
 
 
 class Held:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ._compile import Program
 from ._context import surrounding, worker_context
 from ._discover import discover
-from ._held import Held
+from ._held import Outdated
 from ._iterator import Element
 from ._retrace import Staged, Traced
 from ._rows_program import RowsProgram
@@ -185,6 +185,15 @@ class Programs:
             OutOfRangeError: A dataset has no more elements; nothing was drawn.
             TypeError, RuntimeError: The body cannot be captured; nothing was drawn.
         """
+        while True:
+            try:
+                return self._found(call, args, kwargs)
+            except Outdated:
+                pass  # while it was traced; each variable is parted once
+
+    def _found(
+        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[AnyProgram, Draws]:
         draws = Draws(call.iterators)
         program = self._known(call, draws)
         if program is None:
@@ -232,7 +241,7 @@ class Programs:
             return RowsProgram(plan, body)
         if not isinstance(body, Staged):
             return Program(plan, body)
-        mesh = body.mesh or Held(plan, body.moved, body.slots).mesh
+        mesh = body.mesh or body.held.mesh
         if mesh is not None:
             return WholeProgram(plan, body, mesh)
         return StagedProgram(plan, body)

@@ -15,55 +15,46 @@ of captures hold inside too: a region is a capture of its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
 
 from zstrat.variables import (
-    Optimizer,
     Recorder,
-    Table,
     Variable,
     read_all,
     recorder,
+    refuse_read,
+    refuse_update,
 )
 
-from ._capture import Capture
-from ._collective import AXIS, Team
 from ._context import asked
 from ._copies import (
     apart_from_now,
     copies_of,
     has_copies,
     keep_copies,
-    updates_copies,
 )
 from ._cross import within_mesh
 from ._eager import Immediate
-from ._feeds import Discovery, Replay
+from ._feeds import Replay
 from ._flow import Flow
 from ._narrow import uncut
+from ._one_replica import OneReplica, discovered
 from ._region import in_stages
-from ._spread import Spread, by_replica, mapped_over
+from ._spread import Spread, mapped_over
 from ._where import claimed
 
 if TYPE_CHECKING:
-    from zstrat.wire import UpdateOp
+    from collections.abc import Callable, Sequence
 
-    from ._capture import RecordedLookup
-    from ._feeds import Feed
-    from ._iterator import Element, StepIterator
+    from jax.sharding import Mesh
 
-# jax's stubs leave it untyped.
-_spec: Final[Any] = PartitionSpec
-
-ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
-"""``(shared, own) -> pytree``: called with the shared arrays and this replica's own."""
+    from ._capture import Capture, RecordedLookup
+    from ._collective import Team
+    from ._one_replica import ReplicaFunction
 
 
 def replicate(
@@ -93,13 +84,16 @@ def replicate(
             numpy that do not fit the 32 bits that jax computes with.
         NotImplementedError: A scatter update that cannot be aggregated.
         RuntimeError: An update under a jax transformation, a read after an optimizer's
-            update, or a draw, inside a replica.
+            update, or a draw, inside a replica; or any read or update while jax traces
+            outside of a step.
     """
     shared = [uncut(x) for x in shared]
     split = [Spread(uncut(x.array), x.stacked) for x in split]
     count = team.local
-    found = _discover(fn, shared, split, team)
+    found = discovered(fn, shared, split, team)
     recording = recorder.get()
+    if recording is None:
+        _refuse_unnoticed(found)
     outside = Immediate() if recording is None else recording
     for variable, _ in found.own.values():
         apart_from_now(variable)
@@ -122,7 +116,7 @@ def replicate(
     traced: list[_Traced] = []
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        replica = _Replica(given.feed(values, mine), team)
+        replica = OneReplica(given.feed(values, mine), team)
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
         traced[:] = [_Traced(leaves, treedef, replica.capture)]
@@ -201,92 +195,17 @@ class _Traced:
         )
 
 
-# ---- what a replica does with variables ------------------------------------------
-
-
-class _Replica:
-    """The recorder inside a replica function: updates are brought together with those
-    of the other replicas, and noted by a capture of this region."""
-
-    def __init__(self, feed: Feed, team: Team) -> None:
-        self.capture = Capture(feed, is_region=True)
-        self._team = team
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        with self.capture.recording():
-            before = recorder.set(self)
-            try:
-                yield
-            finally:
-                recorder.reset(before)
-
-    def read(self, variable: Variable) -> jax.Array:
-        return self.capture.read(variable)
-
-    def update(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
-    ) -> None:
-        if optimizer is None and updates_copies(variable, self._team.local):
-            self.capture.update_own(variable, op, operands)
-            return
-        combined = self._team.aggregate(variable, op, operands)
-        self.capture.update(variable, op, combined, optimizer)
-
-    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
-        return self.capture.lookup(table, ids)
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
-    ) -> None:
-        index, rows = self._team.aggregate(table.components[0], op, operands)
-        self.capture.update_rows(table, op, (index, rows), optimizer)
-
-    def drew(self, leaf: object) -> bool:
-        del leaf  # nothing is drawn in here
-        return False
-
-    def draw(self, iterator: StepIterator) -> Any:
-        raise RuntimeError(
-            f"next() of {iterator.name} inside a replica function, which is one "
-            "program for several replicas: draw before it, and give each replica its "
-            "rows with strategy.run(fn, args=(next(iterator),))"
-        )
-
-
 # ---- what the function wants -----------------------------------------------------
 
 
-def _discover(
-    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
-) -> Capture:
-    """What the function reads and looks up, and which copies it updates.
-
-    The step itself is not asked inside this trace: what it handed out here would belong
-    to a trace that ends before the step does.
-    """
-    probes: list[_Replica] = []
-
-    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
-        probe = _Replica(Discovery(seed, _no_elements), team)
-        probes[:] = [probe]
-        with probe.recording():
-            fn(shared, own)
-
-    mapped = jax.vmap(
-        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
-    )
-    parts = [by_replica(x, team.local) for x in split]
-    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
-    return probes[0].capture
+def _refuse_unnoticed(found: Capture) -> None:
+    """Refuses what the replicas do to variables where jax traces and no step does."""
+    for variable, _ in found.own.values():
+        refuse_update(variable.spec, "update")
+    for update in found.updates:
+        refuse_update(update.variables[0].spec, "update")
+    for variable in found.variables:
+        refuse_read(variable.spec)
 
 
 def _looked_up(
@@ -309,7 +228,7 @@ def _looked_up(
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = _Replica(given.feed(values, mine, rows), team)
+            replica = OneReplica(given.feed(values, mine, rows), team)
             with replica.recording():
                 fn(shared, given.arguments(mine))
             return [lookup.ids for lookup in replica.capture.lookups]
@@ -341,7 +260,3 @@ def _rows_kind(lookup: RecordedLookup) -> Any:
     dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
     kind: Any = jax.ShapeDtypeStruct  # untyped
     return kind((*lookup.ids.shape, *table.shape[1:]), dtype)
-
-
-def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
-    raise AssertionError(f"{iterator.name} was drawn from inside a replica")

@@ -19,14 +19,15 @@ from . import _refusals
 from ._capture import Capture
 from ._feeds import Replay
 from ._flow import Flow
+from ._held import Held
 from ._moves import slots_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from jax.sharding import Mesh
 
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.variables import Variable
 
     from ._iterator import Element
     from ._plan import Plan, Template
@@ -54,17 +55,20 @@ class Staged:
     """The body of a step of variables that live here, or of several processes, as a
     function to be traced.
 
+    ``held`` are the variables, and ``mark`` is that of `Held` from before anything was
+    asked about how they lie: if it is still that one, all answers are.
+
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
-    the values of the plan's reads, and the slots of each of ``slots``. It returns
-    arrays of the result, values of ``moved``, slots, and the operands of each update.
+    the values of the plan's reads, and the slots of each optimizer. It returns arrays
+    of the result, values of what it moves, slots, and the operands of each update.
     ``inputs`` and ``leaves`` are some, for their types.
     """
 
     body: Callable[..., Any]
     inputs: list[Any]
     leaves: list[Any]
-    moved: tuple[Variable, ...]
-    slots: tuple[tuple[Variable, Optimizer], ...]
+    held: Held
+    mark: Hashable
     values_like: list[Any]
     slots_like: list[Any]
     mesh: Mesh | None
@@ -152,12 +156,14 @@ def staged(
             [list(update.operands) for update in capture.updates],
         )
 
+    changing = [variable for variable, _ in found.moves.values.values()]
+    held = Held(plan, changing, list(kept.values()))
     return Staged(
         body,
         call.inputs,
         [leaf for element in elements for leaf in element.leaves],
-        tuple([variable for variable, _ in found.moves.values.values()]),
-        tuple(kept.values()),
+        held,
+        held.mark,
         [_kept(variable) for variable in plan.variables],
         [slots_like(variable, rule) for variable, rule in kept.values()],
         mesh,

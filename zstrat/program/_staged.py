@@ -17,7 +17,7 @@ import jax
 from . import _refusals
 from ._compile import own
 from ._cross import Kind
-from ._held import Held, cut_at
+from ._held import Outdated, cut_at
 from ._settled import settled
 from ._stages import stages
 
@@ -47,18 +47,16 @@ class StagedProgram:
     """The programs of one signature, compiled when they first run."""
 
     def __init__(self, plan: Plan, staged: Staged) -> None:
+        """Raises `Outdated`, or whatever the body raises while it is traced."""
         self.plan = plan
-        self._held = Held(plan, staged.moved, staged.slots)
+        self._held = staged.held
+        self._mark = staged.mark
         self._slots = staged.slots_like
-        with _refusals.in_our_words(plan.function):
-            closed, shape = jax.make_jaxpr(staged.body, return_shape=True)(
-                staged.inputs, staged.leaves, staged.values_like, self._slots
-            )
+        closed, shape = self._traced_body(staged)
         self._shape: list[Any] = list(shape)
         cut, self._constants = stages(closed)
         channels = {x.channel for stage in cut for x in stage.crossings}
         self._channels = {channel: channel.mark for channel in channels}
-        self._mark = self._held.mark
         given = len(staged.inputs) + len(staged.leaves)
         # In the order of what becomes of them, as jax pairs them by shape.
         moved = [given + n for n in self._held.moved_reads()]
@@ -95,17 +93,31 @@ class StagedProgram:
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
+            Outdated: See there.
         """
         held = self._held
         if self._sharding is not None:
             inputs = [self._brought(x) for x in inputs]
             leaves = [self._brought(x) for x in leaves]
         with held.locked():
+            if not self.is_current:
+                raise Outdated
             given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
             results, *rest = cut_at(self._computed(given), self._counts)
             values, slots = rest[0], rest[1 : 1 + len(self._slots)]
             held.put(values, slots)
         return results, rest[1 + len(self._slots) :]
+
+    def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
+        try:
+            with _refusals.in_our_words(self.plan.function):
+                return jax.make_jaxpr(staged.body, return_shape=True)(
+                    staged.inputs, staged.leaves, staged.values_like, staged.slots_like
+                )
+        except Exception as error:  # of the user's, or because of the other thread
+            if self._held.mark != self._mark:
+                raise Outdated from error
+            raise
 
     def _computed(self, given: list[Any]) -> list[Any]:
         if self._is_whole:

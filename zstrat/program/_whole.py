@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from . import _refusals
 from ._compile import own
 from ._cross import PROCESS, within_mesh
-from ._held import Held
+from ._held import Outdated
 from ._settled import settled
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class WholeProgram:
 
     def __init__(self, plan: Plan, staged: Staged, mesh: Mesh) -> None:
         self.plan = plan
-        self._held = Held(plan, staged.moved, staged.slots)
-        self._mark = self._held.mark
+        self._held = staged.held
+        self._mark = staged.mark
         made: Any = NamedSharding  # untyped
         self._apart = made(mesh, _spec(PROCESS))
         self._everywhere = made(mesh, _spec())
@@ -71,9 +71,15 @@ class WholeProgram:
         self, inputs: Sequence[Any], leaves: Sequence[Any]
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
         """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns the operands of the plan's updates, too."""
+        may not be ready yet. Returns the operands of the plan's updates, too.
+
+        Raises:
+            Outdated: See there.
+        """
         held = self._held
         with held.locked():
+            if not self.is_current:
+                raise Outdated
             values = held.values()
             moved = [values[n] for n in self._moved]
             read = [values[n] for n in self._read]

@@ -5,7 +5,8 @@ the same for all strategies; a subclass, which is final, says which devices ther
 and where variables go.
 
 Law of the file: these methods are for the cross-replica context. A variable that is one
-array for all replicas is one component, so what is done to every copy is done once.
+array for all replicas is one component, so what is done to every copy is done once; of
+one of which each replica has its own copy, each copy is a component.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ._across import reduce_across
 from ._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
 from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
-from ._updating import agreed, updated
+from ._updating import agreed, components_of, updated
 from ._values import reduce_values, reduction
 
 if TYPE_CHECKING:
@@ -131,15 +132,17 @@ class StrategyExtended(abc.ABC):
         group: bool = True,
     ) -> Any:
         """Calls ``fn(component, *args, **kwargs)`` in the update context, for each
-        component of ``var``: once for a variable that is one array for all replicas.
+        component of ``var``: once for a variable that is one array for all replicas,
+        and for each copy, in replica order, where replicas have copies of their own.
 
         In a replica function this is a ``merge_call``: each replica calls it, with
         arguments that are equal in all of them.
 
         Args:
             args, kwargs: Of mirrored values each component gets its own.
-            group: Whether what ``fn`` returns comes back as it is; if not, each leaf of
-                it is a list with one entry per component.
+            group: Whether what ``fn`` returns comes back as it is, of several
+                components as a value per replica; if not, each leaf of it is a list
+                with one entry per component.
 
         Raises:
             ValueError: ``var`` is no variable, or there is a value per replica among
@@ -163,7 +166,7 @@ class StrategyExtended(abc.ABC):
             return frame.replica.merge_call(merge, args, named)
         require_cross_replica(self._strategy, "update()")
         with self._strategy.scope():
-            own = functools.partial(fn, var)
+            own = [functools.partial(fn, each) for each in components_of(var)]
             return updated(self._strategy, own, args, named, group)
 
     def update_non_slot(
@@ -188,7 +191,7 @@ class StrategyExtended(abc.ABC):
         del colocate_with  # values of this process are where it is
         require_cross_replica(self._strategy, "update_non_slot()")
         with self._strategy.scope():
-            return updated(self._strategy, fn, args, dict(kwargs or {}), group)
+            return updated(self._strategy, [fn], args, dict(kwargs or {}), group)
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first

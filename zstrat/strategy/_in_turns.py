@@ -32,6 +32,8 @@ from zstrat.variables import (
     creator,
     is_staging,
     recorder,
+    refuse_read,
+    refuse_update,
     row_updates,
 )
 
@@ -73,18 +75,20 @@ def in_turns(
     """What each replica of this process returns.
 
     Raises:
-        RuntimeError: Replicas do different things, or create different variables.
+        RuntimeError: Replicas do different things, or create different variables; or
+            they read or update one while jax traces outside of a step.
         ValueError: The rows of what was drawn do not split evenly.
         Exception: Whatever ``fn`` raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
+    is_unnoticed = outer is None and is_staging()
     made = _Made(creator.get())
     tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
 
     def body(mine: Turn) -> Any:
         number = mine.number
-        recorder.set(_Own(mine, team, outer))
+        recorder.set(_Own(mine, team, outer, is_unnoticed))
         if is_real:
             creator.set(_Positions(made, number))
         own_args, own_kwargs = select_replica(number, tree)
@@ -104,15 +108,20 @@ def in_turns(
 class _Own:
     """The recorder of one replica."""
 
-    def __init__(self, mine: Turn, team: Team, outer: Recorder | None) -> None:
+    def __init__(
+        self, mine: Turn, team: Team, outer: Recorder | None, is_unnoticed: bool
+    ) -> None:
         self.live = outer is None or is_live(outer)
         """Whether values are real, so that nothing is being captured."""
         self.may_create = self.live
         self._turn = mine
         self._team = team
+        self._is_unnoticed = is_unnoticed
         self._outer: Recorder = Immediate() if outer is None else outer
 
     def read(self, variable: Variable) -> jax.Array:
+        if self._is_unnoticed:
+            refuse_read(variable.spec)
         is_now = not isinstance(self._outer, Immediate) or not is_staging()
         if not is_now and updates_copies(variable, self._team.local):
             return own_copy_later(variable, self._turn.number)
@@ -130,6 +139,8 @@ class _Own:
         operands: tuple[jax.Array, ...],
         optimizer: Optimizer | None,
     ) -> None:
+        if self._is_unnoticed:
+            refuse_update(variable.spec, "update")
         if optimizer is None and updates_copies(variable, self._team.local):
             self._update_own(variable, op, operands)
             return
@@ -156,6 +167,9 @@ class _Own:
         operands: tuple[jax.Array, jax.Array],
         optimizer: Optimizer | None,
     ) -> None:
+        if self._is_unnoticed:
+            refuse_update(table.components[0].spec, "update rows of")
+
         def apply(combined: tuple[jax.Array, ...]) -> None:
             index, rows = combined
             self._outer.update_rows(table, op, (index, rows), optimizer)

@@ -312,11 +312,22 @@ class LocalMesh:
         if type(leaf) in NUMBERS:
             return Plain(leaf)
         require_one_each(leaf, self.replicas)
-        if self.replicas == 1 and isinstance(leaf, jax.Array) and leaf.committed:
-            return jax.device_put(leaf, self._rows)
+        is_traced = isinstance(leaf, jax.core.Tracer)  # refused, with words, later
+        if isinstance(leaf, jax.Array) and not is_traced and leaf.committed:
+            return jax.device_put(leaf, self._everywhere(leaf))
         if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
             return leaf
         return regroup(leaf.values, self._given_parts, always_wrap=True)
+
+    def _everywhere(self, array: jax.Array) -> Any:
+        """Where an array that is bound to devices is given to all replicas: where it
+        is, if all of them are there."""
+        if self.replicas == 1:
+            return self._rows
+        if array.sharding.device_set == set(self.mesh.devices.flat):
+            return array.sharding
+        made: Any = NamedSharding  # untyped
+        return made(self.mesh, _spec())
 
     def _given_parts(self, parts: Sequence[Any]) -> Any:
         numbers = [Plain(part) for part in parts if type(part) in NUMBERS]

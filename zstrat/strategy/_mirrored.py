@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.program._collective import AXIS
 from zstrat.program._cross import Kind
@@ -77,7 +77,7 @@ class MirroredVariables:
             devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
-            self.residence = _Store(store, self.residence)
+            self.residence = _Store(store, devices[0], self.residence)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -237,18 +237,20 @@ class _Devices(Residence):
 
 
 class _Store(Residence):
-    """One device that keeps the values, which travel to others for each step."""
+    """One device that keeps the values, which travel to others for each step: to
+    ``first``, if there is one replica."""
 
     travels = True
 
-    def __init__(self, device: jax.Device, steps: Residence) -> None:
+    def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
         super().__init__(None, steps.copies)
         self._device = device
+        self._sharding = steps.sharding or SingleDeviceSharding(first)
         self._steps = steps
 
     @property
-    def sharding(self) -> Sharding | None:
-        return self._steps.sharding
+    def sharding(self) -> Sharding:
+        return self._sharding
 
     @property
     def sharding_apart(self) -> Sharding | None:

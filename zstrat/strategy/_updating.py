@@ -1,7 +1,8 @@
-"""The update context: a function that changes a variable, called once for all copies.
+"""The update context: a function that changes a variable, called for its components.
 
 A variable that all replicas share is one array, so what is done to each of its copies
-is done once, with operands that are the same for all of them.
+is done once, with operands that are the same for all of them. Where each replica has a
+copy of its own, the function is called for each copy.
 """
 
 from __future__ import annotations
@@ -11,23 +12,37 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from zstrat.program._copies import is_apart
+from zstrat.variables import Variable
+
+from ._copy_home import copies_of
 from ._frames import Frame, entered
 from ._per_replica import PerReplica, is_distributed, select_replica
+from ._regroup import regroup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.variables import AbstractVariable
+
     from ._strategy import Strategy
+
+
+def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
+    """The copies of a variable of which each replica has its own, or the variable."""
+    if isinstance(variable, Variable) and is_apart(variable):
+        return copies_of(variable)
+    return (variable,)
 
 
 def updated(
     strategy: Strategy,
-    fn: Callable[..., Any],
+    fns: Sequence[Callable[..., Any]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     group: bool,
 ) -> Any:
-    """What ``fn`` returns in the update context of the one component.
+    """What ``fns`` return, one for each component in its update context.
 
     Raises:
         ValueError: There is a value per replica among the arguments.
@@ -38,10 +53,14 @@ def updated(
             "update: a value per replica among the arguments; they may contain "
             "mirrored values alone: bring it together with reduce_to first"
         )
-    own_args, own_kwargs = select_replica(0, (tuple(args), dict(kwargs)))
-    with entered(Frame(strategy, update=0)):
-        result = fn(*own_args, **own_kwargs)
-    return result if group else _listed(result)
+    results = []
+    for number, fn in enumerate(fns):
+        own_args, own_kwargs = select_replica(number, (tuple(args), dict(kwargs)))
+        with entered(Frame(strategy, update=number)):
+            results.append(fn(*own_args, **own_kwargs))
+    if not group:
+        return _listed(results)
+    return results[0] if len(results) == 1 else regroup(results)
 
 
 def agreed(tree: Any) -> Any:
@@ -73,6 +92,8 @@ def _are_equal(one: Any, other: Any) -> bool:
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
 
 
-def _listed(result: Any) -> Any:
+def _listed(results: Sequence[Any]) -> Any:
     """Each leaf as the list of what there is of it."""
-    return jax.tree.map(lambda leaf: [leaf], result, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda *leaves: list(leaves), *results, is_leaf=lambda x: x is None
+    )

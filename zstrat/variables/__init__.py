@@ -8,6 +8,7 @@ from ._copies import aggregated as aggregated
 from ._copies import cut_for_mean as cut_for_mean
 from ._copies import mean_of_cut as mean_of_cut
 from ._copies import shares_of as shares_of
+from ._copy_home import CopyHome as CopyHome
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
@@ -55,6 +56,8 @@ from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
 from ._staging import is_staging as is_staging
+from ._staging import refuse_read as refuse_read
+from ._staging import refuse_update as refuse_update
 from ._table import ABSENT as ABSENT
 from ._table import Piece as Piece
 from ._table import Table as Table

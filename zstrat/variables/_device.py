@@ -69,12 +69,14 @@ class DeviceHome:
         on_read: VariableAggregation | None = None,
     ) -> None:
         self.residence = residence
-        self.is_apart = False
+        # Not counted as parted: no program was traced before it was there.
+        self.is_apart = on_read is not None and residence.copies > 1
         self._on_read = on_read
         self._slots: dict[int, _Beside] = {}
-        self._value = residence.place(value)
-        if on_read is not None and residence.copies > 1:
-            self.part()
+        if self.is_apart:
+            self._value = residence.place_apart(self._equal(value))
+        else:
+            self._value = residence.place(value)
 
     # ---- for steps, which hold the lock --------------------------------------------
 
@@ -104,12 +106,13 @@ class DeviceHome:
         """Keeps one copy for each replica from now on, all equal so far."""
         with self.residence.lock:
             self.residence.settle()
-            value = np.asarray(self._value)
-            count = self.residence.copies
-            copies = np.broadcast_to(value, (count, *value.shape))
+            if self.is_apart:
+                return  # another thread was here first
+            copies = self._equal(np.asarray(self._value))
             self._value = self.residence.place_apart(copies)
-            self.residence.parted += 1
             self.is_apart = True
+            # Last: who traces without the lock and finds this number finds the copies.
+            self.residence.parted += 1
 
     @property
     def sharding(self) -> Sharding | None:
@@ -197,9 +200,7 @@ class DeviceHome:
         with self.residence.lock:
             self.residence.settle()
             value = np.asarray(self._value)
-            if self.is_apart:
-                return value
-            return np.broadcast_to(value, (self.residence.copies, *value.shape))
+            return value if self.is_apart else self._equal(value)
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
@@ -323,10 +324,12 @@ class DeviceHome:
 
     def _shared_out(self, value: np.ndarray) -> np.ndarray:
         """Copies that make up the value, with those of other processes."""
-        count = self.residence.copies
+        copies = self._equal(value)
         if self._on_read is VariableAggregation.SUM:
             first, total = self.residence.replicas()
-            copies = shares_of(value, total)[first : first + count]
-        else:
-            copies = np.broadcast_to(value, (count, *value.shape))
+            copies = shares_of(value, total)[first : first + len(copies)]
         return np.asarray(copies if self.is_apart else copies[0])
+
+    def _equal(self, value: np.ndarray) -> np.ndarray:
+        """Copies of a value, ``[copies, ...]``."""
+        return np.broadcast_to(value, (self.residence.copies, *value.shape))

@@ -1,0 +1,95 @@
+"""``strategy.run`` where jax traces and no step does: a variable is neither read nor
+updated there, as with one replica."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+A, S = zs.VariableAggregation, zs.VariableSynchronization
+
+
+@pytest.fixture(params=[1, 2])
+def replicas(request):
+    return zs.MirroredStrategy([f"CPU:{n}" for n in range(request.param)])
+
+
+def meet():
+    zs.get_replica_context().merge_call(lambda strategy: None)
+
+
+def created(replicas, **how):
+    with replicas.scope():
+        return zs.Variable(np.float32(1), **how)
+
+
+def test_a_value_that_jax_would_keep_is_refused(replicas):
+    variable = created(replicas, name="kept")
+
+    @jax.jit
+    def total(x):
+        each = replicas.run(lambda x: variable.value() * x, args=(x,))
+        return replicas.reduce("sum", each, axis=None)
+
+    with pytest.raises(RuntimeError, match=r"kept.*jax would keep"):
+        total(1.0)
+
+
+def test_a_replica_s_own_copy_is_not_read_either(replicas):
+    variable = created(replicas, name="own", synchronization=S.ON_READ)
+    replicas.run(lambda: variable.assign(jnp.float32(2)))
+
+    with pytest.raises(RuntimeError, match=r"own.*jax would keep"):
+        jax.jit(lambda x: replicas.run(lambda: variable.value() * x))(1.0)
+
+
+@pytest.mark.parametrize("how", [{}, {"synchronization": S.ON_READ}])
+def test_nor_is_one_read_in_turns(replicas, how):
+    variable = created(replicas, name="mine", **how)
+
+    def replica(x):
+        meet()
+        return variable.value() * x
+
+    with pytest.raises(RuntimeError, match=r"mine.*jax would keep"):
+        jax.jit(lambda x: replicas.run(replica, args=(x,)))(1.0)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"aggregation": A.MEAN}, {"aggregation": A.SUM, "synchronization": S.ON_READ}],
+)
+@pytest.mark.parametrize("is_traced", [True, False])
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_an_update_that_would_happen_once_is_refused(
+    replicas, how, is_traced, in_turns
+):
+    variable = created(replicas, name="moved", **how)
+    before = variable.numpy()
+
+    @jax.jit
+    def moved(x):
+        operand = x if is_traced else jnp.float32(1)
+
+        def replica():
+            if in_turns:
+                meet()
+            variable.assign(operand)
+
+        replicas.run(replica)
+        return x
+
+    with pytest.raises(RuntimeError, match=r"moved.*would happen once"):
+        moved(1.0)
+    assert variable.numpy() == before
+
+
+def test_without_variables_it_is_computed(replicas):
+    @jax.jit
+    def total(x):
+        each = replicas.run(lambda x: x * 3, args=(x,))
+        return replicas.reduce("sum", each, axis=None)
+
+    assert total(2.0) == 6 * replicas.num_replicas_in_sync

@@ -1,0 +1,121 @@
+"""One replica of several that are one program, as its function meets it.
+
+Law of the file: an update is brought together with those of the other replicas, and
+noted by a capture of this region; it reaches the step when the region is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.variables import Optimizer, Table, Variable, recorder
+
+from ._capture import Capture
+from ._collective import AXIS
+from ._copies import updates_copies
+from ._feeds import Discovery
+from ._spread import by_replica
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.wire import UpdateOp
+
+    from ._collective import Team
+    from ._feeds import Feed
+    from ._iterator import Element, StepIterator
+    from ._spread import Spread
+
+    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
+    own."""
+
+
+class OneReplica:
+    """The recorder inside a replica function: updates are brought together with those
+    of the other replicas, and noted by a capture of this region."""
+
+    def __init__(self, feed: Feed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        self._team = team
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording():
+            before = recorder.set(self)
+            try:
+                yield
+            finally:
+                recorder.reset(before)
+
+    def read(self, variable: Variable) -> jax.Array:
+        return self.capture.read(variable)
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if optimizer is None and updates_copies(variable, self._team.local):
+            self.capture.update_own(variable, op, operands)
+            return
+        combined = self._team.aggregate(variable, op, operands)
+        self.capture.update(variable, op, combined, optimizer)
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        return self.capture.lookup(table, ids)
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        index, rows = self._team.aggregate(table.components[0], op, operands)
+        self.capture.update_rows(table, op, (index, rows), optimizer)
+
+    def drew(self, leaf: object) -> bool:
+        del leaf  # nothing is drawn in here
+        return False
+
+    def draw(self, iterator: StepIterator) -> Any:
+        raise RuntimeError(
+            f"next() of {iterator.name} inside a replica function, which is one "
+            "program for several replicas: draw before it, and give each replica its "
+            "rows with strategy.run(fn, args=(next(iterator),))"
+        )
+
+
+def discovered(
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
+) -> Capture:
+    """What the function reads and looks up, and which copies it updates.
+
+    The step itself is not asked inside this trace: what it handed out here would belong
+    to a trace that ends before the step does.
+    """
+    probes: list[OneReplica] = []
+
+    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
+        probe = OneReplica(Discovery(seed, _no_elements), team)
+        probes[:] = [probe]
+        with probe.recording():
+            fn(shared, own)
+
+    mapped = jax.vmap(
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
+    )
+    parts = [by_replica(x, team.local) for x in split]
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
+    return probes[0].capture
+
+
+def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
+    raise AssertionError(f"{iterator.name} was drawn from inside a replica")
