@@ -14,8 +14,13 @@ import pytest
 
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
+# Programs run once or twice here: making their machine code fast costs more than it
+# saves, and changes nothing in what they compute.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
+)
 
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
 # tests start and interrupt would inherit that.
