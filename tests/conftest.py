@@ -15,7 +15,7 @@ import pytest
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
 # Programs run once or twice here: making their machine code fast costs more than it
-# saves, and changes nothing in what they compute.
+# saves, and they compute the same but for the last bit.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",

@@ -75,14 +75,15 @@ def test_training_goes_on_with_other_servers_as_if_nothing_had_been(world, tmp_p
         second.checkpoint.restore(path).assert_consumed()
         second.run(range(3, 6))
         for got, wanted in zip(second.values(), expected, strict=True):
-            np.testing.assert_array_equal(got, wanted)
+            # Programs for shards of other heights round in another order.
+            np.testing.assert_allclose(got, wanted, rtol=1e-6)
         back = second.checkpoint.save(tmp_path / "d")
     whole = Training(world, 1)
     whole.checkpoint.restore(back).assert_consumed()
     whole.run([6])
     first.run([6])
     for got, wanted in zip(whole.values(), first.values(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 # ---- while training goes on ----------------------------------------------------------
