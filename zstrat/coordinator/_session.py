@@ -344,7 +344,7 @@ def _opened(
         # who joins a session waits for it first.
         slack = 2 * settings.timeouts.connect + settings.timeouts.drain
         opened = portal.run(open_(), slack, "connecting to the cluster")
-    except BaseException:
+    except BaseException:  # to the caller, who has no session to close
         portal.close()
         raise
     return ClusterSession(opened, portal, settings)

@@ -215,7 +215,7 @@ def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     plan = prepared.plan
     try:
         values = _answered(plan, prepared)
-    except BaseException:
+    except BaseException:  # to the caller: the step may be run again
         prepared.unread()
         raise
     computed = prepared.compute(values)
@@ -229,8 +229,8 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
         require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
     try:
         results, operands = program.run(inputs, elements)
-    except BaseException:
-        draws.unread()  # nothing has changed: the step may be run again
+    except BaseException:  # to the caller: nothing has changed, it may be run again
+        draws.unread()
         raise
     # The variables that live here have moved: what was drawn is used up.
     _apply(plan, _outgoing(plan, operands))

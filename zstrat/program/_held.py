@@ -152,7 +152,7 @@ class _Locked:
                 residence.lock.acquire()
                 held.append(residence)
                 residence.settle()
-        except BaseException:
+        except BaseException:  # to the caller, who holds no lock then
             for residence in reversed(held):
                 residence.lock.release()
             raise

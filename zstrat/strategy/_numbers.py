@@ -109,7 +109,7 @@ class Numbers:
         before = self._created, self._optimizers, self._placement.mark()
         try:
             yield
-        except BaseException:
+        except BaseException:  # to the caller, who has created nothing
             self._created, self._optimizers, mark = before
             self._placement.back_to(mark)
             raise

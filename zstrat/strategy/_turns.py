@@ -171,7 +171,7 @@ def _end_all(
                 f"replica {each.number}, which was ended for this, raised "
                 f"{type(other).__name__} while it cleaned up: {other}"
             )
-        except BaseException as other:
+        except BaseException as other:  # to the caller, when all have ended
             interrupt = interrupt or other
     if interrupt is not None:
         raise interrupt from error
