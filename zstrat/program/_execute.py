@@ -259,6 +259,8 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
 
 
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
+    if not updates:
+        return  # as of every step whose variables live here
     handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
     rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
     waiting: dict[int, Any] = {}

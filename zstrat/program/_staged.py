@@ -103,9 +103,13 @@ class StagedProgram:
             if not self.is_current:
                 raise Outdated
             given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
-            results, *rest = cut_at(self._computed(given), self._counts)
+            outputs = self._computed(given)
+            del given
+            results, *rest = cut_at(outputs, self._counts)
             values, slots = rest[0], rest[1 : 1 + len(self._slots)]
+            # While the devices compute; what they took is let go here, too.
             held.put(values, slots)
+            _settled_or_lost(outputs)
         return results, rest[1 + len(self._slots) :]
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
@@ -161,9 +165,9 @@ class StagedProgram:
             with _refusals.in_our_words(self.plan.function):
                 outputs = part.run(given_up, kept)
             self._traced = part is self._stages[-1]
-        settled(outputs, outputs)
         if part is self._stages[-1]:
             return outputs
+        settled(outputs, outputs)
         assert isinstance(store, dict)
         store.update(zip(part.stage.gives, outputs, strict=True))
         del given_up, kept, outputs
@@ -176,6 +180,17 @@ class StagedProgram:
         for number in part.dead:
             del store[number]
         return []
+
+
+def _settled_or_lost(outputs: Sequence[jax.Array]) -> None:
+    """Waits for what is kept already. If it fails, all of it is as lost as what it was
+    made of."""
+    try:
+        settled(outputs, outputs)
+    except Exception:  # to the caller
+        for array in outputs:
+            array.delete()
+        raise
 
 
 def _compiled(
