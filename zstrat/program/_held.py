@@ -75,9 +75,27 @@ class Held:
             )
         return next(iter(meshes), None)
 
+    @property
+    def travels(self) -> bool:
+        """Whether values are kept elsewhere, where a step that fails leaves them."""
+        return any(residence.travels for residence in self._residences)
+
     def locked(self) -> AbstractContextManager[None]:
-        """Nobody else reads or updates the variables inside."""
+        """Nobody else reads or updates the variables inside. What is raised inside is
+        taken for the failure of a step."""
         return _Locked(self._residences)
+
+    def require_kept(self) -> None:
+        """Refuses a step after one that failed, if what it takes is gone.
+
+        Raises:
+            DataLossError: Names the variable, and says what to do.
+        """
+        if not any(residence.has_failed for residence in self._residences):
+            return
+        for variable in (*self._plan.variables, *self._moved):
+            if isinstance(variable.home, DeviceHome):
+                variable.home.require_kept(variable.name)
 
     def values(self) -> list[Any]:
         """The values of the plan's reads: those from here as they live here, others as
@@ -157,8 +175,9 @@ class _Locked:
                 residence.lock.release()
             raise
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         for residence in reversed(self._residences):
+            residence.has_failed |= kind is not None
             residence.lock.release()
 
 

@@ -93,6 +93,7 @@ class StagedProgram:
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
+            DataLossError: An earlier step failed, and a value is gone.
             Outdated: See there.
         """
         held = self._held
@@ -102,11 +103,14 @@ class StagedProgram:
         with held.locked():
             if not self.is_current:
                 raise Outdated
+            held.require_kept()
             given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
             outputs = self._computed(given)
             del given
             results, *rest = cut_at(outputs, self._counts)
             values, slots = rest[0], rest[1 : 1 + len(self._slots)]
+            if held.travels:
+                settled(outputs, outputs)
             # While the devices compute; what they took is let go here, too.
             held.put(values, slots)
             _settled_or_lost(outputs)

@@ -74,12 +74,14 @@ class WholeProgram:
         may not be ready yet. Returns the operands of the plan's updates, too.
 
         Raises:
+            DataLossError: An earlier step failed, and a value is gone.
             Outdated: See there.
         """
         held = self._held
         with held.locked():
             if not self.is_current:
                 raise Outdated
+            held.require_kept()
             values = held.values()
             moved = [values[n] for n in self._moved]
             read = [values[n] for n in self._read]

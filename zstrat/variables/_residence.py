@@ -20,7 +20,7 @@ class Residence(abc.ABC):
     hold the ``lock``; ``steps`` is how many of them have put back new values.
     ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
     many variables have begun to have them. ``travels``: values are kept elsewhere than
-    steps run.
+    steps run. ``has_failed``: a step did, so that values may be gone.
     """
 
     travels: bool = False
@@ -30,6 +30,7 @@ class Residence(abc.ABC):
         self.copies = copies
         self.parted = 0
         self.steps = 0
+        self.has_failed = False
         self.lock = threading.RLock()
 
     @abc.abstractmethod
