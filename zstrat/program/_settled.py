@@ -15,6 +15,8 @@ import jax
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from jax.sharding import Sharding
+
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready
 
@@ -29,10 +31,15 @@ def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
         arrays: Some of it: the first of them says where the program runs.
     """
     if arrays and _is_real(arrays[0]):
-        devices = arrays[0].sharding.device_set
-        if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+        if is_waited_for(arrays[0].sharding):
             _wait(arrays[0])  # the program ends with all that it returns
     return outputs
+
+
+def is_waited_for(sharding: Sharding) -> bool:
+    """Whether a program over these devices is."""
+    devices = sharding.device_set
+    return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 
 def _is_real(array: Any) -> bool:

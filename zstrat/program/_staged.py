@@ -10,7 +10,7 @@ operands of collectives are looked at by the host, and let go when they are done
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
@@ -18,7 +18,7 @@ from . import _refusals
 from ._compile import own
 from ._cross import Kind
 from ._held import Outdated, cut_at
-from ._settled import settled
+from ._settled import is_waited_for, settled
 from ._stages import stages
 
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from ._plan import Plan
     from ._retrace import Staged
     from ._stages import Crossing, Stage
+
+# jax's stubs leave it untyped.
+_wait: Final[Any] = jax.block_until_ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,11 @@ class StagedProgram:
         self._counts += [len(jax.tree.leaves(tree)) for tree in beside]
         self._counts += [len(each) for each in operands]
         self._is_whole = len(cut) == 1 and not self._constants
+        sharding = self._sharding
+        self._is_waited_for = len(cut) > 1 or (
+            sharding is not None and is_waited_for(sharding)
+        )
+        _wait(self._constants)
         self._traced = False
 
     @property
@@ -100,6 +108,10 @@ class StagedProgram:
         if self._sharding is not None:
             inputs = [self._brought(x) for x in inputs]
             leaves = [self._brought(x) for x in leaves]
+        if self._is_waited_for:
+            # Before the lock: what computes them may be waiting for it, as a function
+            # of jax's that reads a variable when it runs.
+            _wait([*inputs, *leaves])
         with held.locked():
             if not self.is_current:
                 raise Outdated

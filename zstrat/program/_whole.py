@@ -78,6 +78,8 @@ class WholeProgram:
             Outdated: See there.
         """
         held = self._held
+        # Before the lock: what computes them may be waiting for it.
+        given = [self._given(x) for x in (*inputs, *leaves)]
         with held.locked():
             if not self.is_current:
                 raise Outdated
@@ -87,7 +89,7 @@ class WholeProgram:
             read = [values[n] for n in self._read]
             away = [values[n] for n in self._away]
             del values
-            given = [self._given(x) for x in (*inputs, *leaves, *away)]
+            given += [self._given(x) for x in away]
             if self._traced:
                 outputs = self._jitted(moved, held.slots(), read, given)
             else:
