@@ -57,3 +57,16 @@ def test_a_variable_that_begins_to_have_copies_does(replicas):
     replicas.run(own)
     assert step() == 5 + 6
     assert step.trace_count == 2
+
+
+def test_another_variable_that_begins_to_have_copies_does_not(replicas):
+    step, variable = step_of(replicas)
+    for number in range(3):
+        assert step() == 2
+        with replicas.scope():
+            metric = zs.Variable(np.float32(0))
+        replicas.run(assigning(metric))
+        assert step.trace_count == 1, number
+    replicas.run(assigning(variable))
+    assert step() == 6
+    assert step.trace_count == 2

@@ -43,22 +43,29 @@ class Held:
         self._slot_homes = [(_home(variable), rule) for variable, rule in slots]
         self._homes = [variable.home for variable in plan.variables]
         homes = [*self._homes, *[variable.home for variable in moved]]
-        found = {
-            id(home.residence): home.residence
-            for home in homes
-            if isinstance(home, DeviceHome)
-        }
+        self._here = [home for home in homes if isinstance(home, DeviceHome)]
+        found = {id(home.residence): home.residence for home in self._here}
         self._away = [
             variable
             for variable in plan.variables
             if not isinstance(variable.home, DeviceHome)
         ]
         self._residences: list[Residence] = [found[key] for key in sorted(found)]
+        self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
 
     @property
     def mark(self) -> Hashable:
         """A program that was traced under another one is not used."""
-        return tuple([residence.mark() for residence in self._residences])
+        where = tuple([residence.mark() for residence in self._residences])
+        return where, self._are_apart()
+
+    def _are_apart(self) -> tuple[bool, ...]:
+        """Of which of the variables each replica has a copy of its own. They are looked
+        at when any variable of the strategy has begun to."""
+        parted = [residence.parted for residence in self._residences]
+        if self._parts[0] != parted:
+            self._parts = parted, tuple([home.is_apart for home in self._here])
+        return self._parts[1]
 
     @property
     def mesh(self) -> Mesh | None:

@@ -69,7 +69,7 @@ class Signature:
         return found
 
     def is_stale(self, elements: Sequence[Element]) -> bool:
-        """Whether there is one, of processes that are others now."""
+        """Whether there is one, of variables that lie otherwise now."""
         found = self.programs.get(self._name(elements))
         return isinstance(found, HereProgram) and not found.is_current
 
@@ -277,8 +277,8 @@ class Programs:
             )
         if is_stale:
             changed.append(
-                "the processes of its strategy, their ranks or their devices are "
-                "others (they were formed anew, say)"
+                "replicas have begun to keep a copy each of one of its variables, or "
+                "the processes of its strategy are others (formed anew, say)"
             )
         warnings.warn(
             f"the step function {self._step!r} was traced {self.trace_count} times, "

@@ -30,15 +30,14 @@ def settled(outputs: Outputs, arrays: Sequence[Any]) -> Outputs:
         outputs: All that it returned, a pytree.
         arrays: Some of it: the first of them says where the program runs.
     """
-    if arrays and _is_real(arrays[0]):
-        if is_waited_for(arrays[0].sharding):
-            _wait(arrays[0])  # the program ends with all that it returns
+    if arrays and _is_real(arrays[0]) and is_waited_for(arrays[0].sharding):
+        _wait(arrays[0])  # the program ends with all that it returns
     return outputs
 
 
 def is_waited_for(sharding: Sharding) -> bool:
     """Whether a program over these devices is."""
-    devices = sharding.device_set
+    devices: set[Any] = sharding.device_set  # untyped
     return len(devices) > 1 and next(iter(devices)).platform == "cpu"
 
 

@@ -83,7 +83,7 @@ class StagedProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether the processes are still those that it was traced for."""
+        """Whether variables and processes are as it was traced for."""
         return self._held.mark == self._mark and all(
             channel.mark == mark for channel, mark in self._channels.items()
         )

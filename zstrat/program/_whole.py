@@ -59,7 +59,7 @@ class WholeProgram:
 
     @property
     def is_current(self) -> bool:
-        """Whether the processes are still those that it was traced for."""
+        """Whether variables and processes are as it was traced for."""
         return self._held.mark == self._mark
 
     @property

@@ -215,7 +215,7 @@ class _Devices(Residence):
         return self._placed(copies, self._apart)
 
     def mark(self) -> Hashable:
-        return (None if self._channel is None else self._channel.mark, self.parted)
+        return None if self._channel is None else self._channel.mark
 
     def replicas(self) -> tuple[int, int]:
         if self._channel is None:
@@ -265,7 +265,7 @@ class _Store(Residence):
         return self.place(copies)
 
     def mark(self) -> Hashable:
-        return self.parted
+        return None
 
     def settle(self) -> None:
         """Everything is here."""

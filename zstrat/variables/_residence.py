@@ -54,7 +54,8 @@ class Residence(abc.ABC):
 
     @abc.abstractmethod
     def mark(self) -> Hashable:
-        """What a program of a step depends on; it is not used under another one."""
+        """What a program of a step depends on, but for which variables have copies; it
+        is not used under another one."""
 
     def replicas(self) -> tuple[int, int]:
         """Number of the first replica of this process, and how many all processes
