@@ -145,7 +145,8 @@ class AbstractVariable(ArrayOperators):
 
         Raises:
             TypeError: Inside a step, if jax would truncate the dtype.
-            RuntimeError: Outside of steps, in what jax traces before it runs.
+            RuntimeError: Outside of steps, in what jax traces before it runs. (In a
+                replica function that runs in turns it is read when that runs.)
             PSUnavailableError: The parameter server that held it is gone.
         """
         recording = recorder.get()
