@@ -40,14 +40,16 @@ def worker_count(cluster_spec: object, task_type: str) -> int:
 
 
 def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
-    """Number of the task among the chief and the workers, the chief first.
+    """Number of the task among the chief and the workers that are there, the chief
+    first. In a sparse job it is less than the task's index.
 
     Raises:
         ValueError: As `validate_cluster_spec`, and for a ps.
     """
-    validate_cluster_spec(cluster_spec, task_type, task_id)
+    spec = normalize_cluster_spec(cluster_spec)
+    validate_cluster_spec(spec, task_type, task_id)
     if task_type == "worker":
-        return task_id + task_count(cluster_spec, "chief")
+        return task_count(spec, "chief") + spec.task_indices("worker").index(task_id)
     if task_type in ("chief", "evaluator"):
         return task_id
     raise ValueError(f"There is no id for task_type {task_type!r}")
