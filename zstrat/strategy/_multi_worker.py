@@ -183,7 +183,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         had made the most steps; the one that came anew has them before it uses a
         variable for the first time. All processes, also those that were not lost, begin
         fresh passes of their datasets (``iter()``) after it: an iterator of before
-        waits for answers of others that the one that came anew does not give.
+        waits for answers of others that the one that came anew does not give. Where
+        they deal out a dataset that is shuffled anew in each pass, they make it anew
+        from its ``shuffle`` on and distribute it again: the one that came anew begins
+        with its first order, and a pass in different orders is refused.
 
         Args:
             timeout: Seconds to wait for all processes.
