@@ -9,6 +9,7 @@ Law of the file: whoever is given a port binds it soon; nothing here holds it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import socket
 from pathlib import Path
@@ -19,26 +20,35 @@ _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _USUAL: Final = 32_768
 """Where Linux begins to choose; 49,152 and more on other systems."""
 _TRIES: Final = 1000
+_ANOTHER: Final = (errno.EADDRINUSE, errno.EACCES)
+"""What is wrong with one port; another one may do."""
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different TCP ports that nobody has now, in no order.
+    """Different TCP ports that nobody has now, in no order. Where the kernel leaves too
+    few below its range, it chooses the others.
 
     Raises:
         OSError: There are not so many, or the host is not this one.
     """
-    chosen = range(_LOWEST, max(_first_chosen(), _LOWEST + 1))
+    below = range(_LOWEST, _first_chosen())
     # The system's own randomness: programs that seed theirs alike would meet here.
     drawn = random.SystemRandom()
     found: set[int] = set()
     with contextlib.ExitStack() as held:
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if below else 0):
             if len(found) == count:
                 break
-            with contextlib.suppress(OSError):
-                found.add(_bound(held, host, drawn.choice(chosen)))
+            try:
+                found.add(_bound(held, host, drawn.choice(below)))
+            except OSError as error:
+                if error.errno not in _ANOTHER:
+                    raise _refusal(error, host) from error
         while len(found) < count:  # the kernel's, which are better than none
-            found.add(_bound(held, host, 0))
+            try:
+                found.add(_bound(held, host, 0))
+            except OSError as error:
+                raise _refusal(error, host) from error
         return list(found)
 
 
@@ -53,6 +63,16 @@ def _bound(held: contextlib.ExitStack, host: str, port: int) -> int:
     held.enter_context(probe)
     given: int = probe.getsockname()[1]
     return given
+
+
+def _refusal(error: OSError, host: str) -> OSError:
+    """The error of a host on which no port can be had."""
+    why = f"cannot bind a TCP port of {host!r}: {error.strerror}"
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        why += "; expected a name or an address of this machine"
+    elif error.errno in _ANOTHER:
+        why += "; no port is left"
+    return OSError(error.errno, why)
 
 
 def _first_chosen() -> int:

@@ -6,7 +6,12 @@ is told the task.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ._validate import normalize_cluster_spec, task_count, validate_cluster_spec
+
+if TYPE_CHECKING:
+    from ._spec import ClusterSpec
 
 
 def is_chief(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
@@ -40,14 +45,16 @@ def worker_count(cluster_spec: object, task_type: str) -> int:
 
 
 def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
-    """Number of the task among the chief and the workers, the chief first.
+    """Number of the task among the chief and the workers that are there, the chief
+    first. In a sparse job it is less than the task's index.
 
     Raises:
         ValueError: As `validate_cluster_spec`, and for a ps.
     """
-    validate_cluster_spec(cluster_spec, task_type, task_id)
+    spec = normalize_cluster_spec(cluster_spec)
+    validate_cluster_spec(spec, task_type, task_id)
     if task_type == "worker":
-        return task_id + task_count(cluster_spec, "chief")
+        return task_count(spec, "chief") + spec.task_indices("worker").index(task_id)
     if task_type in ("chief", "evaluator"):
         return task_id
     raise ValueError(f"There is no id for task_type {task_type!r}")
@@ -65,8 +72,7 @@ def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str
     validate_cluster_spec(spec, task_type, task_id)
     if task_type == "evaluator":
         return ""
-    job = "chief" if "chief" in spec.jobs else "worker"
-    return f"/job:{job}/replica:0/task:0"
+    return _first(spec, "chief" if "chief" in spec.jobs else "worker")
 
 
 def coordination_leader(cluster_spec: object) -> str:
@@ -76,8 +82,14 @@ def coordination_leader(cluster_spec: object) -> str:
     spec = normalize_cluster_spec(cluster_spec)
     for job in ("ps", "chief", "worker"):
         if job in spec.jobs:
-            return f"/job:{job}/replica:0/task:0"
+            return _first(spec, job)
     return ""
+
+
+def _first(spec: ClusterSpec, job: str) -> str:
+    """Name of the first task of a job that is there. A job without one: of task 0."""
+    index = min(spec.task_indices(job) if job in spec.jobs else [], default=0)
+    return f"/job:{job}/replica:0/task:{index}"
 
 
 def has_worker(cluster_spec: object) -> bool:

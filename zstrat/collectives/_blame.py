@@ -56,10 +56,11 @@ class Inquiry:
 
     def answered(self, rank: int, state: CallState) -> list[int]:
         """A rank said how far it is; who else is to be asked."""
-        if not state.about:
-            self.guilty[rank] = "has not called it"
-            return []
         self._has_ended = self._has_ended or state.is_broken
+        if not state.about:
+            if not state.is_broken:  # else it cannot call it any more
+                self.guilty[rank] = "has not called it"
+            return []
         if state.is_over and state.about == FORGOTTEN:
             return []
         if state.about != self._words:
@@ -88,6 +89,11 @@ def verdict(
             f"the ranks do not make the same calls: {name(inquiry.rank)} makes {call}; "
             f"{name(rank)} makes {words} instead: make the same calls in the same "
             "order on all ranks, or give calls that may overtake each other a tag"
+        )
+    if inquiry.is_told:
+        return CollectiveTimeoutError(
+            f"{call}: another rank has ended the generation, and {name(inquiry.rank)} "
+            f"has not heard why; it waited {timeout:g} s: call reform()"
         )
     if not inquiry.guilty:
         return CollectiveTimeoutError(

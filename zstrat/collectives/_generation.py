@@ -200,7 +200,7 @@ class Generation:
         deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
         ask = partial(self._mesh.ask, message=question)
         await inquire(inquiry, ranks, ask, deadline)
-        if inquiry.is_told:
+        if inquiry.is_told and self.broken is None:
             self._told = self._loop.create_future()
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):

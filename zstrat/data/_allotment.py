@@ -42,12 +42,14 @@ class Allotment:
         recipe: Of that part.
         policy: How it was found: OFF, FILE, DATA or HINT.
         batch_size: Rows of a global batch, None if nobody knows.
+        dealt: See `_lineage.dealt_before`; None for one worker alone.
     """
 
     recipe: Recipe
     worker: Worker
     policy: AutoShardPolicy
     batch_size: int | None
+    dealt: int | None
 
     @property
     def is_steady(self) -> bool:
@@ -66,7 +68,15 @@ class Allotment:
 
     def elements(self) -> Iterator[Any]:
         """A fresh pass, which begins now, whoever makes its elements, and when."""
-        return self.recipe.begun().elements()
+        elements, _ = self.begin()
+        return elements
+
+    def begin(self) -> tuple[Iterator[Any], str]:
+        """A fresh pass as `elements`, and what tells its order from those of others:
+        the workers need the same; "" if they do not."""
+        begun = self.recipe.begun()
+        order = "" if self.dealt is None else lineage.order_of(begun, self.dealt)
+        return begun.elements(), order
 
     def cutter(self) -> Cutter:
         """A fresh one, for one pass."""
@@ -110,14 +120,15 @@ def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     wanted = dataset.options().auto_shard_policy
     policy = sharing_policy(wanted, worker.count, files)
     size = lineage.batch_size_of(recipe)
-    if worker.count > 1 and lineage.order_differs(recipe, policy):
+    dealt = lineage.dealt_before(recipe, policy) if worker.count > 1 else None
+    if dealt is not None and lineage.order_differs(recipe, dealt):
         warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
     if policy is AutoShardPolicy.FILE:
         recipe = lineage.for_files(recipe, worker.count, worker.index)
     elif policy is AutoShardPolicy.HINT:
         recipe = lineage.for_hint(recipe, worker.count, worker.index)
     # Apart: one worker may look into the dataset before, and the others not.
-    return Allotment(recipe.apart(), worker, policy, size)
+    return Allotment(recipe.apart(), worker, policy, size, dealt)
 
 
 def not_batched() -> ValueError:

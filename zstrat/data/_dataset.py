@@ -195,7 +195,10 @@ class Dataset:
 
         Processes that deal one dataset out among themselves (`AutoShardPolicy.DATA`)
         need the same seed each, and begin passes over the distributed dataset, which
-        are counted apart, equally often.
+        are counted apart, equally often. A process that was started anew has begun
+        none: then all of them make the dataset anew, from here on, and distribute it
+        again. The first step of a pass is refused where its number is not the same in
+        all of them.
 
         Raises:
             ValueError: ``buffer_size`` is not positive.

@@ -163,17 +163,36 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded)
 
 
-def order_differs(recipe: Recipe, policy: AutoShardPolicy) -> bool:
+def dealt_before(recipe: Recipe, policy: AutoShardPolicy) -> int | None:
+    """How many operations, counted from the last, come after the one whose elements
+    workers deal out by number, so that they have to see them in one order; None: they
+    deal out none."""
+    if policy is AutoShardPolicy.HINT:
+        hints = (n for n, each in enumerate(_walk(recipe)) if isinstance(each, Hinted))
+        return next(hints, None)
+    return 0 if policy is AutoShardPolicy.DATA else None
+
+
+def order_differs(recipe: Recipe, dealt: int) -> bool:
     """Whether each worker sees in another order what several deal out by number, so
     that some elements are read twice, and others by nobody."""
-    dealt = _walk(recipe)
-    if policy is AutoShardPolicy.HINT:
-        dealt = itertools.dropwhile(lambda each: not isinstance(each, Hinted), dealt)
-    elif policy is not AutoShardPolicy.DATA:
-        return False
-    return any(
-        isinstance(each, Shuffled) and not each.is_the_same_everywhere for each in dealt
+    return any(not each.is_the_same_everywhere for each in _shuffled(recipe, dealt))
+
+
+def order_of(begun: Recipe, dealt: int) -> str:
+    """The numbers of a pass that make the order in which it is dealt out; "" if it has
+    the same order as all others, or another one in every process anyway."""
+    return ", ".join(
+        ".".join(map(str, each.order))
+        for each in _shuffled(begun, dealt)
+        if each.reshuffle and each.is_the_same_everywhere
     )
+
+
+def _shuffled(recipe: Recipe, dealt: int) -> Iterator[Shuffled]:
+    for each in itertools.islice(_walk(recipe), dealt, None):
+        if isinstance(each, Shuffled):
+            yield each
 
 
 def _walk(recipe: Recipe) -> Iterator[Recipe]:

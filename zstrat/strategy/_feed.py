@@ -26,9 +26,22 @@ if TYPE_CHECKING:
     from ._pace import Accord
 
     Place = Callable[[Share], Any]
-    Shares = Callable[[], Iterator[Share]]
+    Shares = Callable[[], "Begun"]
 
 _NAME: Final = "a distributed dataset"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A pass over the sources.
+
+    Args:
+        order: See `Paced`.
+    """
+
+    shares: Iterator[Share]
+    order: str = ""
 
 
 @final
@@ -66,7 +79,8 @@ class _Pass:
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
-        maker = _Maker(feed.shares(), feed.place, feed.described)
+        begun = feed.shares()
+        maker = _Maker(begun.shares, feed.place, feed.described)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -80,6 +94,7 @@ class _Pass:
                 length=feed.length,
                 empty=maker.empty,
                 is_partial=feed.is_partial,
+                order=begun.order,
             )
 
     def __iter__(self) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from zstrat.data import InputContext, Worker, allotted, as_dataset, ending
 from zstrat.program import StepDataset, kept
 
 from ._distributed_dataset import DistributedDataset
-from ._feed import Feed
+from ._feed import Begun, Feed
 from ._input_options import InputOptions
 from ._pace import Length
 from ._shares import (
@@ -80,14 +80,15 @@ class Inputs:
         if not is_partial:
             self._require_even(allotment.batch_size)
 
-        def shares() -> Iterator[Share]:
-            batches = _elements(allotment)
+        def shares() -> Begun:
+            begun, order = allotment.begin()
+            batches = _unwritten(begun, allotment)
             if alone:
                 found = shares_of_elements(batches, 1, is_partial=is_partial)
             else:
                 cutter = allotment.cutter()
                 found = shares_of_batches(batches, cutter, is_partial=is_partial)
-            return _ending_with(batches, found)
+            return Begun(_ending_with(batches, found), order)
 
         length = Length(
             is_infinite=allotment.is_infinite,
@@ -111,10 +112,10 @@ class Inputs:
         made = allotted(_made(dataset_fn, self.context), Worker())
         is_partial = not self.static_shapes
 
-        def shares() -> Iterator[Share]:
+        def shares() -> Begun:
             elements = _elements(made)
             found = shares_of_elements(elements, self.local, is_partial=is_partial)
-            return _ending_with(elements, found)
+            return Begun(_ending_with(elements, found))
 
         size = made.recipe.size()
         steps = None
@@ -136,10 +137,9 @@ class Inputs:
         made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
         is_partial = not self.static_shapes
 
-        def shares() -> Iterator[Share]:
-            return shares_of_pipelines(
-                [_elements(each) for each in made], is_partial=is_partial
-            )
+        def shares() -> Begun:
+            pipelines = [_elements(each) for each in made]
+            return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
 
         feed = Feed(shares, self._placing(options), options, None, is_partial)
         return DistributedDataset(feed, _FUNCTION)
@@ -181,7 +181,10 @@ def not_per_replica() -> NotImplementedError:
 
 def _elements(allotment: Allotment) -> Iterator[Any]:
     """A pass whose elements nobody writes to while they wait."""
-    elements = allotment.elements()
+    return _unwritten(allotment.elements(), allotment)
+
+
+def _unwritten(elements: Iterator[Any], allotment: Allotment) -> Iterator[Any]:
     return elements if allotment.is_steady else _copied(elements)
 
 

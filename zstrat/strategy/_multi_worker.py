@@ -16,7 +16,6 @@ import numpy as np
 from zstrat.cluster import (
     TFConfigClusterResolver,
     id_in_cluster,
-    is_chief,
     normalize_cluster_spec,
     validate_cluster_spec,
     worker_count,
@@ -86,7 +85,8 @@ class MultiWorkerMirroredExtended(StrategyExtended):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this process saves: the chief, or worker 0 where there is none."""
+        """Whether this process saves: the first one (the chief, or the first worker
+        where there is none), and an evaluator, which is alone."""
         return self._should_checkpoint
 
     @property
@@ -183,7 +183,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         had made the most steps; the one that came anew has them before it uses a
         variable for the first time. All processes, also those that were not lost, begin
         fresh passes of their datasets (``iter()``) after it: an iterator of before
-        waits for answers of others that the one that came anew does not give.
+        waits for answers of others that the one that came anew does not give. Where
+        they deal out a dataset that is shuffled anew in each pass, they make it anew
+        from its ``shuffle`` on and distribute it again: the one that came anew begins
+        with its first order, and a pass in different orders is refused.
 
         Args:
             timeout: Seconds to wait for all processes.
@@ -279,4 +282,5 @@ def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
         )
     validate_cluster_spec(spec, job, index)
     id_in_cluster(spec, job, index)  # refuses a ps
-    return (job, index), is_chief(spec, job, index)
+    # Not whoever is the chief: in a sparse cluster worker 0 may be missing.
+    return (job, index), job == "evaluator" or (job, index) == _first(spec)

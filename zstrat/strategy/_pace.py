@@ -5,6 +5,8 @@ than others. A step in which nobody is missing needs all of them, so a worker wi
 data goes on with empty elements as long as any other has some. The workers agree on
 that: once a pass, if all of them know how many steps they have, else in every step.
 Where some have data for ever, nobody asks again: the others go on with empty elements.
+With the first question they also make sure that they are at the same pass of data that
+they deal out among themselves in an order that changes from pass to pass.
 
 Law of the file: all workers ask the same questions in the same order, in the thread
 that draws. So the first question of a pass is asked whatever its worker knows, and all
@@ -14,6 +16,7 @@ else follows from the answer, which is the same for all.
 from __future__ import annotations
 
 import enum
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, assert_never, final
 
@@ -68,6 +71,7 @@ class Paced:
         length: What it knows of it.
         empty: Makes what it goes on with.
         is_partial: Whether it goes on; if not, all stop where the first one does.
+        order: What makes the order of its pass; all that have one need the same.
     """
 
     def __init__(
@@ -78,11 +82,13 @@ class Paced:
         length: Length,
         empty: Callable[[], Any],
         is_partial: bool,
+        order: str = "",
     ) -> None:
         self._elements: Final = elements
         self._accord: Final = accord
         self._length: Final = length
         self._empty: Final = empty
+        self._order: Final = order
         self._sign: Final = 1 if is_partial else -1
         self._way: _Way | None = None
         """None: not asked yet."""
@@ -123,14 +129,20 @@ class Paced:
             # For ever nothing is nothing.
             self._is_endless = self._has_more()
             steps = _NEVER if self._is_endless else 0
-        apart, forever, unknown, most = self._accord.largest(
+        # Whose order is of no account is below the one and above the other.
+        digest = zlib.crc32(self._order.encode()) & _NEVER if self._order else None
+        apart, forever, unknown, most, high, low = self._accord.largest(
             [
                 not length.is_common,
                 sign * self._is_endless,
                 steps is None,
                 sign * (steps or 0),
+                0 if digest is None else digest,
+                -_NEVER if digest is None else -digest,
             ]
         )
+        if high > -low:
+            raise _unlike(self._order)
         if not apart:
             return _Way.OWN
         if sign * forever:
@@ -161,3 +173,16 @@ class Paced:
     def _largest(self, number: int) -> int:
         (found,) = self._accord.largest([self._sign * number])
         return self._sign * found
+
+
+def _unlike(order: str) -> ValueError:
+    """The error of workers whose passes are not in the same order."""
+    here = f"; this one begins {order} (distribution.pass)" if order else ""
+    return ValueError(
+        "several workers deal a dataset out among themselves, and do not all begin the "
+        f"same pass of its shuffle{here}. Each would read it in another order: some "
+        "rows twice, others not at all. Distribute the dataset and begin its passes "
+        "(iter()) equally often in all processes; after reform() with a process that "
+        "was started anew make the dataset anew in all of them, from shuffle() on, and "
+        "distribute it again"
+    )

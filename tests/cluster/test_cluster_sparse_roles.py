@@ -1,0 +1,41 @@
+"""Roles in a cluster that has no task of some index."""
+
+import pytest
+
+from zstrat.cluster import (
+    collective_leader,
+    coordination_leader,
+    id_in_cluster,
+    worker_count,
+)
+
+SPARSE = [
+    {"ps": ["p:1"], "worker": {1: "w:1"}},
+    {"ps": ["p:1"], "chief": ["c:1"], "worker": {3: "w:3"}},
+    {"worker": {0: "w:0", 2: "w:2"}},
+    {"chief": ["c:1"], "worker": {1: "w:1", 5: "w:5", 9: "w:9"}},
+    {"worker": {2: "w:2", 1: "w:1"}},
+]
+
+
+@pytest.mark.parametrize("cluster", SPARSE)
+def test_the_tasks_that_are_there_are_numbered_without_gaps(cluster):
+    tasks = [("chief", 0)] if "chief" in cluster else []
+    tasks += [("worker", index) for index in sorted(cluster["worker"])]
+    numbers = [id_in_cluster(cluster, job, index) for job, index in tasks]
+    assert numbers == list(range(worker_count(cluster, "worker")))
+
+
+def test_a_task_that_is_not_there_has_no_number():
+    with pytest.raises(ValueError, match="no `task_id` 1"):
+        id_in_cluster({"worker": {0: "w:0", 2: "w:2"}}, "worker", 1)
+
+
+def test_the_leaders_are_tasks_that_are_there():
+    assert collective_leader({"worker": {2: "b:1", 1: "a:1"}}, "worker", 2) == (
+        "/job:worker/replica:0/task:1"
+    )
+    assert coordination_leader({"worker": {3: "w:3"}}) == "/job:worker/replica:0/task:3"
+    chief = {"chief": ["c:1"], "worker": {3: "w:3"}}
+    assert collective_leader(chief, "worker", 3) == "/job:chief/replica:0/task:0"
+    assert coordination_leader({"ps": ["p:1"], **chief}) == "/job:ps/replica:0/task:0"

@@ -1,0 +1,40 @@
+"""A program that knows only some workers reads its share of what it knows."""
+
+import jax
+import pytest
+
+import zstrat as zs
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.data import Dataset
+
+
+class Session:
+    session = 7
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("cluster", "index", "share"),
+    [
+        ({"worker": {1: "w:1"}}, 1, range(12)),
+        ({"chief": ["c:1"], "worker": {3: "w:1"}}, 3, range(1, 12, 2)),
+        ({"worker": {0: "a:1", 2: "b:1"}}, 2, range(1, 12, 2)),
+    ],
+)
+def test_its_input_pipeline_is_one_of_those_that_it_knows(cluster, index, share):
+    strategy = zs.BetweenGraphStrategy(
+        SimpleClusterResolver(
+            ClusterSpec({"ps": ["p:1"], **cluster}), task_type="worker", task_id=index
+        ),
+        devices=jax.local_devices()[:1],
+        connect=lambda *_: Session(),
+    )
+
+    def dataset_fn(context):
+        everything = Dataset.range(12)
+        return everything.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+    made = strategy.distribute_datasets_from_function(dataset_fn)
+    assert [int(row) for row in made] == list(share)
