@@ -23,6 +23,7 @@ from zstrat.program._collective import summable
 from zstrat.program._narrow import is_narrowed
 from zstrat.variables import IndexedSlices
 
+from ._devices import device_named, task_names
 from ._packs import Packed, by_dtype
 from ._per_replica import DistributedValues, Mirrored
 from ._places import places, put
@@ -168,19 +169,20 @@ class ReductionToOneDevice(CrossDeviceOps):
     """Copies all values to one device and reduces them there.
 
     Args:
-        reduce_to_device: A device, or its number among the local ones; left out: that
-            of the first value.
+        reduce_to_device: TF's name of a device of this process, or a device, or its
+            number among the local ones; left out: that of the first value.
         accumulation_fn: Sums a list of arrays; left out: addition.
+
+    Raises:
+        ValueError: There is no such device in this process; says which ones there are.
     """
 
     def __init__(
         self,
-        reduce_to_device: jax.Device | int | None = None,
+        reduce_to_device: str | jax.Device | int | None = None,
         accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
     ) -> None:
-        if isinstance(reduce_to_device, int):
-            reduce_to_device = jax.local_devices()[reduce_to_device]
-        self.reduce_to_device = reduce_to_device
+        self.reduce_to_device = _chosen(reduce_to_device)
         self.accumulation_fn = accumulation_fn or _added
 
     def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
@@ -233,6 +235,20 @@ class HierarchicalCopyAllReduce(_AllReduce):
     Raises:
         ValueError: It is negative.
     """
+
+
+def _chosen(device: str | jax.Device | int | None) -> jax.Device | None:
+    if device is None:
+        return None
+    if not isinstance(device, int):
+        return device_named(device)
+    there = jax.local_devices()
+    if not 0 <= device < len(there):
+        raise ValueError(
+            f"there is no device {device} in this process; there are "
+            f"{', '.join(task_names(there))}, counted from 0"
+        )
+    return there[device]
 
 
 def _added(arrays: list[jax.Array]) -> jax.Array:
