@@ -20,9 +20,10 @@ from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._across import reduce_across
-from ._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
+from ._cross_device import CrossDeviceOps, checked_pairs
 from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
+from ._reductions import ReductionToOneDevice
 from ._updating import agreed, components_of, updated
 from ._values import reduce_values, reduction
 
