@@ -24,6 +24,7 @@ from ._gradients import value_and_grad as value_and_grad
 from ._iterator import Optional as Optional
 from ._iterator import StepDataset as StepDataset
 from ._iterator import StepIterator as StepIterator
+from ._iterator import drawn as drawn
 from ._iterator import kept as kept
 from ._plan import Plan as Plan
 from ._plan import PlannedUpdate as PlannedUpdate

@@ -33,7 +33,7 @@ from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable, Iterable, Iterator
 
     from ._structure import TreeDef
 
@@ -173,6 +173,18 @@ class StepIterator:
         """Ends the pass and closes its source, if it can be closed."""
         if isinstance(self._source, Closing):
             self._source.close()
+
+
+def drawn(iterator: Iterator[Any]) -> Any:
+    """The next element for code that takes one, not for a loop that ends with them.
+
+    Raises:
+        OutOfRangeError: A `StepIterator`, also one that ends loops, has no more.
+        StopIteration: Another iterator has no more.
+    """
+    if isinstance(iterator, StepIterator):
+        return iterator.get_next()
+    return next(iterator)
 
 
 class StepDataset(abc.ABC):

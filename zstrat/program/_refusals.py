@@ -26,9 +26,10 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     ),
     (
         jax_errors.TracerIntegerConversionError,
-        "Python needs an integer now (an index, a length), but it is known only when "
-        "the step runs. Index a jax array (jnp.asarray(x)[i], jnp.take) or pass the "
-        "number in from outside of the step",
+        "Python needs an integer now (an index, a length, an axis), but it is known "
+        "only when the step runs, as all numbers that a step is called with. Index a "
+        "jax array (jnp.asarray(x)[i], jnp.take), or bind the number: "
+        "zs.function(functools.partial(fn, axis=0))",
     ),
     (
         jax_errors.NonConcreteBooleanIndexError,

@@ -4,9 +4,6 @@ from ._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
 from ._central_storage import CentralStorageStrategy as CentralStorageStrategy
 from ._context import ReplicaContext as ReplicaContext
 from ._cross_device import CrossDeviceOps as CrossDeviceOps
-from ._cross_device import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from ._cross_device import NcclAllReduce as NcclAllReduce
-from ._cross_device import ReductionToOneDevice as ReductionToOneDevice
 from ._default import experimental_set_strategy as experimental_set_strategy
 from ._default import get_cross_replica_context as get_cross_replica_context
 from ._default import get_loss_reduction as get_loss_reduction
@@ -34,6 +31,9 @@ from ._per_replica import DistributedValues as DistributedValues
 from ._per_replica import Mirrored as Mirrored
 from ._per_replica import PerReplica as PerReplica
 from ._placement import ServerVariables as ServerVariables
+from ._reductions import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from ._reductions import NcclAllReduce as NcclAllReduce
+from ._reductions import ReductionToOneDevice as ReductionToOneDevice
 from ._regroup import regroup as regroup
 from ._shares import Share as Share
 from ._shares import per_replica as per_replica

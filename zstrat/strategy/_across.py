@@ -24,6 +24,7 @@ from ._values import (
     PerReplica,
     as_array,
     as_axes,
+    as_axis,
     computable,
     concatenate,
     is_whole,
@@ -38,9 +39,7 @@ if TYPE_CHECKING:
     from zstrat.program._cross import Channel
 
 
-def reduce_across(
-    team: Team, op: ReduceOp, value: Any, axis: int | Sequence[int] | None
-) -> Any:
+def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     """The pytree with every leaf reduced over all replicas, and over ``axis`` first.
 
     Cost: one collective for all leaves.
@@ -82,20 +81,21 @@ def reduce_across(
     )
 
 
-def gather_across(team: Team, value: Any, axis: int) -> Any:
+def gather_across(team: Team, value: Any, axis: Any) -> Any:
     """The pytree with the parts of each leaf concatenated along ``axis``, those of rank
     0 first. Their lengths may differ, but in a step, where each process gives as many.
 
     Raises:
+        TypeError: ``axis`` is no integer.
         NotImplementedError: A leaf is an IndexedSlices.
         ValueError: A part has rank 0, or other dimensions than the first one has.
     """
-    channel = team.channel
+    channel, along = team.channel, as_axis(axis, "gather")
     assert channel is not None
 
     def leaf(node: Any) -> Any:
         parts, inner = _flat_parts(node)
-        return inner.unflatten([_gathered(channel, each, axis) for each in parts])
+        return inner.unflatten([_gathered(channel, each, along) for each in parts])
 
     return jax.tree.map(leaf, value, is_leaf=is_whole)
 

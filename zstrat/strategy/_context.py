@@ -23,7 +23,7 @@ from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
 from ._meetings import gathering, merging, own, reducing
 from ._turns import NeedsTurns, turn
-from ._values import reduction, require_gatherable
+from ._values import as_axis, reduction, require_gatherable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,14 +130,17 @@ class ReplicaContext:
             return own(mine.meet(reducing(self._strategy._team(), op, value)))
         return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
 
-    def all_gather(self, value: Any, axis: int, options: object = None) -> Any:
+    def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
         """Concatenates a pytree over the replicas along ``axis``, in replica order, for
         each of them.
 
         Every replica gives an array of the same shape. Differentiable: a replica's
         gradient is its part of the sum of the incoming gradients.
 
+        ``axis`` is an integer, or an integer array without dimensions.
+
         Raises:
+            TypeError: ``axis`` is no integer.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0.
             RuntimeError: This is not the replica context that is current.
@@ -145,11 +148,12 @@ class ReplicaContext:
         del options
         self._require_current()
         require_gatherable(value)
+        along = as_axis(axis, "all_gather")
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
-            return own(mine.meet(gathering(self._strategy._team(), value, axis)))
-        return self._strategy._team().all_gather(value, axis)
+            return own(mine.meet(gathering(self._strategy._team(), value, along)))
+        return self._strategy._team().all_gather(value, along)
 
     def merge_call(
         self,

@@ -1,53 +1,35 @@
-"""How the values of the local devices of one process are brought together: TF's faces.
+"""How the values of the local devices of one process are brought together: TF's hooks.
 
-XLA reduces inside of steps; these are what TF's programs name when they make a
-strategy, and what they call to reduce values outside of steps. Values are packed as TF
-does it, so that few large arrays travel in place of many small ones.
+XLA reduces inside of steps; this is what ``strategy.extended`` asks outside of them. A
+program may write its own, as for TF: a class with the hooks, given to the strategy.
 
-Law of the file: the result is the same whichever class it comes from, and that of
-``strategy.reduce``, up to the order in which numbers are added. What numpy holds on all
-replicas is reduced by numpy, and narrowed by nobody.
+Law of the file: what may be given is checked before a hook is called; a hook decides
+how, and what it returns is the result.
 """
 
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from zstrat.collectives import ReduceOp
-from zstrat.program._collective import summable
-from zstrat.program._narrow import is_narrowed
-from zstrat.variables import IndexedSlices
-
-from ._packs import Packed, by_dtype
-from ._per_replica import DistributedValues, Mirrored
+from ._options import CommunicationOptions
+from ._per_replica import DistributedValues, Mirrored, PerReplica
 from ._places import places, put
-from ._values import (
-    as_array,
-    computable,
-    is_whole,
-    reduce_slices,
-    reduce_values,
-    reduction,
-)
+from ._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from zstrat.collectives import ReduceOp
 
     Pairs = Sequence[tuple[Any, Any]]
 
 
 class CrossDeviceOps(abc.ABC):
-    """Base of what reduces values of several devices; write the two hooks.
-
-    ``num_packs``: into how many arrays a batch of values is packed; 0 for none.
-    """
-
-    num_packs = 0
+    """Base of what reduces values of several devices; write `reduce_implementation`,
+    and the other two hooks where they can do more than it."""
 
     def reduce(
         self,
@@ -62,14 +44,17 @@ class CrossDeviceOps(abc.ABC):
             destinations: Where it is wanted: a value per replica or a variable (where
                 it lives), an array, or TF's name of a device. `Mirrored`, if that is
                 on several devices.
+            options: `CommunicationOptions` for the hook; left out: the default ones.
 
         Raises:
             ValueError: ``destinations`` is none of these, or there is no value.
             TypeError: The value is no array.
         """
-        return self.batch_reduce(
-            reduce_op, [(per_replica_value, destinations)], options
-        )[0]
+        op = reduction(reduce_op)
+        places(destinations)  # refuses what is none
+        return self.reduce_implementation(
+            op, _per_replica(per_replica_value), destinations, _options(options)
+        )
 
     def batch_reduce(
         self,
@@ -83,22 +68,12 @@ class CrossDeviceOps(abc.ABC):
             ValueError: As `reduce`, or what is given is no list of pairs.
             TypeError: As `reduce`.
         """
-        del options
         op = reduction(reduce_op)
-        values, where = [], []
+        pairs = []
         for value, destination in checked_pairs(value_destination_pairs):
-            where.append(places(destination))
-            values.append(_parts(value, op))
-        sparse = [any(isinstance(x, IndexedSlices) for x in parts) for parts in values]
-        dense = [
-            v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
-        ]
-        reduced = iter(self._reduce_dense(op, dense))
-        found = [
-            reduce_slices(op, parts) if is_sparse else next(reduced)
-            for parts, is_sparse in zip(values, sparse, strict=True)
-        ]
-        return [put(*pair) for pair in zip(found, where, strict=True)]
+            places(destination)  # refuses what is none
+            pairs.append((_per_replica(value), destination))
+        return list(self.batch_reduce_implementation(op, pairs, _options(options)))
 
     def reduced(
         self, op: ReduceOp, pairs: Pairs, replicas: int, options: object = None
@@ -124,7 +99,10 @@ class CrossDeviceOps(abc.ABC):
                 else:
                     same = reduce_values(op, leaf, None, replicas)
                     leaves[place] = self.broadcast(same, destination)
-        reduced = self.batch_reduce(op, batch, options)
+        if len(batch) == 1:  # which TF gives to the hook for one value
+            reduced = [self.reduce(op, *batch[0], options)]
+        else:
+            reduced = self.batch_reduce(op, batch, options) if batch else []
         for (number, place), value in zip(wanted, reduced, strict=True):
             found[number][0][place] = value
         return [treedef.unflatten(leaves) for leaves, treedef in found]
@@ -135,108 +113,44 @@ class CrossDeviceOps(abc.ABC):
         Raises:
             ValueError: ``destinations`` is no place.
         """
+        places(destinations)  # refuses what is none
         return self.broadcast_implementation(tensor, destinations)
 
+    # ---- hooks ---------------------------------------------------------------------
+
     @abc.abstractmethod
-    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        """The sum or mean of arrays of one shape and dtype, one for each replica, where
-        they lie. Their dtype holds the sum: booleans came to be integers, and for a
-        mean narrow integers wider ones."""
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Any,
+        options: Any,
+    ) -> Any:
+        """See `reduce`.
+
+        Args:
+            reduce_op: SUM or MEAN.
+            per_replica_value: Of arrays or `IndexedSlices`, one for each replica, where
+                they lie; of one replica for a value that was not distributed.
+            options: `CommunicationOptions`.
+        """
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
+    ) -> list[Any]:
+        """See `batch_reduce`; one `reduce_implementation` after the other, if it is not
+        overridden."""
+        return [
+            self.reduce_implementation(reduce_op, value, destination, options)
+            for value, destination in value_destination_pairs
+        ]
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
-        """See `broadcast`."""
+        """See `broadcast`; copies, if it is not overridden."""
         placed = put(tensor, places(destinations))
         if isinstance(destinations, DistributedValues) and placed is tensor:
             return Mirrored((tensor,) * destinations.replicas)
         return placed
-
-    def _reduce_dense(
-        self, op: ReduceOp, values: Sequence[Sequence[Any]]
-    ) -> list[jax.Array]:
-        if not values or self.num_packs == 0:
-            return [self.reduce_implementation(op, parts) for parts in values]
-        found: dict[int, jax.Array] = {}
-        for numbers in by_dtype(values):
-            packed = Packed.of([values[n] for n in numbers], self.num_packs)
-            reduced = [self.reduce_implementation(op, x) for x in packed.packs]
-            found.update(zip(numbers, packed.unpacked(reduced), strict=True))
-        return [found[n] for n in range(len(values))]
-
-
-@final
-class ReductionToOneDevice(CrossDeviceOps):
-    """Copies all values to one device and reduces them there.
-
-    Args:
-        reduce_to_device: A device, or its number among the local ones; left out: that
-            of the first value.
-        accumulation_fn: Sums a list of arrays; left out: addition.
-    """
-
-    def __init__(
-        self,
-        reduce_to_device: jax.Device | int | None = None,
-        accumulation_fn: Callable[[list[jax.Array]], jax.Array] | None = None,
-    ) -> None:
-        if isinstance(reduce_to_device, int):
-            reduce_to_device = jax.local_devices()[reduce_to_device]
-        self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn or _added
-
-    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        device = self.reduce_to_device
-        if device is None or any(map(is_narrowed, parts)):
-            here = computable(parts)
-        else:
-            here = [jax.device_put(part, device) for part in parts]
-        total = self.accumulation_fn(here)
-        return total if op is ReduceOp.SUM else total / len(parts)
-
-
-class _AllReduce(CrossDeviceOps):
-    """Leaves the reduction to XLA, in one program for all the devices."""
-
-    def __init__(self, num_packs: int = 1) -> None:
-        if num_packs < 0:
-            raise ValueError(
-                f"NCCL all-reduce requires num_packs >= 0, but {num_packs} is given"
-            )
-        self.num_packs = num_packs
-
-    def reduce_implementation(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        there = computable(parts)
-        of = jnp if any(isinstance(part, jax.Array) for part in there) else np
-        stacked = of.stack(there)
-        total = stacked.sum(0, dtype=stacked.dtype)
-        return total if op is ReduceOp.SUM else total / len(parts)
-
-
-@final
-class NcclAllReduce(_AllReduce):
-    """An all-reduce by XLA, which is NCCL's on GPUs.
-
-    Args:
-        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
-
-    Raises:
-        ValueError: It is negative.
-    """
-
-
-@final
-class HierarchicalCopyAllReduce(_AllReduce):
-    """An all-reduce by XLA, which knows how the devices hang together.
-
-    Args:
-        num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
-
-    Raises:
-        ValueError: It is negative.
-    """
-
-
-def _added(arrays: list[jax.Array]) -> jax.Array:
-    return sum(arrays[1:], start=arrays[0])
 
 
 def checked_pairs(pairs: Pairs) -> Pairs:
@@ -255,37 +169,14 @@ def checked_pairs(pairs: Pairs) -> Pairs:
     return pairs
 
 
-def _parts(value: Any, op: ReduceOp) -> list[Any]:
+def _per_replica(value: Any) -> DistributedValues:
     """One for each replica; a value that is not distributed is that of one device."""
-    parts: tuple[Any, ...] = (value,)
-    if isinstance(value, DistributedValues):
-        if not value.replicas:
-            raise ValueError("`per_replica_value` must be non-empty")
-        parts = value.values
-        _require_alike(parts)
-    if isinstance(parts[0], IndexedSlices):
-        return list(parts)
-    arrays = [as_array(part) for part in parts]
-    for part, array in zip(parts, arrays, strict=True):
-        if array.dtype == object:
-            raise TypeError(
-                f"`per_replica_value` is a {type(part).__name__}: expected arrays; "
-                "give each array of a container by itself (batch_reduce)"
-            )
-    return [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
+    if not isinstance(value, DistributedValues):
+        return PerReplica((value,))
+    if not value.replicas:
+        raise ValueError("`per_replica_value` must be non-empty")
+    return value
 
 
-def _require_alike(parts: Sequence[Any]) -> None:
-    """Refuses what would be added to something else than to its like."""
-    sparse = {isinstance(part, IndexedSlices) for part in parts}
-    if len(sparse) > 1:
-        raise ValueError(
-            "`per_replica_value` is IndexedSlices on some replicas and an array on "
-            "others: make it the same kind on all of them"
-        )
-    shapes = [] if True in sparse else [np.shape(part) for part in parts]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"`per_replica_value` has different shapes on the replicas, {shapes}: "
-            "reduce each of them along its axis first"
-        )
+def _options(options: object) -> object:
+    return CommunicationOptions() if options is None else options

@@ -16,12 +16,14 @@ import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._across import reduce_across
-from ._cross_device import CrossDeviceOps, ReductionToOneDevice, checked_pairs
+from ._cross_device import CrossDeviceOps, checked_pairs
 from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
+from ._reductions import ReductionToOneDevice
 from ._updating import agreed, components_of, updated
 from ._values import reduce_values, reduction
 
@@ -302,14 +304,15 @@ class StrategyExtended(abc.ABC):
             The context.
 
         Raises:
-            OutOfRangeError, StopIteration: There are fewer elements.
+            OutOfRangeError: The iterator of a dataset has fewer elements.
+            StopIteration: Another iterator has fewer.
             RuntimeError: In a replica function, or in the scope of another strategy.
         """
         require_cross_replica(self._strategy, "experimental_run_steps_on_iterator()")
         context = MultiStepContext(self._strategy, dict(initial_loop_values or {}))
         with self._strategy.scope():
             for _ in range(iterations):
-                inputs = next(iterator)
+                inputs = drawn(iterator)
                 members = inputs if isinstance(inputs, tuple) else (inputs,)
                 fn(context, *members)
         return context

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, final
 from zstrat.variables import Variable
 
 from ._copy_home import container_of
-from ._cross_device import CrossDeviceOps, ReductionToOneDevice
 from ._devices import task_names
 from ._extended import StrategyExtended
+from ._reductions import ReductionToOneDevice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import AbstractVariable
 
+    from ._cross_device import CrossDeviceOps
     from ._mirrored import MirroredVariables
     from ._strategy import Strategy
 

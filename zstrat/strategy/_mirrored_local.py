@@ -6,11 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
-from ._cross_device import CrossDeviceOps, NcclAllReduce, ReductionToOneDevice
+from ._cross_device import CrossDeviceOps
 from ._devices import devices_named, local_devices
 from ._local_extended import LocalExtended
 from ._local_run import LocalMesh
 from ._mirrored import MirroredVariables
+from ._reductions import NcclAllReduce, ReductionToOneDevice
 from ._strategy import Strategy
 
 if TYPE_CHECKING:

@@ -188,10 +188,15 @@ class Strategy(FirstVersion):
             return reduce_across(team, op, value, axis)
         return reduce_values(op, _by_copies(value), axis, self.num_replicas_in_sync)
 
-    def gather(self, value: Any, axis: int) -> Any:
+    def gather(self, value: Any, axis: Any) -> Any:
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
 
+        ``axis`` is an integer, or an integer array without dimensions. It shapes the
+        result, so it cannot be among the numbers that a step is called with: bind it,
+        ``zs.function(functools.partial(fn, axis=0))``.
+
         Raises:
+            TypeError: ``axis`` is no integer.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
             NotImplementedError: The value is an IndexedSlices.

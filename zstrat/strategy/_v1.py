@@ -13,6 +13,7 @@ import jax
 
 from zstrat.data import Dataset
 from zstrat.errors import OutOfRangeError
+from zstrat.program import drawn
 
 from ._input_options import InputReplicationMode
 
@@ -84,8 +85,14 @@ class FirstVersion(abc.ABC):
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: Iterator[Any] | None = None
     ) -> Any:
-        """``run(fn, args=(next(input_iterator),))``."""
-        args = () if input_iterator is None else (next(input_iterator),)
+        """``run(fn, args=(input_iterator.get_next(),))``, of an iterator that has no
+        such method ``next(input_iterator)``.
+
+        Raises:
+            OutOfRangeError: The iterator of a dataset has no more elements.
+            StopIteration: Another iterator has none.
+        """
+        args = () if input_iterator is None else (drawn(input_iterator),)
         return self.run(fn, args=args)
 
     def unwrap(self, value: Any) -> list[Any]:

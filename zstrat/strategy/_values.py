@@ -8,12 +8,14 @@ and on numpy.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
 from zstrat.program._collective import summable
@@ -62,9 +64,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-def reduce_values(
-    op: ReduceOp, value: Any, axis: int | Sequence[int] | None, replicas: int
-) -> Any:
+def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
     """The pytree with every leaf reduced over the replicas, and over ``axis`` first.
 
     A mean over ``axis`` divides the sum of all sums by the number of all elements, so
@@ -91,7 +91,7 @@ def reduce_values(
     return jax.tree.map(leaf, value, is_leaf=is_whole)
 
 
-def gather_values(value: Any, axis: int, replicas: int) -> Any:
+def gather_values(value: Any, axis: Any, replicas: int) -> Any:
     """The pytree with the parts of each leaf concatenated along ``axis``.
 
     Along axis 0 one array over the devices is the result as it is.
@@ -102,21 +102,19 @@ def gather_values(value: Any, axis: int, replicas: int) -> Any:
         ValueError: A part has rank 0 or other dimensions than the first one has, or a
             value that is not distributed is gathered over several replicas.
     """
-
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        raise TypeError(f"gather: axis must be an integer, got {axis!r}")
+    along = as_axis(axis, "gather")
 
     def leaf(node: Any) -> Any:
         if is_one_array(node):
-            return gather_whole(node, axis)
+            return gather_whole(node, along)
         if isinstance(node, DistributedValues):
-            return _joined(lambda parts: concatenate(parts, axis), node)
+            return _joined(lambda parts: concatenate(parts, along), node)
         if replicas > 1:
             raise ValueError(
                 f"gather: a value that is not distributed ({node!r:.80}) has no parts "
                 f"on the {replicas} replicas; gather what strategy.run returned"
             )
-        return concatenate([node], axis)
+        return concatenate([node], along)
 
     return jax.tree.map(leaf, value, is_leaf=is_whole)
 
@@ -165,15 +163,34 @@ def computable(arrays: Sequence[Any]) -> list[Any]:
     return on_one_device(arrays)
 
 
-def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def as_axes(axis: Any) -> tuple[int, ...] | None:
+    """The axes of a reduction over several, one or none of them, as integers.
+
+    Raises:
+        TypeError: It is no integer or sequence of integers.
+    """
     if axis is None:
         return None
-    given = axis if isinstance(axis, list | tuple) else (axis,)
-    if any(isinstance(a, bool) or not isinstance(a, int | np.integer) for a in given):
-        raise TypeError(
-            f"axis must be None, an integer or a list of integers, got {axis!r}"
-        )
-    return tuple(int(a) for a in given)
+    if isinstance(axis, list | tuple):
+        return tuple(as_axis(one, "reduce") for one in axis)
+    return (as_axis(axis, "reduce"),)
+
+
+def as_axis(axis: Any, operation: str) -> int:
+    """The axis as an integer: also of an integer array without dimensions.
+
+    Raises:
+        TypeError: It is no integer; jax's own error if it is known only when a step
+            runs, so that replicas that may run in turns do.
+    """
+    if not isinstance(axis, bool):  # which Python takes for an index
+        try:
+            return operator.index(axis)
+        except jax_errors.TracerIntegerConversionError:
+            raise
+        except TypeError:
+            pass  # it is no integer
+    raise TypeError(f"{operation}: axis must be an integer, got {axis!r:.80}")
 
 
 def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:

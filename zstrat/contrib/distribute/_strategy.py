@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import StepIterator, function
+from zstrat.program import function
 from zstrat.strategy import MultiStepContext, PerReplica
 from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._frames import require_cross_replica
@@ -136,9 +136,8 @@ class DistributionStrategy:
             OutOfRangeError: The dataset has fewer elements.
             RuntimeError: Called in a tower.
         """
-        given = _draws(iterator) if isinstance(iterator, StepIterator) else iterator
         return self.engine.extended.experimental_run_steps_on_iterator(
-            fn, given, iterations, initial_loop_values
+            fn, iterator, iterations, initial_loop_values
         )
 
     def distribute_dataset(
@@ -325,9 +324,3 @@ def face_of(engine: Strategy) -> DistributionStrategy:
     # An engine that is gone may have had the same id.
     is_its = found is not None and found.engine is engine
     return found if is_its and found is not None else DistributionStrategy(engine)
-
-
-def _draws(iterator: StepIterator) -> Iterator[Any]:
-    """Its elements, whose end is an error: steps are no loop that ends with them."""
-    while True:
-        yield iterator.get_next()
