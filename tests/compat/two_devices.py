@@ -83,6 +83,7 @@ def test_the_example_of_colocation_and_update(distribution):
         assert distribution.update(var1, fn, var2, var3) is var1
     assert var1.numpy() == 7.0
     assert var1.device == var2.device == var3.device
+    assert [var1.device] == distribution.parameter_devices
     assert seen == [0]
 
 

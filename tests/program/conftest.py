@@ -64,7 +64,8 @@ class DictHome:
     def on_devices(self, value: Any, name: str = "v") -> Variable:
         """One that a step moves itself."""
         variable = self.variable(value, name)
-        return handle(variable.spec, DeviceHome(np.array(value), Here()))
+        here = Here(["/job:localhost/replica:0/task:0/device:CPU:0"])
+        return handle(variable.spec, DeviceHome(np.array(value), here))
 
     def sharded(self, value: Any, parts: int = 2, name: str = "t") -> ShardedVariable:
         """A variable whose first rows are one more per component than the others."""

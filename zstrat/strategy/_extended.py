@@ -141,14 +141,16 @@ class StrategyExtended(abc.ABC):
         arguments that are equal in all of them.
 
         Args:
-            args, kwargs: Of mirrored values each component gets its own.
+            args, kwargs: Of mirrored values each component gets its own; one value is
+                for all of them.
             group: Whether what ``fn`` returns comes back as it is, of several
                 components as a value per replica; if not, each leaf of it is a list
                 with one entry per component.
 
         Raises:
             ValueError: ``var`` is no variable, or there is a value per replica among
-                the arguments, or replicas give different ones: reduce them first.
+                the arguments, or replicas give different ones: reduce them first; or a
+                mirrored value has neither one value nor one for each component.
             RuntimeError: In the scope of another strategy.
         """
         _variable(var, "update")

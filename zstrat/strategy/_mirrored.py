@@ -27,6 +27,7 @@ from zstrat.variables import (
     owned,
 )
 
+from ._devices import task_names
 from ._mirrored_variable import MirroredVariable
 from ._on_read import SyncOnReadVariable
 from ._takeover import taken_over
@@ -52,6 +53,8 @@ class MirroredVariables:
         team: The replicas, of this process alone or of several.
         over: A mesh of the devices, if it has more axes than that of the replicas.
         store: The device that keeps the values between steps; left out: all of them.
+        names: TF's names of the devices that keep a copy for each replica; left out:
+            those of a program that has one process.
         is_late: Whether the others have been at work.
     """
 
@@ -62,6 +65,7 @@ class MirroredVariables:
         *,
         over: Mesh | None = None,
         store: jax.Device | None = None,
+        names: Sequence[str] = (),
         is_late: bool = False,
     ) -> None:
         self._channel = team.channel
@@ -74,7 +78,7 @@ class MirroredVariables:
         if whole is None and over is None and len(devices) > 1:
             over = Mesh(np.array(devices), (AXIS,))
         self.residence: Residence = _Devices(
-            devices[0], over, whole, channel, self._settle
+            names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
             self.residence = _Store(store, devices[0], self.residence)
@@ -181,13 +185,14 @@ class _Devices(Residence):
 
     def __init__(
         self,
+        names: Sequence[str],
         device: jax.Device,
         over: Mesh | None,
         whole: Mesh | None,
         channel: Channel | None,
         settle: Callable[[], None],
     ) -> None:
-        super().__init__(whole, 1 if over is None else over.shape[AXIS])
+        super().__init__(names, whole, 1 if over is None else over.shape[AXIS])
         self._channel = channel
         self._settle = settle
         self._where: Any = device
@@ -243,7 +248,7 @@ class _Store(Residence):
     travels = True
 
     def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
-        super().__init__(None, steps.copies)
+        super().__init__(task_names([device]), None, steps.copies)
         self._device = device
         self._sharding = steps.sharding or SingleDeviceSharding(first)
         self._steps = steps

@@ -55,18 +55,12 @@ class MultiWorkerMirroredExtended(StrategyExtended):
     def __init__(
         self,
         strategy: Strategy,
-        devices: Sequence[jax.Device],
-        task: tuple[str, int],
+        devices: tuple[str, ...],
         variables: MirroredVariables,
         should_checkpoint: bool,
     ) -> None:
         super().__init__(strategy)
-        job, index = task
-        where = f"/job:{job}/replica:0/task:{index}"
-        self._devices = tuple(
-            f"{where}/device:{device.platform.upper()}:{n}"
-            for n, device in enumerate(devices)
-        )
+        self._devices = devices
         self._variables = variables
         self._should_checkpoint = should_checkpoint
 
@@ -150,9 +144,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
         late = self._channel is not None and self._channel.collective.generation > 0
-        self._variables = MirroredVariables(self._local, self._team(), is_late=late)
+        names = _names(task, self._local)
+        self._variables = MirroredVariables(
+            self._local, self._team(), names=names, is_late=late
+        )
         self._extended = MultiWorkerMirroredExtended(
-            self, self._local, task, self._variables, saves
+            self, names, self._variables, saves
         )
 
     @property
@@ -256,6 +253,16 @@ class _Accord:
         given = [np.array(numbers, np.int64)]
         (found,) = self.channel.collective.all_reduce(given, "max")
         return [int(number) for number in found]
+
+
+def _names(task: tuple[str, int], devices: Sequence[jax.Device]) -> tuple[str, ...]:
+    """TF's names of the devices of a task."""
+    job, index = task
+    where = f"/job:{job}/replica:0/task:{index}"
+    return tuple(
+        f"{where}/device:{device.platform.upper()}:{n}"
+        for n, device in enumerate(devices)
+    )
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:

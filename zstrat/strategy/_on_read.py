@@ -16,13 +16,14 @@ import numpy as np
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program._cross import Kind, first_of, sum_over
 from zstrat.variables import (
+    DeviceHome,
     KeepsCopies,
     Variable,
     VariableAggregation,
     aggregated,
-    cut_for_mean,
     mean_of_cut,
     shares_of,
+    summed_for_mean,
 )
 from zstrat.wire import UpdateOp
 
@@ -30,14 +31,10 @@ from . import _context
 from ._mirrored_variable import of_all_copies
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from zstrat.program._collective import Team
-    from zstrat.variables import (
-        DeviceHome,
-        HomeUpdate,
-        Optimizer,
-        Recorder,
-        VariableSpec,
-    )
+    from zstrat.variables import HomeUpdate, Optimizer, Recorder, VariableSpec
 
 _SUM = VariableAggregation.SUM
 _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
@@ -93,10 +90,14 @@ class SyncOnReadVariable(Variable):
             return self._home.read(self)
         self._require_readable()
         value = self._home.read(self)
-        if self._team.channel is None:
+        channel = self._team.channel
+        if channel is None:
             return value
+        if self._is_exact_mean:
+            cut = summed_for_mean(self._copies_here(), self._team.size)
+            return np.asarray(self._mean(channel.carry_out(Kind.SUM, cut)))
         kind = Kind.FIRST if self._is_first else Kind.SUM
-        whole = np.asarray(self._team.channel.carry_out(kind, [value])[0])
+        whole = np.asarray(channel.carry_out(kind, [value])[0])
         return np.asarray(self._over_processes(whole))
 
     async def _read_now_async(self) -> np.ndarray:
@@ -106,16 +107,34 @@ class SyncOnReadVariable(Variable):
         if self._is_mine:
             return recording.read(self)
         self._require_readable()
+        channel = self._team.channel
+        if channel is not None and self._is_exact_mean:
+            copies = self._traced_copies(recording)
+            return self._mean(
+                sum_over(channel, summed_for_mean(copies, self._team.size))
+            )
         if self._team.local > 1:
-            assert isinstance(recording, KeepsCopies), recording
-            value = aggregated(recording.copies(self), self.aggregation)
+            value = aggregated(self._traced_copies(recording), self.aggregation)
         else:
             value = recording.read(self)
-        if self._team.channel is None:
+        if channel is None:
             return value
         if self._is_first:
-            return first_of(self._team.channel, [value])[0]
-        return self._over_processes(sum_over(self._team.channel, [value])[0])
+            return first_of(channel, [value])[0]
+        return self._over_processes(sum_over(channel, [value])[0])
+
+    def _copies_here(self) -> np.ndarray:
+        """Those of the replicas of this process, ``[replicas, ...]``."""
+        home = self._home
+        assert isinstance(home, DeviceHome), home
+        return home.copies()
+
+    def _traced_copies(self, recording: Recorder) -> Any:
+        """The same in a step."""
+        if self._team.local == 1:
+            return recording.read(self)[None]
+        assert isinstance(recording, KeepsCopies), recording
+        return recording.copies(self)
 
     def _dense(
         self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
@@ -188,14 +207,22 @@ class SyncOnReadVariable(Variable):
         """Whether the value meant is that of the replica that runs."""
         return _context.in_real_replica_context() or self._team.size == 1
 
+    @property
+    def _is_exact_mean(self) -> bool:
+        """Whether it is the mean of integers, which is cut off once: means of the
+        processes would have lost what is behind the point already."""
+        is_mean = self.aggregation is VariableAggregation.MEAN
+        return is_mean and self.dtype.kind in "iu"
+
+    def _mean(self, sums: Sequence[Any]) -> Any:
+        """The mean of integers, of what all replicas bring to the two sums."""
+        return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
+
     def _over_processes(self, whole: Any) -> Any:
         """The value, of the sum of what each process has."""
         if self.aggregation is not VariableAggregation.MEAN:
             return whole
         processes = self._team.size // self._team.local
-        if whole.dtype.kind in "iu":
-            cut = cut_for_mean(whole, processes)
-            return mean_of_cut(cut, processes).astype(self.dtype)
         return (whole / processes).astype(self.dtype)
 
     def _require_readable(self) -> None:

@@ -20,6 +20,7 @@ from zstrat.tpu._system import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
 
+from ._devices import task_names
 from ._local_run import LocalMesh
 from ._logical_devices import LogicalDevices, logical_axes
 from ._mirrored import MirroredVariables
@@ -99,7 +100,10 @@ class TPUStrategy(Strategy):
         axes = logical_axes(self._logical.count)
         self._mesh = LocalMesh(self, self._logical.grid, axes, is_compiled=True)
         self._variables = MirroredVariables(
-            devices.ravel().tolist(), self._mesh.team, over=self._mesh.mesh
+            devices.ravel().tolist(),
+            self._mesh.team,
+            over=self._mesh.mesh,
+            names=task_names(self._mesh.devices),
         )
         hosts = len(tasks), len(tasks[0])
         self._extended = TPUExtended(

@@ -17,7 +17,7 @@ from zstrat.variables import Variable
 
 from ._copy_home import copies_of
 from ._frames import Frame, entered
-from ._per_replica import PerReplica, is_distributed, select_replica
+from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._regroup import regroup
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def updated(
     """What ``fns`` return, one for each component in its update context.
 
     Raises:
-        ValueError: There is a value per replica among the arguments.
+        ValueError: There is a value per replica among the arguments, or a mirrored one
+            of more values than one that are not as many as the components.
     """
     given = jax.tree.leaves((args, kwargs), is_leaf=is_distributed)
     if any(isinstance(leaf, PerReplica) for leaf in given):
@@ -53,9 +54,12 @@ def updated(
             "update: a value per replica among the arguments; they may contain "
             "mirrored values alone: bring it together with reduce_to first"
         )
+    for leaf in given:
+        if isinstance(leaf, DistributedValues):
+            _require_enough(leaf, len(fns))
     results = []
     for number, fn in enumerate(fns):
-        own_args, own_kwargs = select_replica(number, (tuple(args), dict(kwargs)))
+        own_args, own_kwargs = _own(number, (tuple(args), dict(kwargs)))
         with entered(Frame(strategy, update=number)):
             results.append(fn(*own_args, **own_kwargs))
     if not group:
@@ -90,6 +94,34 @@ def _are_equal(one: Any, other: Any) -> bool:
     # As bytes of numbers: nan is as good as another nan.
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+
+
+def _require_enough(mirrored: DistributedValues, components: int) -> None:
+    """Refuses a mirrored value that some component has no part of.
+
+    Raises:
+        ValueError: It has other devices than the components.
+    """
+    count = mirrored.replicas
+    # One value is for all of them, and one component may have any of several.
+    if count == 1 or count == components or (count and components == 1):
+        return
+    raise ValueError(
+        f"update: a mirrored value of {count} values among the arguments, where copies "
+        f"to update: {components}; expected as many values, or one for all: reduce_to "
+        "with the variable as its destination makes such a value"
+    )
+
+
+def _own(component: int, tree: Any) -> Any:
+    """The pytree as that component sees it."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, DistributedValues):
+            return leaf
+        return leaf.values[component if leaf.replicas > 1 else 0]
+
+    return jax.tree.map(own, tree, is_leaf=is_distributed)
 
 
 def _listed(results: Sequence[Any]) -> Any:

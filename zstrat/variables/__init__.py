@@ -8,6 +8,7 @@ from ._copies import aggregated as aggregated
 from ._copies import cut_for_mean as cut_for_mean
 from ._copies import mean_of_cut as mean_of_cut
 from ._copies import shares_of as shares_of
+from ._copies import summed_for_mean as summed_for_mean
 from ._copy_home import CopyHome as CopyHome
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep

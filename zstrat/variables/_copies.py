@@ -31,6 +31,13 @@ def cut_for_mean(value: Any, count: int) -> list[Any]:
     return [wide // count, wide % count]
 
 
+def summed_for_mean(copies: Any, count: int) -> list[Any]:
+    """What copies ``[n, ...]`` add to the two sums over ``count`` values: ``[1, ...]``,
+    because numpy warns of single numbers that go around, and may do so here."""
+    cut = cut_for_mean(copies, count)
+    return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
+
+
 def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
     """The mean of integers, exactly; what is behind the point is left out."""
     quotients, rests = sums
@@ -45,8 +52,8 @@ def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
             return copies.sum(0, dtype=copies.dtype)
         case VariableAggregation.MEAN if copies.dtype.kind in "iu":
             count = copies.shape[0]
-            sums = [x.sum(0, dtype=x.dtype) for x in cut_for_mean(copies, count)]
-            return mean_of_cut(sums, count).astype(copies.dtype)
+            sums = summed_for_mean(copies, count)
+            return mean_of_cut(sums, count)[0].astype(copies.dtype)
         case VariableAggregation.MEAN:
             return copies.mean(0).astype(copies.dtype)
         case _:

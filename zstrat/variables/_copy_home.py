@@ -30,6 +30,10 @@ class CopyHome:
         self.container = container
         self.number = number
 
+    def device_name(self) -> str:
+        """TF's name of the device that keeps this copy."""
+        return self._home.device_name(self.number)
+
     def read(self, variable: Variable) -> np.ndarray:
         del variable  # one home, one copy
         copy: np.ndarray = self._home.copies()[self.number]

@@ -188,6 +188,11 @@ class DeviceHome:
 
     # ---- the home of a variable ----------------------------------------------------
 
+    def device_name(self, copy: int = 0) -> str:
+        """TF's name of the device that keeps a copy; without a number, the first."""
+        names = self.residence.names
+        return names[copy if len(names) > 1 else 0]
+
     def read(self, variable: Variable) -> np.ndarray:
         with self.residence.lock:
             self.residence.settle()

@@ -95,6 +95,15 @@ class InProcess(Protocol):
 
 
 @runtime_checkable
+class NamesDevices(Protocol):
+    """A home on devices of this process."""
+
+    def device_name(self) -> str:
+        """TF's name of the device that keeps the value, the first one of several."""
+        ...
+
+
+@runtime_checkable
 class ReadsMany(Protocol):
     """A home that gives many values for the price of one."""
 

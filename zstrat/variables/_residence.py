@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
 
     import jax
     from jax.sharding import Mesh, Sharding
@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 class Residence(abc.ABC):
     """Where the variables of one strategy live.
 
-    ``mesh`` are the devices of all processes, if values are arrays over them. Steps
-    hold the ``lock``; ``steps`` is how many of them have put back new values.
-    ``copies`` is how many replicas of this process may have a copy each, ``parted`` how
-    many variables have begun to have them. ``travels``: values are kept elsewhere than
-    steps run. ``has_failed``: a step did, so that values may be gone.
+    ``names`` are TF's names of the devices that keep the copies of the replicas, in
+    their order, or of the one that keeps all of them. ``mesh`` are the devices of all
+    processes, if values are arrays over them. Steps hold the ``lock``; ``steps`` is how
+    many of them have put back new values. ``copies`` is how many replicas of this
+    process may have a copy each, ``parted`` how many variables have begun to have them.
+    ``travels``: values are kept elsewhere than steps run. ``has_failed``: a step did,
+    so that values may be gone.
     """
 
     travels: bool = False
 
-    def __init__(self, mesh: Mesh | None = None, copies: int = 1) -> None:
+    def __init__(
+        self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
+    ) -> None:
+        self.names = tuple(names)
         self.mesh = mesh
         self.copies = copies
         self.parted = 0

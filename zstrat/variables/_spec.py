@@ -75,7 +75,8 @@ class VariableSpec:
 
     @property
     def device(self) -> str:
-        """TF's name of the place."""
+        """TF's name of the place; of a variable of this process the name of its host,
+        because which device keeps it is not known elsewhere (`Variable.device`)."""
         if self.ps == LOCAL:
             return "/job:localhost/replica:0/task:0/device:CPU:0"
         return f"/job:ps/replica:0/task:{self.ps}/device:CPU:0"

@@ -16,7 +16,7 @@ from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
 from ._creator import Request, check, creator
-from ._home import Detached, Home
+from ._home import Detached, Home, NamesDevices
 from ._initial import initialize
 from ._local import LocalHome
 from ._rows import row_updates
@@ -99,7 +99,11 @@ class Variable(AbstractVariable):
 
     @property
     def device(self) -> str:
-        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``."""
+        """TF's device string, as ``/job:ps/replica:0/task:0/device:CPU:0``; of a
+        variable that several devices have, the first one's."""
+        home = self._home
+        if isinstance(home, NamesDevices):
+            return home.device_name()
         return self._spec.device
 
     @property
@@ -185,7 +189,7 @@ class Variable(AbstractVariable):
         spec = self._spec
         return (
             f"<zstrat.Variable {spec.name!r} shape={spec.shape} dtype={spec.dtype} "
-            f"device={spec.device}>"
+            f"device={self.device}>"
         )
 
 

@@ -1,0 +1,110 @@
+"""The mean of integers that each replica of several processes has for itself is exact,
+and cut off once: by numpy's and Python's arithmetic."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ranks import ranks
+
+import zstrat as zs
+
+HERE = Path(__file__).parent
+A, S = zs.VariableAggregation, zs.VariableSynchronization
+
+HIGH, LOW = 2**31 - 1, -(2**31)
+# What four replicas have, one row each.
+ROWS = {
+    "int8": [
+        [100, -128, 1, -1],
+        [100, -128, 2, -2],
+        [100, -127, 2, -2],
+        [100, 0, 3, 1],
+    ],
+    "int32": [
+        [HIGH, LOW, 1, 7],
+        [HIGH, LOW, 2, -8],
+        [HIGH, LOW, 2, 7],
+        [HIGH, 0, 3, 1],
+    ],
+    "uint32": [[2**32 - 1, 1], [2**32 - 1, 2], [2**32 - 1, 2], [2**32 - 1, 5]],
+}
+
+
+def cases():
+    for dtype, rows in ROWS.items():
+        yield np.array(rows, dtype)
+        # A variable without axes.
+        yield np.array([x[1] for x in rows], dtype)
+
+
+def exact(values):
+    """The mean, cut off towards zero."""
+    count = len(values)
+    numbers = [
+        abs(total) // count * (1 if total >= 0 else -1)
+        for total in values.astype(object).sum(0, keepdims=True).reshape(-1)
+    ]
+    return np.array(numbers, values.dtype).reshape(values.shape[1:])
+
+
+def check(strategy, folder):
+    for number, values in enumerate(cases()):
+        values = values[: strategy.num_replicas_in_sync]
+        with strategy.scope():
+            v = zs.Variable(
+                np.zeros_like(values[0]), aggregation=A.MEAN, synchronization=S.ON_READ
+            )
+
+        def replica(v=v, values=values):
+            context = zs.get_replica_context()
+            v.assign(jnp.asarray(values)[context.replica_id_in_sync_group])
+
+        strategy.run(replica)
+        wanted = exact(values)
+        np.testing.assert_array_equal(v.numpy(), wanted)
+        assert v.numpy().dtype == values.dtype
+        in_a_step = zs.function(lambda v=v: v.value())()
+        assert in_a_step.dtype == values.dtype
+        np.testing.assert_array_equal(in_a_step, wanted)
+        saved = zs.Checkpoint(v=v).save(f"{folder}/{number}")
+        plain = zs.Variable(np.zeros_like(values[0]))
+        zs.Checkpoint(v=plain).restore(saved)
+        np.testing.assert_array_equal(plain.numpy(), wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_of_processes_with_one_device_each(tmp_path, size):
+    ranks(size, lambda strategy, rank: check(strategy, tmp_path / str(rank)))
+
+
+CODE = """
+import sys
+import jax
+from ranks import ranks
+from test_strategy_on_read_integer_means import check
+
+assert jax.local_device_count() == 2
+ranks(2, lambda strategy, rank: check(strategy, f"{sys.argv[1]}/{rank}"))
+"""
+
+
+def test_of_processes_with_two_devices_each(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CODE, tmp_path],
+        env={
+            **os.environ,
+            "JAX_NUM_CPU_DEVICES": "2",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(HERE),
+        },
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
