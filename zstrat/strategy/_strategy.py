@@ -231,8 +231,9 @@ class Strategy(FirstVersion):
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
         one element with one replica in this process, else a pytree of its structure
         with a `PerReplica` at each leaf. At the end of the data, replicas without any
-        get batches of no rows as long as others have some, unless the strategy needs
-        static shapes: use ``batch(size, drop_remainder=True)`` there.
+        get batches of no rows as long as others have some. A strategy that needs static
+        shapes leaves such a step out, but takes a shorter one in which all have some:
+        use ``batch(size, drop_remainder=True)`` there.
 
         Where workers have different data (FILE, HINT, OFF), they agree on the end, so
         all of them begin passes, and draw, equally often.
