@@ -4,6 +4,7 @@ from . import experimental as experimental
 from ._allotment import Allotment as Allotment
 from ._allotment import allotted as allotted
 from ._allotment import as_dataset as as_dataset
+from ._allotment import is_steady as is_steady
 from ._allotment import not_batched as not_batched
 from ._context import InputContext as InputContext
 from ._cuts import Cut as Cut

@@ -100,6 +100,15 @@ def as_dataset(source: Any) -> Dataset:
     return Dataset(foreign(source))
 
 
+def is_steady(source: object) -> bool:
+    """Whether it is known that nobody writes to an element that ``source`` yielded, so
+    that none need be copied: of a `Dataset` whose elements are its own, a list, a
+    tuple."""
+    if isinstance(source, Dataset):
+        return lineage.is_steady(source.recipe)
+    return isinstance(source, list | tuple)
+
+
 def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
     """What the worker reads of a dataset of global batches.
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import Element, as_element, leaves, mapped, own
+from ._tree import Element, as_element, is_text, leaves, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -111,12 +111,12 @@ class _Table:
     path: str
     arrays: Element
 
-    def columns(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a row of each array, by the name of the array."""
+    def columns(self) -> dict[str, str]:
+        """The shape of a row of each array, and whether it is text (other dtypes find
+        a common one), by the name of the array."""
         if not isinstance(self.arrays, dict):
-            return {"rows": np.shape(self.arrays)[1:]}
-        names = sorted(self.arrays)
-        return {name: np.shape(self.arrays[name])[1:] for name in names}
+            return {"rows": _column(self.arrays)}
+        return {name: _column(self.arrays[name]) for name in sorted(self.arrays)}
 
 
 def paths_of(filenames: Path | Sequence[Path]) -> tuple[str, ...]:
@@ -260,7 +260,8 @@ def _require_alike(tables: Sequence[_Table]) -> None:
     """Refuses rows that are no batch together.
 
     Raises:
-        ValueError: The files differ in their arrays, or in the shapes of their rows.
+        ValueError: The files differ in their arrays, in the shapes of their rows, or
+            in what is text.
     """
     first, *others = tables
     wanted = first.columns()
@@ -273,8 +274,13 @@ def _require_alike(tables: Sequence[_Table]) -> None:
             )
 
 
-def _told(columns: dict[str, tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in columns.items())
+def _column(array: np.ndarray) -> str:
+    shape = list(np.shape(array)[1:])
+    return f"{shape} of text" if is_text(array) else f"{shape}"
+
+
+def _told(columns: dict[str, str]) -> str:
+    return ", ".join(f"{name} {column}" for name, column in columns.items())
 
 
 def _gathered(arrays: Element, rows: np.ndarray) -> Element:

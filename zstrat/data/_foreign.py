@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Dimensions = tuple[int | None, ...]
 Shape = tuple[int, ...]
 
+_ENDLESS: Final = sys.maxsize >> 20
+"""Indices of a dataset of grain that is repeated for ever, also in large batches."""
 _SCALARS: Final = bool | int | float | complex | str | bytes
 
 
@@ -130,10 +132,10 @@ def _of_grain(dataset: Any, grain: Any) -> Foreign:
         shapes = [tuple(leaf.shape) for _, leaf in leaves(spec)]
     except (NotImplementedError, ValueError):  # a transformation does not say
         shapes = None
-    count = UNKNOWN
-    if isinstance(dataset, grain.MapDataset):
-        size = len(dataset)
-        count = INFINITE if size == sys.maxsize else size
+    # It counts indices: a filter leaves them, and has nothing there. So may any other
+    # transformation or source; nobody knows how many elements there are.
+    is_map = isinstance(dataset, grain.MapDataset)
+    count = INFINITE if is_map and len(dataset) >= _ENDLESS else UNKNOWN
     # Its own threads keep elements in buffers, so nobody may write to them either.
     return Foreign(
         dataset.__iter__,

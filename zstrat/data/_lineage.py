@@ -119,7 +119,7 @@ def is_steady(recipe: Recipe) -> bool:
     match recipe:
         case Foreign():
             return recipe.is_steady
-        case Reordered() | Prefetched():
+        case Reordered() | Prefetched() | Enumerated():
             return is_steady(recipe.source)
         case _:
             return True

@@ -93,7 +93,8 @@ def stacked(elements: Sequence[Element], path: str = "") -> Element:
     """One element whose leaves have a new first axis: the elements, in order.
 
     Raises:
-        ValueError: The elements differ in structure or in the shape of a leaf.
+        ValueError: The elements differ in structure, in the shape of a leaf, or in
+            whether a leaf is text.
     """
     first = elements[0]
     if isinstance(first, dict):
@@ -125,7 +126,8 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
     try:
         found = np.stack(arrays)
         if found.dtype.kind in "SU":  # numbers and records become text there
-            _same(arrays, lambda each: not _is_record(each), path)
+            kind = _kind(arrays[0])
+            _same(arrays, lambda each: _kind(each) == kind, path)
         return found
     except ValueError:
         first = np.shape(arrays[0])
@@ -142,6 +144,11 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
 def _is_record(leaf: object) -> bool:
     """Whether it is `bytes`; an element of an array of numpy's strings is an array."""
     return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
+
+
+def is_text(leaf: object) -> bool:
+    """Whether it is text as numpy has it, which whatever is put beside it becomes."""
+    return np.asarray(leaf).dtype.kind in "SU"
 
 
 def _same(
@@ -163,4 +170,6 @@ def _kind(element: Element) -> str:
         return f"a tuple of {len(element)}"
     if _is_record(element):
         return "a record of bytes"
-    return "None" if element is None else "an array"
+    if element is None:
+        return "None"
+    return "text" if is_text(element) else "an array"

@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import Closing, Dataset, own
+from zstrat.data import Closing, is_steady, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
@@ -85,7 +85,7 @@ class StepIterator:
             an element; needed if there is no source.
         name: Stands in the errors.
         steady: The source never writes to an element that it gave, so none need be
-            copied. Known of a `zstrat.data.Dataset`, a list and a tuple.
+            copied; see `zstrat.data.is_steady`, which is asked where it is not said.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class StepIterator:
         name: str = "the dataset",
         steady: bool = False,
     ) -> None:
-        self._steady = steady or isinstance(source, Dataset | list | tuple)
+        self._steady = steady or is_steady(source)
         self._source = None if source is None else iter(source)
         self._element_spec: Final = element_spec
         self.name: Final = name
@@ -224,7 +224,8 @@ def kept(leaf: Any) -> Any:
     if isinstance(leaf, _FIXED):
         return leaf
     array = np.asarray(leaf)  # of another library's array it may be the very memory
-    return leaf if array.dtype.kind in "OSUmM" else own(array)
+    # Of text, objects and dates only numpy's own: others are no arrays to a step.
+    return own(leaf if array.dtype.kind in "OSUmM" else array)
 
 
 def _array(leaf: Any) -> Any:

@@ -42,7 +42,8 @@ class StrategyExtended(abc.ABC):
     """The less common methods of a strategy, as TF has them."""
 
     experimental_require_static_shapes: bool = False
-    """Whether the last batches of a dataset must be as large as all others."""
+    """Whether the data end before a step in which a replica has none. If not, it gets
+    batches of no rows there."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy

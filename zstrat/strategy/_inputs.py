@@ -54,8 +54,10 @@ class Inputs:
             put rows on devices.
         accord: Brings the pipelines together; None where there is one alone, or where
             nobody waits for the others.
-        static_shapes: Every replica needs the same rows in every step: one that has
-            too few ends the data.
+        static_shapes: A step in which a replica has no rows ends the data, instead of
+            giving it an element of no rows; and a batch size that is known has to
+            split evenly. Rows are not counted otherwise: a last batch may be shorter,
+            if it has some for every replica, as in TF.
         per_replica: One input function for each replica may be asked for.
     """
 

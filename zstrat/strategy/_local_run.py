@@ -117,10 +117,14 @@ class LocalMesh:
             A pytree of `PerReplica`: of one array over the devices where the parts have
             one shape and dtype, else of the parts as they are. With one replica its own
             pytree, on its device.
+
+        Raises:
+            ValueError: The pytrees differ in their structure.
         """
         if self.replicas == 1:
             return jax.tree.map(self._put, parts[0])
-        return regroup(parts, self._placed, always_wrap=True)
+        # Not `regroup`: to jax None is structure, as in the rows of a batch.
+        return jax.tree.map(lambda *leaves: self._placed(leaves), *parts)
 
     def place_batch(self, batch: Any) -> Any:
         """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are

@@ -236,11 +236,13 @@ class Strategy(FirstVersion):
         The k-th piece of a worker goes to its replica ``k % replicas``. A step draws
         one element with one replica in this process, else a pytree of its structure
         with a `PerReplica` at each leaf. At the end of the data, replicas without any
-        get batches of no rows as long as others have some, unless the strategy needs
-        static shapes: use ``batch(size, drop_remainder=True)`` there.
+        get batches of no rows as long as others have some. A strategy that needs static
+        shapes leaves such a step out, but takes a shorter one in which all have some:
+        use ``batch(size, drop_remainder=True)`` there.
 
-        Where workers have different data (FILE, HINT, OFF), they agree on the end, so
-        all of them begin passes, and draw, equally often.
+        Several workers agree on the end in the first draw of each pass, or in every
+        one: whatever the policy, all workers begin passes equally often, and where they
+        have different data (FILE, HINT, OFF) they draw equally often.
 
         Raises:
             ValueError: The dataset is not batched; its policy does not fit (FILE with
@@ -265,7 +267,8 @@ class Strategy(FirstVersion):
         which one that is, and returns what this worker's replicas draw, in batches of
         the size for one replica (``context.get_per_replica_batch_size``): each step
         takes one element for each of them. Nothing is batched or sharded. What it may
-        return, and the end of the data: see `experimental_distribute_dataset`.
+        return, and the end of the data: see `experimental_distribute_dataset`. Whatever
+        it returns, all workers begin passes, and draw, equally often.
 
         Raises:
             TypeError: It is not callable, or returns no dataset.

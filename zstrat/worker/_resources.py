@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import jax
 import numpy as np
 
-from zstrat.data import Dataset, Elements, InputContext
+from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepDataset, StepIterator, Structure
 from zstrat.wire import Layout
@@ -234,7 +234,7 @@ class Resources:
         elements: Elements[Any] = Elements(made, name)  # type: ignore[arg-type]
         self._open[number] = elements
         layout = _layout_of_element(elements.peek(), name)
-        steady = isinstance(made, Dataset)
+        steady = is_steady(made)
         self._made[number] = StepIterator(elements, name=name, steady=steady)
         return layout
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 
-from zstrat.data import Dataset, ending
+from zstrat.data import ending, is_steady
 from zstrat.errors import OutOfRangeError
 from zstrat.program import StepIterator, kept
 from zstrat.strategy import regroup
@@ -84,7 +84,7 @@ class PerDeviceIterator(StepIterator):
 
 def _steady(source: Iterable[Any]) -> Iterator[Any]:
     """A pass whose elements stay as they are while the next ones are made."""
-    if isinstance(source, Dataset | list | tuple):
+    if is_steady(source):
         return iter(source)
     return _copied(iter(source))
 

@@ -1,0 +1,78 @@
+"""Text in batches: nothing else becomes text because there is text beside it."""
+
+import numpy as np
+import pytest
+
+from zstrat.data import Dataset
+
+
+def of(*elements):
+    return Dataset.from_generator(lambda: iter(elements))
+
+
+@pytest.mark.parametrize(
+    ("elements", "told"),
+    [
+        ((1, "a", 2.5), "the first is an array, element 1 is text"),
+        (("a", "b", True), "the first is text, element 2 is an array"),
+        ((np.ones(2), np.array(["a", "b"])), "element 1 is text"),
+        ((np.array([b"x"]), np.array([1])), "element 1 is an array"),
+        (("a", b"a"), "the first is text, element 1 is a record of bytes"),
+    ],
+)
+def test_what_is_no_text_is_no_batch_with_text(elements, told):
+    with pytest.raises(ValueError, match=told):
+        list(of(*elements).batch(3))
+
+
+def test_the_component_is_named():
+    mixed = of({"x": 1, "y": (0, "a")}, {"x": 2, "y": (0, 7)}).batch(2)
+    with pytest.raises(ValueError, match=r"at \['y'\]\[1\]: the first is text"):
+        list(mixed)
+
+
+def test_text_of_any_length_is_a_batch():
+    (batch,) = of("a", "bcd").batch(2)
+    assert batch.tolist() == ["a", "bcd"]
+    (batch,) = of(np.array(["a", "b"]), np.array(["cd", ""])).batch(2)
+    assert batch.tolist() == [["a", "b"], ["cd", ""]]
+
+
+def test_numbers_of_several_dtypes_still_find_one():
+    (batch,) = of(1, 2.5, True).batch(3)
+    assert batch.tolist() == [1, 2.5, 1]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Writes an array to a file of its own each, and names them."""
+
+    def write(*arrays):
+        paths = [tmp_path / f"{number}.npy" for number in range(len(arrays))]
+        for path, array in zip(paths, arrays, strict=True):
+            np.save(path, array)
+        return paths
+
+    return write
+
+
+def test_files_of_text_and_of_numbers_are_no_batch(files):
+    dataset = Dataset.from_npy(files(np.arange(2), np.array(["x", "yz"])))
+    assert [batch.tolist() for batch in dataset.batch(2)] == [[0, 1], ["x", "yz"]]
+    with pytest.raises(ValueError, match=r"1\.npy, which has rows \[\] of text, with"):
+        list(dataset.batch(3))
+
+
+def test_files_of_several_dtypes_still_find_one(files):
+    numbers = Dataset.from_npy(files(np.arange(2), np.array([2.5, 3]))).batch(3)
+    assert [batch.tolist() for batch in numbers] == [[0, 1, 2.5], [3]]
+    text = Dataset.from_npy(files(np.array(["a"]), np.array(["bcd"]))).batch(2)
+    assert [batch.tolist() for batch in text] == [["a", "bcd"]]
+
+
+def test_archives_of_text_and_of_numbers_are_no_batch(tmp_path):
+    np.savez(tmp_path / "0.npz", x=np.zeros((1, 2)), y=np.array(["a"]))
+    np.savez(tmp_path / "1.npz", x=np.zeros((1, 2)), y=np.array([1]))
+    dataset = Dataset.from_npz([tmp_path / "0.npz", tmp_path / "1.npz"]).batch(2)
+    with pytest.raises(ValueError, match=r"x \[2\], y \[\], with .* y \[\] of text"):
+        list(dataset)
