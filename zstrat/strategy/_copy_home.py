@@ -51,7 +51,7 @@ def as_values(node: Any) -> Any:
         return Mirrored((node.value(),) * home.residence.copies)
     recording = recorder.get()
     if recording is None:
-        return PerReplica(tuple(home.copies()))
+        return PerReplica(tuple(home.copies(node)))
     return PerReplica(tuple(copies_now(recording, node)))
 
 

@@ -194,11 +194,16 @@ class DeviceHome:
             self.require_kept(variable.name)
             return self._seen()
 
-    def copies(self) -> np.ndarray:
+    def copies(self, variable: Variable) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
-        to."""
+        to.
+
+        Raises:
+            DataLossError: They are lost.
+        """
         with self.residence.lock:
             self.residence.settle()
+            self.require_kept(variable.name)
             value = np.asarray(self._value)
             return value if self.is_apart else self._equal(value)
 
@@ -220,9 +225,7 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         with self.residence.lock:
-            self.residence.settle()  # first: slots may come with the value
-            if self.is_lost and op is UpdateOp.ASSIGN:
-                self.take_over_shown(self.like())
+            self.prepare(op)
             before = self.read(variable)
             kept = None if optimizer is None else self.slots(optimizer)
             dtype = variable.spec.numpy_dtype
@@ -231,7 +234,7 @@ class DeviceHome:
                 given = zip(operands[0]) if apart else itertools.repeat(operands)
                 moves = [
                     moved(row, kept, op, own, optimizer)
-                    for row, own in zip(self.copies(), given, strict=False)
+                    for row, own in zip(self.copies(variable), given, strict=False)
                 ]
                 made = np.stack([np.asarray(value, dtype) for value, _ in moves])
                 slots = moves[0][1]
@@ -250,6 +253,14 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
+
+    def prepare(self, op: UpdateOp) -> None:
+        """Before an update: what is lost is made anew, as zeros, for an assignment,
+        which does not depend on it. Of several copies each waits for its own."""
+        with self.residence.lock:
+            self.residence.settle()  # first: slots may come with the value
+            if self.is_lost and op is UpdateOp.ASSIGN:
+                self.take_over_shown(self.like())
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
