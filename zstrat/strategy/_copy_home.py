@@ -35,8 +35,10 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     names = [spec.name]
     names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
     return tuple(
-        handle(replace(spec, key=next_key(), name=name), CopyHome(variable, number))
-        for number, name in enumerate(names)
+        handle(replace(spec, key=key, name=name), CopyHome(variable, number))
+        for number, (key, name) in enumerate(
+            zip(home.copy_keys(next_key), names, strict=True)
+        )
     )
 
 

@@ -32,7 +32,7 @@ from ._slots import named_slots, slots_from
 from ._spec import VariableAggregation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jax.sharding import Sharding
 
@@ -72,6 +72,7 @@ class DeviceHome:
         # Not counted as parted: no program was traced before it was there.
         self.is_apart = on_read is not None and residence.copies > 1
         self._on_read = on_read
+        self._copy_keys: tuple[int, ...] = ()
         self._slots: dict[int, _Beside] = {}
         if self.is_apart:
             self._value = residence.place_apart(self._equal(value))
@@ -206,6 +207,14 @@ class DeviceHome:
             self.require_kept(variable.name)
             value = np.asarray(self._value)
             return value if self.is_apart else self._equal(value)
+
+    def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
+        """The key of each copy as a variable, the same whenever somebody asks: steps
+        that were traced for it are found again."""
+        with self.residence.lock:
+            if not self._copy_keys:
+                self._copy_keys = tuple(made() for _ in range(self.residence.copies))
+            return self._copy_keys
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
