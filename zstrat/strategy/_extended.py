@@ -141,8 +141,8 @@ class StrategyExtended(abc.ABC):
         Args:
             args, kwargs: Of mirrored values each component gets its own.
             group: Whether what ``fn`` returns comes back as it is, of several
-                components as a value per replica; if not, each leaf of it is a list
-                with one entry per component.
+                components as a value per replica, or as the variable if it is they;
+                if not, each leaf of it is a list with one entry per component.
 
         Raises:
             ValueError: ``var`` is no variable, or there is a value per replica among
