@@ -146,8 +146,7 @@ def rows_now(
     """
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)
-    gathering = Gathering.of(table, np.asarray(ids))
-    return jnp.asarray(gathering.assembled(read(gathering.parts)))
+    return jnp.asarray(Gathering.of(table, np.asarray(ids)).read(read))
 
 
 def _apart(variable: Variable) -> DeviceHome:
