@@ -17,7 +17,6 @@ one, or nothing of it was given away.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,7 +27,7 @@ from zstrat.wire import UpdateOp
 
 from ._copies import aggregated, shares_of
 from ._local import moved
-from ._slots import named_slots, slots_from
+from ._slots import Beside, named_slots, slots_from
 from ._spec import VariableAggregation
 
 if TYPE_CHECKING:
@@ -40,22 +39,6 @@ if TYPE_CHECKING:
     from ._optimizer import Optimizer
     from ._residence import Residence
     from ._variable import Variable
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What one optimizer keeps: its leaves in a row, as steps take and put them back,
-    and their structure."""
-
-    leaves: list[Any]
-    treedef: Any
-
-    def tree(self) -> Any:
-        return self.treedef.unflatten(self.leaves)
-
-    @property
-    def is_lost(self) -> bool:
-        return any(leaf.is_deleted() for leaf in self.leaves)
 
 
 class DeviceHome:
@@ -73,7 +56,7 @@ class DeviceHome:
         self.is_apart = on_read is not None and residence.copies > 1
         self._on_read = on_read
         self._copy_keys: tuple[int, ...] = ()
-        self._slots: dict[int, _Beside] = {}
+        self._slots: dict[int, Beside] = {}
         if self.is_apart:
             self._value = residence.place_apart(self._equal(value))
         else:
@@ -181,7 +164,7 @@ class DeviceHome:
         here = self.residence
         made = here.returned(leaves) if here.travels else leaves
         treedef = self._slots[optimizer.id].treedef
-        self._slots[optimizer.id] = _Beside(made, treedef)
+        self._slots[optimizer.id] = Beside(made, treedef)
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -326,9 +309,9 @@ class DeviceHome:
                 if beside is not None:
                     self._slots[number] = beside
 
-    def _placed(self, slots: Any) -> _Beside:
+    def _placed(self, slots: Any) -> Beside:
         leaves, treedef = jax.tree.flatten(slots)
-        return _Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
+        return Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
 
     def _first(self) -> np.ndarray:
         """The value, or the first copy."""
