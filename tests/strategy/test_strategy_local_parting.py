@@ -114,7 +114,7 @@ def test_two_threads_part_it_once(replicas, variable):
     home.residence.lock = Before(home.residence.lock, part)
     home.part()  # it has found it whole, and waits for the lock
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
-    np.testing.assert_array_equal(home.copies(), copies)
+    np.testing.assert_array_equal(home.copies(variable), copies)
 
 
 @pytest.mark.parametrize("in_turns", [True, False])

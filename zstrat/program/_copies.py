@@ -75,12 +75,17 @@ def is_on_read(variable: Variable) -> bool:
 
 
 def apart_from_now(variable: Variable) -> None:
-    """Keeps a copy for each replica, all equal so far."""
+    """Keeps a copy for each replica, all equal so far.
+
+    Raises:
+        DataLossError: The value is lost.
+    """
     home = variable.home
     assert isinstance(home, DeviceHome)
     with home.residence.lock:  # another thread may come here, too
         if home.is_apart:
             return
+        home.require_kept(variable.name)
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
             home.part()

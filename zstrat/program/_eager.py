@@ -74,7 +74,7 @@ class Immediate:
 
     def copies(self, variable: Variable) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
-        return jnp.asarray(_apart(variable).copies())
+        return jnp.asarray(_apart(variable).copies(variable))
 
     def put_copies(self, variable: Variable, copies: jax.Array) -> None:
         """The copies from now on."""
@@ -124,7 +124,7 @@ class Immediate:
 def own_copy_later(variable: Variable, number: int) -> jax.Array:
     """A replica's own copy, in what jax transforms: it is read whenever that runs."""
     home = _apart(variable)
-    return _later(variable, lambda: home.copies()[number])
+    return _later(variable, lambda: home.copies(variable)[number])
 
 
 def _later(variable: Variable, read: Callable[[], np.ndarray]) -> jax.Array:
@@ -146,8 +146,7 @@ def rows_now(
     """
     if isinstance(ids, jax.core.Tracer) or is_staging():
         raise _refusals.lookup_not_ready(table)
-    gathering = Gathering.of(table, np.asarray(ids))
-    return jnp.asarray(gathering.assembled(read(gathering.parts)))
+    return jnp.asarray(Gathering.of(table, np.asarray(ids)).read(read))
 
 
 def _apart(variable: Variable) -> DeviceHome:

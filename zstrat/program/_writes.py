@@ -100,6 +100,8 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
         case UpdateOp.SCATTER_MUL:
             return value.at[indices].multiply(rows)
         case UpdateOp.SCATTER_DIV:
+            if jnp.issubdtype(value.dtype, jnp.integer):
+                return _divided(value, indices, rows)
             return value.at[indices].divide(rows)
         case UpdateOp.SCATTER_MIN:
             return value.at[indices].min(rows)
@@ -108,6 +110,24 @@ def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> ja
         case UpdateOp.SCATTER_UPDATE:
             return value.at[_last(indices, value.shape[0])].set(rows, mode="drop")
     raise AssertionError(f"{op.name} has no local meaning")
+
+
+def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Integers divided and cut off towards zero. Round k divides by the k-th row of
+    every index: the product of the divisors of one row may not fit their dtype."""
+    order = jnp.argsort(indices, stable=True)
+    indices, rows = indices[order], rows[order]
+    firsts = jnp.searchsorted(indices, indices, side="left")
+    turns = jnp.arange(indices.shape[0], dtype=firsts.dtype) - firsts
+    rounds = jnp.max(turns, initial=-1) + 1
+
+    def one(turn: jax.Array, value: jax.Array) -> jax.Array:
+        quotients = jax.lax.div(value.at[indices].get(mode="clip"), rows)
+        mine = jnp.where(turns == turn, indices, value.shape[0])
+        return value.at[mine].set(quotients, mode="drop")
+
+    divided: jax.Array = jax.lax.fori_loop(0, rounds, one, value)
+    return divided
 
 
 def _last(indices: jax.Array, size: int) -> jax.Array:

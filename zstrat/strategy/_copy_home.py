@@ -7,7 +7,7 @@ one is done to this copy alone; the copies are kept apart from then on.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zstrat.program._copies import copies_of as copies_now
 from zstrat.program._copies import is_on_read
@@ -22,6 +22,9 @@ from zstrat.variables import (
 
 from ._per_replica import Mirrored, PerReplica
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable of this process, in replica order; the variable itself
@@ -35,8 +38,10 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
     names = [spec.name]
     names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
     return tuple(
-        handle(replace(spec, key=next_key(), name=name), CopyHome(variable, number))
-        for number, name in enumerate(names)
+        handle(replace(spec, key=key, name=name), CopyHome(variable, number))
+        for number, (key, name) in enumerate(
+            zip(home.copy_keys(next_key), names, strict=True)
+        )
     )
 
 
@@ -51,8 +56,22 @@ def as_values(node: Any) -> Any:
         return Mirrored((node.value(),) * home.residence.copies)
     recording = recorder.get()
     if recording is None:
-        return PerReplica(tuple(home.copies()))
+        return PerReplica(tuple(home.copies(node)))
     return PerReplica(tuple(copies_now(recording, node)))
+
+
+def copied(values: Sequence[Any]) -> Variable | None:
+    """The variable whose copies these are, all of them in replica order; None: they are
+    something else."""
+    homes = [value.home for value in values if isinstance(value, Variable)]
+    copies = [home for home in homes if isinstance(home, CopyHome)]
+    if not copies or len(copies) < len(values):
+        return None
+    whole = copies[0].container
+    numbers = [home.number for home in copies if home.container is whole]
+    home = whole.home
+    is_all = isinstance(home, DeviceHome) and len(numbers) == home.residence.copies
+    return whole if is_all and numbers == list(range(len(values))) else None
 
 
 def container_of(variable: Variable) -> Variable:

@@ -145,8 +145,8 @@ class StrategyExtended(abc.ABC):
             args, kwargs: Of mirrored values each component gets its own; one value is
                 for all of them.
             group: Whether what ``fn`` returns comes back as it is, of several
-                components as a value per replica; if not, each leaf of it is a list
-                with one entry per component.
+                components as a value per replica, or as the variable if it is they;
+                if not, each leaf of it is a list with one entry per component.
 
         Raises:
             ValueError: ``var`` is no variable, or there is a value per replica among

@@ -208,8 +208,9 @@ class _Own:
         # In numpy: a program that is under way may wait for the lock.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         with home.residence.lock:
+            home.prepare(op)
             apart_from_now(variable)
-            rows, number = np.array(home.copies()), self._turn.number
+            rows, number = np.array(home.copies(variable)), self._turn.number
             for moves in updates:
                 rows[number] = apply(op, rows[number], moves)
             self._put(variable, rows)

@@ -57,6 +57,10 @@ class SyncOnReadVariable(Variable):
         return variable
 
     @property
+    def is_brought_together(self) -> bool:
+        return not self._is_mine
+
+    @property
     def local_value(self) -> np.ndarray:
         """The value of this process: of its replicas together."""
         return self._home.read(self)

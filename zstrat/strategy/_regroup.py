@@ -1,8 +1,9 @@
 """What the replicas returned, as one value: TF's rules.
 
 Lists, tuples, mappings and pytrees of other classes are merged member by member. What
-is the same object on all replicas is that object; everything else becomes a value per
-replica. `zstrat.strategy._per_replica.select_replica` is the inverse.
+is the same object on all replicas is that object, and the copies of a variable, each
+from its replica, are the variable; everything else becomes a value per replica.
+`zstrat.strategy._per_replica.select_replica` is the inverse.
 
 Law of the file: nothing is copied. Arrays of equal shapes, each on the device of its
 replica, become one array over the devices.
@@ -18,6 +19,7 @@ import jax
 
 from zstrat.variables import IndexedSlices
 
+from ._copy_home import copied
 from ._per_replica import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def regroup(
 
     Args:
         wrap: Makes the value per replica.
-        always_wrap: Also of what is the same object everywhere.
+        always_wrap: Also of what is the same object everywhere, and of copies.
 
     Raises:
         ValueError: The replicas' values have different structures.
@@ -46,7 +48,8 @@ def regroup(
         return _rebuilt(first, merged)
     if not always_wrap and all(value is first for value in values[1:]):
         return first
-    return wrap(values)
+    container = None if always_wrap else copied(values)
+    return wrap(values) if container is None else container
 
 
 def assert_mirrored(tree: Any) -> Any:

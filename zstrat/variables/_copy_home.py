@@ -36,7 +36,7 @@ class CopyHome:
 
     def read(self, variable: Variable) -> np.ndarray:
         del variable  # one home, one copy
-        copy: np.ndarray = self._home.copies()[self.number]
+        copy: np.ndarray = self._home.copies(self.container)[self.number]
         return copy
 
     async def read_async(self, variable: Variable) -> np.ndarray:
@@ -53,7 +53,8 @@ class CopyHome:
             raise self.not_optimized(variable)
         home = self._home
         with home.residence.lock:
-            copies = np.array(home.copies())
+            home.prepare(op)
+            copies = np.array(home.copies(self.container))
             copies[self.number] = apply(op, copies[self.number], operands)
             home.put_copies(copies)
 

@@ -17,7 +17,6 @@ one, or nothing of it was given away.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,11 +27,11 @@ from zstrat.wire import UpdateOp
 
 from ._copies import aggregated, shares_of
 from ._local import moved
-from ._slots import named_slots, slots_from
+from ._slots import Beside, named_slots, slots_from
 from ._spec import VariableAggregation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jax.sharding import Sharding
 
@@ -40,22 +39,6 @@ if TYPE_CHECKING:
     from ._optimizer import Optimizer
     from ._residence import Residence
     from ._variable import Variable
-
-
-@dataclass(frozen=True, slots=True)
-class _Beside:
-    """What one optimizer keeps: its leaves in a row, as steps take and put them back,
-    and their structure."""
-
-    leaves: list[Any]
-    treedef: Any
-
-    def tree(self) -> Any:
-        return self.treedef.unflatten(self.leaves)
-
-    @property
-    def is_lost(self) -> bool:
-        return any(leaf.is_deleted() for leaf in self.leaves)
 
 
 class DeviceHome:
@@ -72,7 +55,8 @@ class DeviceHome:
         # Not counted as parted: no program was traced before it was there.
         self.is_apart = on_read is not None and residence.copies > 1
         self._on_read = on_read
-        self._slots: dict[int, _Beside] = {}
+        self._copy_keys: tuple[int, ...] = ()
+        self._slots: dict[int, Beside] = {}
         if self.is_apart:
             self._value = residence.place_apart(self._equal(value))
         else:
@@ -180,7 +164,7 @@ class DeviceHome:
         here = self.residence
         made = here.returned(leaves) if here.travels else leaves
         treedef = self._slots[optimizer.id].treedef
-        self._slots[optimizer.id] = _Beside(made, treedef)
+        self._slots[optimizer.id] = Beside(made, treedef)
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -199,13 +183,26 @@ class DeviceHome:
             self.require_kept(variable.name)
             return self._seen()
 
-    def copies(self) -> np.ndarray:
+    def copies(self, variable: Variable) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
-        to."""
+        to.
+
+        Raises:
+            DataLossError: They are lost.
+        """
         with self.residence.lock:
             self.residence.settle()
+            self.require_kept(variable.name)
             value = np.asarray(self._value)
             return value if self.is_apart else self._equal(value)
+
+    def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
+        """The key of each copy as a variable, the same whenever somebody asks: steps
+        that were traced for it are found again."""
+        with self.residence.lock:
+            if not self._copy_keys:
+                self._copy_keys = tuple(made() for _ in range(self.residence.copies))
+            return self._copy_keys
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
@@ -225,9 +222,7 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         with self.residence.lock:
-            self.residence.settle()  # first: slots may come with the value
-            if self.is_lost and op is UpdateOp.ASSIGN:
-                self.take_over_shown(self.like())
+            self.prepare(op)
             before = self.read(variable)
             kept = None if optimizer is None else self.slots(optimizer)
             dtype = variable.spec.numpy_dtype
@@ -236,7 +231,7 @@ class DeviceHome:
                 given = zip(operands[0]) if apart else itertools.repeat(operands)
                 moves = [
                     moved(row, kept, op, own, optimizer)
-                    for row, own in zip(self.copies(), given, strict=False)
+                    for row, own in zip(self.copies(variable), given, strict=False)
                 ]
                 made = np.stack([np.asarray(value, dtype) for value, _ in moves])
                 slots = moves[0][1]
@@ -255,6 +250,14 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
+
+    def prepare(self, op: UpdateOp) -> None:
+        """Before an update: what is lost is made anew, as zeros, for an assignment,
+        which does not depend on it. Of several copies each waits for its own."""
+        with self.residence.lock:
+            self.residence.settle()  # first: slots may come with the value
+            if self.is_lost and op is UpdateOp.ASSIGN:
+                self.take_over_shown(self.like())
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
@@ -311,9 +314,9 @@ class DeviceHome:
                 if beside is not None:
                     self._slots[number] = beside
 
-    def _placed(self, slots: Any) -> _Beside:
+    def _placed(self, slots: Any) -> Beside:
         leaves, treedef = jax.tree.flatten(slots)
-        return _Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
+        return Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
 
     def _first(self) -> np.ndarray:
         """The value, or the first copy."""

@@ -18,11 +18,12 @@ from ._home import read_parts, read_parts_async
 from ._table import absent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ._home import HomeRows, HomeUpdate
     from ._optimizer import Optimizer
     from ._table import Piece, Table
+    from ._variable import Variable
 
 
 def read_rows(table: Table, ids: Any) -> np.ndarray:
@@ -35,8 +36,7 @@ def read_rows(table: Table, ids: Any) -> np.ndarray:
         IndexError: There is no such row.
         PSUnavailableError: A parameter server that has some is gone.
     """
-    gathering = Gathering.of(table, ids)
-    return gathering.assembled(read_parts(gathering.parts))
+    return Gathering.of(table, ids).read(read_parts)
 
 
 async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
@@ -45,7 +45,8 @@ async def read_rows_async(table: Table, ids: Any) -> np.ndarray:
     Cancellation: nothing is lost, a read has no effect.
     """
     gathering = Gathering.of(table, ids)
-    return gathering.assembled(await read_parts_async(gathering.parts))
+    values = [await variable._read_now_async() for variable in gathering.whole]
+    return gathering.assembled(await read_parts_async(gathering.parts), values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +77,40 @@ class Gathering:
         return cls(table, index.shape, found, table.pieces(found.unique), left_out)
 
     @property
-    def parts(self) -> list[HomeRows]:
-        components = self.table.components
-        return [(components[piece.component], piece.local) for piece in self.pieces]
+    def whole(self) -> list[Variable]:
+        """The components whose values are brought together, whatever rows are wanted:
+        all processes take part in that, and others may want other rows."""
+        return [v for v in self.table.components if v.is_brought_together]
 
-    def assembled(self, answers: Sequence[np.ndarray]) -> np.ndarray:
-        """The rows that were wanted, from those of `parts` in order; read-only."""
+    @property
+    def parts(self) -> list[HomeRows]:
+        """What the homes of the others are asked for."""
+        components = self.table.components
+        asked = [(components[piece.component], piece.local) for piece in self.pieces]
+        return [part for part in asked if not part[0].is_brought_together]
+
+    def read(
+        self, read: Callable[[Sequence[HomeRows]], Sequence[np.ndarray]]
+    ) -> np.ndarray:
+        """The rows that were wanted. ``read`` gives those of `parts`."""
+        values = [variable._read_now() for variable in self.whole]
+        return self.assembled(read(self.parts), values)
+
+    def assembled(
+        self, answers: Sequence[np.ndarray], values: Sequence[np.ndarray]
+    ) -> np.ndarray:
+        """The rows that were wanted, from those of `parts` and the values of `whole`,
+        in order; read-only."""
         row = self.table.shape[1:]
         unique = np.empty((len(self.found.unique), *row), self.table.dtype)
-        for piece, answer in zip(self.pieces, answers, strict=True):
-            unique[piece.positions] = answer
+        rest = iter(answers)
+        keys = [variable.spec.key for variable in self.whole]
+        brought = dict(zip(keys, values, strict=True))
+        for piece in self.pieces:
+            value = brought.get(self.table.components[piece.component].spec.key)
+            unique[piece.positions] = (
+                next(rest) if value is None else value[piece.local]
+            )
         rows: np.ndarray = unique[self.found.inverse()]
         if self.left_out is not None:
             full = np.zeros((len(self.left_out), *row), self.table.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -24,6 +25,22 @@ class SlotInfo(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     rows: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What one optimizer keeps: its leaves in a row, as steps take and put them back,
+    and their structure."""
+
+    leaves: list[Any]
+    treedef: Any
+
+    def tree(self) -> Any:
+        return self.treedef.unflatten(self.leaves)
+
+    @property
+    def is_lost(self) -> bool:
+        return any(leaf.is_deleted() for leaf in self.leaves)
 
 
 def slot_infos(

@@ -122,6 +122,12 @@ class Variable(AbstractVariable):
             raise ValueError(f"{self._spec} has no first axis, hence no rows")
         return Table(self.name, (self,))
 
+    @property
+    def is_brought_together(self) -> bool:
+        """Whether the value that is meant here and now is made of several ones when it
+        is read, so that no home has rows of it."""
+        return False
+
     # ---- the members of AbstractVariable -------------------------------------------
 
     def _read_now(self) -> np.ndarray:

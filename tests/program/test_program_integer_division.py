@@ -1,0 +1,157 @@
+"""Integers that a step divides row by row: cut off towards zero, and still integers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+
+DIVIDED = [("int8", -128, 127), ("int32", -(2**31), 2**31 - 1), ("uint16", 0, 65535)]
+
+
+def slices(indices, rows, like):
+    return zs.IndexedSlices(np.asarray(rows, like.dtype), indices, like.shape)
+
+
+def cut_off(dividend, divisor):
+    """Of Python's integers, which are exact."""
+    quotient = abs(int(dividend)) // abs(int(divisor))
+    return -quotient if (dividend < 0) != (divisor < 0) else quotient
+
+
+def divided(before, indices, rows):
+    after = before.copy()
+    for index, row in zip(indices, rows, strict=True):
+        for column, divisor in enumerate(row):
+            after[index, column] = cut_off(after[index, column], divisor)
+    return after
+
+
+def one_device():
+    return zs.OneDeviceStrategy("CPU:0")
+
+
+@pytest.mark.parametrize(("dtype", "low", "high"), DIVIDED)
+def test_a_step_divides_as_integers_do(dtype, low, high):
+    rng = np.random.default_rng(0)
+    before = rng.integers(low, high, (5, 4), dtype=dtype, endpoint=True)
+    before[0, :2] = low, high
+    indices = [3, 0, 3, 1, 3, 0]
+    rows = rng.integers(-5 if low else 1, 5, (6, 4), dtype=dtype, endpoint=True)
+    rows[rows == 0] = 3
+    rows[rows == np.array(-1).astype(dtype)] = 2  # the least integer has no negative
+    with one_device().scope():
+        v = zs.Variable(before)
+
+    @zs.function
+    def step():
+        v.scatter_div(slices(indices, rows, v))
+        return v.value()
+
+    seen = step()
+    expected = divided(before, indices, rows)
+    assert (seen.dtype, v.numpy().dtype) == (dtype, dtype)
+    np.testing.assert_array_equal(seen, expected)
+    np.testing.assert_array_equal(v.numpy(), expected)
+
+
+def test_divisors_of_one_row_whose_product_does_not_fit():
+    with one_device().scope():
+        v = zs.Variable(np.array([[9], [2**31 - 1]], np.int32))
+
+    @zs.function
+    def step():
+        v.scatter_div(slices([0, 0, 1, 1], [[65536]] * 4, v))
+
+    step()
+    np.testing.assert_array_equal(v.numpy(), [[0], [0]])
+
+
+def test_no_rows():
+    with one_device().scope():
+        v = zs.Variable(np.array([[9], [7]], np.int32))
+    zs.function(lambda: v.scatter_div(slices(np.zeros(0, int), np.zeros((0, 1)), v)))()
+    np.testing.assert_array_equal(v.numpy(), [[9], [7]])
+
+
+def test_a_row_that_is_not_there_is_left_out():
+    with one_device().scope():
+        v = zs.Variable(np.array([[9], [7]], np.int32))
+
+    @zs.function
+    def step(index):
+        v.scatter_div(zs.IndexedSlices(jnp.full((2, 1), 2, jnp.int32), index, v.shape))
+
+    step(jnp.array([-1, 2]))
+    np.testing.assert_array_equal(v.numpy(), [[9], [7]])
+
+
+def test_a_read_after_it_in_the_same_jit():
+    with one_device().scope():
+        v = zs.Variable(np.array([[9], [-9]], np.int32))
+
+    @zs.function
+    def step():
+        v.scatter_div(slices([0, 1], [[2], [2]], v))
+        return jax.jit(lambda: v.value() * 2)()
+
+    np.testing.assert_array_equal(step(), [[8], [-8]])
+
+
+OPS = ["add", "sub", "mul", "div", "min", "max", "update"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_scatter_keeps_the_dtype(op, dtype):
+    with one_device().scope():
+        v = zs.Variable(jnp.full((3, 1), 6, dtype))
+    six, two = 6, 2
+    expected = {
+        "add": six + two + two,
+        "sub": six - two - two,
+        "mul": six * two * two,
+        "div": 1 if dtype[0] in "iu" else 1.5,
+        "min": two,
+        "max": six,
+        "update": two,
+    }[op]
+
+    @zs.function
+    def step():
+        rows = jnp.full((2, 1), two, dtype)
+        getattr(v, f"scatter_{op}")(zs.IndexedSlices(rows, np.array([1, 1]), v.shape))
+        return v.value()
+
+    seen = step()
+    assert (seen.dtype, v.numpy().dtype) == (jnp.dtype(dtype), jnp.dtype(dtype))
+    np.testing.assert_array_equal(np.asarray(seen, float), [[6], [expected], [6]])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+def test_dense_updates_keep_the_dtype(op, dtype):
+    with one_device().scope():
+        v = zs.Variable(jnp.full((2,), 6, dtype))
+
+    @zs.function
+    def step():
+        getattr(v, op)(jnp.full((2,), 2, dtype))
+        return v.value()
+
+    seen = step()
+    assert (seen.dtype, v.numpy().dtype) == (jnp.dtype(dtype), jnp.dtype(dtype))
+    expected = {"assign": 2, "assign_add": 8, "assign_sub": 4}[op]
+    np.testing.assert_array_equal(np.asarray(seen, float), [expected] * 2)
+
+
+@pytest.mark.parametrize("op", ["assign", "assign_add", "assign_sub"])
+def test_floats_for_integers_are_refused_in_a_step_as_outside(op):
+    with one_device().scope():
+        v = zs.Variable(np.array([6, 6], np.int32))
+    with pytest.raises(ValueError, match="float32"):
+        getattr(v, op)(np.float32([1.5, 1.5]))
+    with pytest.raises(ValueError, match="float32"):
+        zs.function(lambda: getattr(v, op)(jnp.float32([1.5, 1.5])))()
+    assert v.numpy().dtype == np.int32

@@ -1,0 +1,79 @@
+"""A variable of which each replica has a copy, and whose value is gone: who needs it is
+told so, wherever it is; who assigns one has it again."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.errors import DataLossError
+
+ON_READ = zs.VariableSynchronization.ON_READ
+
+
+def number():
+    return zs.get_replica_context().replica_id_in_sync_group
+
+
+def meet():
+    zs.get_replica_context().merge_call(lambda strategy: None)
+
+
+@pytest.fixture
+def two():
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.fixture(params=["apart", "shared", "on_read"])
+def lost(request, two):
+    """What a step leaves behind that was given the value and failed."""
+    options = {}
+    if request.param == "on_read":
+        options = {
+            "synchronization": ON_READ,
+            "aggregation": zs.VariableAggregation.SUM,
+        }
+    with two.scope():
+        v = zs.Variable(np.float32([2, 2]), name="gone", **options)
+    if request.param == "apart":
+        two.run(lambda: v.assign(jnp.full(2, number(), v.dtype)))
+    v.home.value().delete()
+    return v
+
+
+def reads(v):
+    return {
+        "in turns": lambda: (meet(), v.value())[1],
+        "rows in turns": lambda: (meet(), v.sparse_read(np.array([1])))[1],
+        "added in turns": lambda: (meet(), v.assign_add(jnp.ones(2)))[0],
+    }
+
+
+@pytest.mark.parametrize("how", list(reads(None)))
+def test_who_needs_it_is_told(two, lost, how):
+    with pytest.raises(DataLossError, match="gone"):
+        two.run(reads(lost)[how])
+
+
+def test_its_copies_are_told(two, lost):
+    for copy in two.experimental_local_results(lost):
+        with pytest.raises(DataLossError, match="gone"):
+            copy.numpy()
+
+
+def test_an_assignment_in_turns_repairs_it(two, lost):
+    two.run(lambda: (meet(), lost.assign(jnp.full(2, number() + 1.0)))[0])
+    copies = two.experimental_local_results(lost)
+    np.testing.assert_array_equal([c.numpy() for c in copies], [[1, 1], [2, 2]])
+
+
+def test_assignments_to_the_copies_repair_it(two, lost):
+    for n, copy in enumerate(two.experimental_local_results(lost)):
+        copy.assign([n + 1, n + 1])
+    copies = two.experimental_local_results(lost)
+    np.testing.assert_array_equal([c.numpy() for c in copies], [[1, 1], [2, 2]])
+
+
+def test_an_assignment_outside_repairs_it(two, lost):
+    lost.assign([3, 3])
+    np.testing.assert_array_equal(lost.numpy(), [3, 3])
