@@ -131,7 +131,7 @@ class SyncOnReadVariable(Variable):
         """Those of the replicas of this process, ``[replicas, ...]``."""
         home = self._home
         assert isinstance(home, DeviceHome), home
-        return home.copies()
+        return home.copies(self)
 
     def _traced_copies(self, recording: Recorder) -> Any:
         """The same in a step."""
