@@ -52,10 +52,25 @@ _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
 LOOKS: Final = tuple([kind for kind, _ in _TRACED])
 """jax's errors when Python looks at a value that is being traced."""
 
+# Of jax 0.10 and 0.11, and of numpy; these errors have no types of their own.
+_STATIC: Final = (
+    "Shapes must be 1D sequences of concrete values",
+    "Slice entries must be static integers",
+    "Array slice indices must have static start/stop/step",
+    "expected a sequence of integers or a single integer",
+)
+
 _NOT_TRANSFORMED: Final = (
     "inside a function that jax transforms (jax.grad, jax.jit, jax.vmap, jax.lax.cond, "
     "jax.lax.scan or zs.value_and_grad), where it would happen never or many times"
 )
+
+
+def is_of_shapes(error: TypeError | IndexError) -> bool:
+    """Whether it is about a shape or a slice by a value that is being traced, and not
+    about one that is wrong whenever the function runs."""
+    words = str(error)
+    return words.startswith(_STATIC) and "Tracer" in words
 
 
 @contextmanager

@@ -31,7 +31,7 @@ NUMBERS: Final = (int, float, complex)
 
 
 class UnevenParts(ValueError):
-    """The replicas' parts of an argument cannot be one array."""
+    """The replicas' parts of an argument cannot be one array on devices."""
 
 
 def unwrapped(tree: Any) -> Any:
@@ -56,6 +56,23 @@ def require_all_one_each(tree: Any, replicas: int) -> None:
     """The same of all values per replica in a pytree."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         require_one_each(node, replicas)
+
+
+def is_known(array: Any) -> bool:
+    """Whether devices know its dtype; keys of jax have none of numpy's."""
+    return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"
+
+
+def require_known(tree: Any) -> None:
+    """Finds arrays of text, dates and objects. Whoever draws them and passes them on
+    has written no step that could refuse them.
+
+    Raises:
+        UnevenParts: There is one.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, np.ndarray | np.generic) and not is_known(leaf):
+            raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
 
 
 def dealt(tree: Any, replicas: int) -> Any:

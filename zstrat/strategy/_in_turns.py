@@ -11,6 +11,7 @@ are created by the first replica; the others are given them in the same order.
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -39,7 +40,7 @@ from zstrat.variables import (
 
 from ._arguments import dealt, unwrapped
 from ._context import ReplicaContext
-from ._meetings import updating
+from ._meetings import brought, updating
 from ._per_replica import select_replica
 from ._turns import take_turns
 
@@ -91,7 +92,10 @@ def in_turns(
         recorder.set(_Own(mine, team, outer, is_unnoticed))
         if is_real:
             creator.set(_Positions(made, number))
-        own_args, own_kwargs = select_replica(number, tree)
+        selected = select_replica(number, tree)
+        if is_real and number < len(devices):
+            selected = jax.tree.map(partial(_near, device=devices[number]), selected)
+        own_args, own_kwargs = selected
         with ReplicaContext(strategy, team.first + number):
             return fn(*own_args, **own_kwargs)
 
@@ -103,6 +107,14 @@ def in_turns(
             yield
 
     return take_turns([body] * team.local, during)
+
+
+def _near(leaf: Any, device: jax.Device) -> Any:
+    """What is bound to one device, for the replica on this one. What lies on several
+    stays: no other replica has use for it."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
 
 
 class _Own:

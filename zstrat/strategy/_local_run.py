@@ -33,7 +33,9 @@ from zstrat.variables import is_staging, recorder
 from ._arguments import (
     NUMBERS,
     UnevenParts,
+    is_known,
     require_all_one_each,
+    require_known,
     require_one_each,
     unwrapped,
 )
@@ -138,7 +140,7 @@ class LocalMesh:
         return jax.tree.map(self._dealt, batch)
 
     def _dealt(self, array: Any) -> PerReplica:
-        if _is_known(array):
+        if is_known(array):
             return PerReplica.of_whole(self._put(array), self.replicas)
         return PerReplica(np.split(array, self.replicas))  # text stays here
 
@@ -152,7 +154,7 @@ class LocalMesh:
         """The array on the devices. What they do not know (text, dates) stays on the
         host as it is. So do integers of 64 bits that jax would cut: a program that
         computes ids of rows from them refuses them."""
-        if not _is_known(array):
+        if not is_known(array):
             return array
         if not fits(array):
             return np.array(array)
@@ -171,7 +173,7 @@ class LocalMesh:
             part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
         ]
         kinds = {(array.shape, array.dtype) for array in arrays}
-        if len(kinds) > 1 or not _is_known(arrays[0]):
+        if len(kinds) > 1 or not is_known(arrays[0]):
             return PerReplica(parts)
         if arrays[0].ndim == 0:
             if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
@@ -215,8 +217,8 @@ class LocalMesh:
             return self._staged(fn, args, kwargs)
         kept = self._kept.of(fn)
         if kept.why_not is None:
-            given, named = self._given((tuple(args), dict(kwargs)))
             try:
+                given, named = self._given((tuple(args), dict(kwargs)))
                 with self._there():
                     return kept.step(*given, **named)
             except NeedsTurns as found:
@@ -228,7 +230,7 @@ class LocalMesh:
                 kept.why_not = str(found)
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
-                pass  # this time: the last batch of a dataset, say
+                pass  # this time: the last batch of a dataset, say, or text
         return self._in_turns(fn, args, kwargs)
 
     def _there(self) -> AbstractContextManager[Any]:
@@ -309,7 +311,14 @@ class LocalMesh:
 
     def _given(self, tree: Any) -> Any:
         """The arguments of a step of its own: values per replica on their devices, and
-        Python numbers as what they are."""
+        Python numbers as what they are.
+
+        Raises:
+            UnevenParts: There is text among them, say. Where nothing runs but programs,
+                the step refuses it.
+        """
+        if not self._is_compiled:
+            require_known(tree)
         return jax.tree.map(self._given_leaf, tree, is_leaf=is_distributed)
 
     def _given_leaf(self, leaf: Any) -> Any:
@@ -338,8 +347,3 @@ class LocalMesh:
         if len(numbers) == len(parts) and len(set(numbers)) == 1:
             return numbers[0]
         return self._placed(parts)
-
-
-def _is_known(array: Any) -> bool:
-    """Whether devices know its dtype; keys of jax have none of numpy's."""
-    return isinstance(array, jax.Array) or np.asarray(array).dtype.kind not in "OSUmM"

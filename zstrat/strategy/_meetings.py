@@ -26,7 +26,7 @@ from zstrat.variables import (
 )
 
 from ._one_array import require_axes
-from ._per_replica import PerReplica, on_one_device, select_replica
+from ._per_replica import PerReplica, loose, on_one_device, select_replica
 from ._regroup import regroup
 from ._turns import Meeting
 
@@ -57,23 +57,34 @@ def merging(
         if is_staging() or not (current is None or is_live(current)):
             return given  # a program knows by itself where things are
         there = strategy._devices()
-        return [*map(_moved, given, there), *given[len(there) :]]
+        return [*map(brought, given, there), *given[len(there) :]]
 
     return Meeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
 
 
-def _moved(tree: Any, device: jax.Device) -> Any:
-    """The pytree, with what is bound to other devices on this one."""
+def brought(tree: Any, device: jax.Device) -> Any:
+    """The pytree, with what is bound to one device or to others as what all that is on
+    this one may be computed with: there, and on CPUs bound to no device."""
     return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, device) if _is_away(leaf, device) else leaf,
-        tree,
+        lambda leaf: _brought(leaf, device) if _is_bound(leaf) else leaf, tree
     )
 
 
-def _is_away(leaf: Any, device: jax.Device) -> bool:
+def _is_bound(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
-    return leaf.committed and leaf.devices() != {device}
+    return leaf.committed
+
+
+def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
+    if array.devices() != {device}:
+        array = jax.device_put(array, device)
+    found = loose(array)
+    if found is array or not jax.typeof(array).weak_type:
+        return found
+    with jax.default_device(device):
+        weak = jnp.full(array.shape, array.dtype.type(0).item())
+        return weak.at[...].set(found)
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from zstrat.program import _replicas, _spread
-from zstrat.program._refusals import LOOKS
+from zstrat.program._refusals import LOOKS, is_of_shapes
 from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
 from ._arguments import Arguments
@@ -86,8 +86,16 @@ def _looked_out(
     try:
         return fn(*args, **kwargs)
     except _LOOKS as error:
-        first = str(error).partition("\n")[0]
-        raise NeedsTurns(f"{type(error).__name__}: {first}") from error
+        raise _needs_turns(error) from error
+    except (TypeError, IndexError) as error:
+        if not is_of_shapes(error):
+            raise
+        raise _needs_turns(error) from error
+
+
+def _needs_turns(error: Exception) -> NeedsTurns:
+    first = str(error).partition("\n")[0]
+    return NeedsTurns(f"{type(error).__name__}: {first}")
 
 
 def _is_slices(node: object) -> bool:

@@ -16,8 +16,9 @@ when a replica fails.
 from __future__ import annotations
 
 import contextvars
+import sys
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -42,12 +43,14 @@ class Meeting:
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
     of all replicas and returns what each is given; that of replica 0 is called.
+    ``handled`` is the error that the replica cleans up after, or handles, meanwhile.
     """
 
     key: Hashable
     words: str
     value: Any
     join: Callable[[Sequence[Any]], Sequence[Any]]
+    handled: BaseException | None = field(default_factory=sys.exception)
 
 
 class Turn:
@@ -181,13 +184,27 @@ def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
     """The meetings, if all replicas came to the same one.
 
     Raises:
-        RuntimeError: Says who did not.
+        RuntimeError: Says who did not. Its cause is the error that a replica cleans up
+            after: one that fails does other things than those that do not.
     """
     came = [meeting for meeting in meetings if meeting is not None]
+    difference = _difference(meetings, came)
+    if difference is None:
+        return came
+    for meeting in came:
+        if meeting.handled is not None:
+            raise RuntimeError(difference) from meeting.handled
+    raise RuntimeError(difference)
+
+
+def _difference(
+    meetings: Sequence[Meeting | None], came: Sequence[Meeting]
+) -> str | None:
+    """Who came to another meeting than replica 0, or to none, in words."""
     if len(came) < len(meetings):
         waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
         ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
-        raise RuntimeError(
+        return (
             "Some replicas made a different number of merge_call() calls. Replica "
             f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
             "all replicas do the same things together (merge_call, all_reduce, "
@@ -195,8 +212,8 @@ def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
         )
     for number, meeting in enumerate(came):
         if meeting.key != came[0].key:
-            raise RuntimeError(
+            return (
                 f"replica 0 waits in {came[0].words}, and replica {number} in "
                 f"{meeting.words}: all replicas do the same things in the same order"
             )
-    return came
+    return None
