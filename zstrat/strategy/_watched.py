@@ -9,6 +9,7 @@ Law of the file: a helper is looked into when a step is made, and never at a cal
 
 from __future__ import annotations
 
+import dis
 import functools
 import types
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _COMPARED: Final = (int, float, str, bytes, bool, type(None), complex)
 _GONE: Final = object()
+_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
 class Watched:
@@ -86,7 +88,10 @@ def captured_values(fn: types.FunctionType) -> Iterator[Any]:
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that may be globals, in the function and those defined in it."""
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
-    names = [*code.co_names, *[name for x in inner for name in global_names(x)]]
+    names = [
+        each.argval for each in dis.get_instructions(code) if each.opname in _LOADS
+    ]
+    names += [name for x in inner for name in global_names(x)]
     return tuple(dict.fromkeys(names))
 
 
