@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function
 
-from ._watched import Watched, captured_values, is_global
+from ._captured import captured_values, is_global
+from ._watched import Watched, beneath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -80,11 +81,12 @@ class KeptSteps:
             for step in kept:
                 if step.marks == marks and step.watched.are_same():
                     return step
+        compared = {id(x) for x in captured if isinstance(x, types.CodeType)}
         made = KeptStep(
             Function(self._wrap(_without_identity(fn))),
             marks,
             captured,
-            Watched.of(fn),
+            Watched(x for x in beneath(fn) if id(x.__code__) not in compared),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
