@@ -20,6 +20,9 @@ MEAN = [int(sum(map(int, x)) / 2) for x in VALUES.T]
 WIDE = np.array([[2**32 - 1, 2**31], [2**32 - 1, 1]], np.uint32)
 NARROW = np.array([[-128, 127, -3], [-128, 127, -2]], np.int8)
 
+# One strategy is given functions that are made anew for each test.
+pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+
 
 @pytest.fixture(scope="module")
 def two():

@@ -11,6 +11,9 @@ from zstrat.strategy import PerReplica
 
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 
+# One strategy is given functions that are made anew for each test.
+pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+
 
 @pytest.fixture(scope="module")
 def two():

@@ -40,6 +40,9 @@ STEPS = st.one_of(
     ),
 )
 
+# One strategy is given functions that are made anew for each test.
+pytestmark = pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+
 
 @pytest.fixture(scope="module")
 def replicas():

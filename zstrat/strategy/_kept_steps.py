@@ -8,23 +8,27 @@ of a function of the same module that it calls, too (`_watched`). What happens *
 a captured object (an item of a list, a global of another module) is not seen, as by
 ``tf.function``.
 
-Law of the file: a step is kept as long as its function lives. Of those that are gone
-the last one of each place in the source is kept for the next one that is made there,
-and with it what it has captured.
+Law of the file: a step is kept as long as its function lives, the last few of each.
+Of those that are gone the last one of each place in the source is kept for the next one
+that is made there, and with it what it has captured. What is made again and again is
+told.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+import warnings
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.program import Function
+from zstrat.program import Function, RetraceWarning
+from zstrat.program._programs import WARN_AT
 
-from ._watched import Watched, captured_values, is_global
+from ._captured import PLAIN, Held, captured_values, captured_words, in_words, is_global
+from ._watched import Watched, beneath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -34,11 +38,12 @@ if TYPE_CHECKING:
 MAX_STEPS: Final = 256
 """Functions of one strategy. Each keeps programs of about a megabyte."""
 
+MAX_VARIANTS: Final = 8
+"""Of one function, whose globals are bound anew."""
+
 _DEPTH: Final = 3
 """How deep functions that capture functions are looked into; the objects themselves are
 compared beneath."""
-
-_PLAIN: Final = (int, str, bytes, bool, type(None), complex)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +55,8 @@ class KeptStep:
 
     step: Function
     marks: Hashable
-    captured: list[Any]
-    """Holds the objects that ``marks`` names by their identity."""
+    held: Held
+    """The objects that ``marks`` names by their identity."""
     watched: Watched
     origin: weakref.ref[Any] | None
     why_not: str | None = None
@@ -61,6 +66,48 @@ class KeptStep:
         """Whether the function that it was made of is still there."""
         return self.origin is None or self.origin() is not None
 
+    def is_of(self, marks: Hashable) -> bool:
+        """Whether it does what a function with these marks does now."""
+        return self.marks == marks and self.held.are_there() and self.watched.are_same()
+
+    def may_return(self) -> bool:
+        """Whether it can ever be that again."""
+        return self.held.are_there() and self.watched.are_there()
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The steps that were made of the functions of one place in the source."""
+
+    steps: list[KeptStep] = field(default_factory=list)
+    replaced: int = 0
+    words: dict[str, str] = field(default_factory=dict)
+    """What the last function had captured."""
+
+    def find(self, marks: Hashable) -> KeptStep | None:
+        """The step of a function with these marks."""
+        for step in self.steps:
+            if step.is_of(marks):
+                return step
+        return None
+
+    def add(self, made: KeptStep) -> bool:
+        """Keeps another one; says whether it is compiled in the stead of one: not
+        beside those of other functions that live, nor for what runs in turns."""
+        origin = made.origin and made.origin()
+        live = [step for step in self.steps if step.is_live]
+        own = [step for step in live if (step.origin and step.origin()) is origin]
+        is_instead = bool(own) or len(live) < len(self.steps)
+        is_compiled = [each.why_not for each in (*self.steps[-1:], made)] == [
+            None,
+            None,
+        ]
+        gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
+        old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
+        kept = [x for x in live if x not in old and x.may_return()]
+        self.steps = [*gone, *kept, made]
+        return is_instead and is_compiled
+
 
 class KeptSteps:
     """Those of one strategy; ``wrap`` makes the body of a step of a function."""
@@ -69,35 +116,81 @@ class KeptSteps:
         self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
     ) -> None:
         self._wrap = wrap
-        self._places: OrderedDict[int, list[KeptStep]] = OrderedDict()
+        self._places: OrderedDict[int, Place] = OrderedDict()
 
     def of(self, fn: Callable[..., Any]) -> KeptStep:
-        """The step of a function, made if it is not known."""
+        """The step of a function, made if it is not known.
+
+        Warns:
+            RetraceWarning: It was made for the fifth time, say, in the stead of another
+                one of the same place in the source.
+        """
         captured: list[Any] = []
-        place, marks = _named(fn, captured)
-        kept = self._places.get(place)
-        if kept is not None:
-            for step in kept:
-                if step.marks == marks and step.watched.are_same():
-                    return step
+        name, marks = _named(fn, captured)
+        place = self._places.get(name)
+        if place is not None:
+            found = place.find(marks)
+            if found is not None:
+                return found
+        compared = {id(x) for x in captured if isinstance(x, types.CodeType)}
+        functions = beneath(fn)
         made = KeptStep(
             Function(self._wrap(_without_identity(fn))),
             marks,
-            captured,
-            Watched.of(fn),
+            Held(captured),
+            Watched(x for x in functions if id(x.__code__) not in compared),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
-        gone = [step for step in kept or () if not step.is_live][-1:]
-        live = [step for step in kept or () if step.is_live]
-        self._places[place] = [*gone, *live, made]
-        self._places.move_to_end(place)
-        while sum(map(len, self._places.values())) > MAX_STEPS:
-            oldest = next(iter(self._places))
-            self._places[oldest].pop(0)
-            if not self._places[oldest]:
-                del self._places[oldest]
+        place = self._places.setdefault(name, Place())
+        is_instead = place.add(made)
+        before, place.words = place.words, _words(fn, functions)
+        self._places.move_to_end(name)
+        self._forget()
+        if is_instead:
+            place.replaced += 1
+            _tell(made.step.name, place.replaced + 1, before, place.words)
         return made
+
+    def _forget(self) -> None:
+        while sum(len(place.steps) for place in self._places.values()) > MAX_STEPS:
+            oldest = next(iter(self._places))
+            self._places[oldest].steps.pop(0)
+            if not self._places[oldest].steps:
+                del self._places[oldest]
+
+
+def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) -> None:
+    if times not in WARN_AT and times % WARN_AT[-1]:
+        return
+    changed = [
+        f"{place} was {before.get(place, 'not there')} and is "
+        f"{now.get(place, 'not there')}"
+        for place in dict.fromkeys((*before, *now))
+        if before.get(place) != now.get(place)
+    ]
+    warnings.warn(
+        f"run was given {name!r} for the {times}th time with something else that it "
+        "has captured, and each time it is traced and compiled. Since the last one: "
+        f"{'; '.join(changed) or 'an object that it has captured is another one'}. "
+        "Pass what changes from call to call among the args of run, as an array: a "
+        "number as np.float32(...), say",
+        RetraceWarning,
+        stacklevel=2,
+    )
+
+
+def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
+    """What a function and those beneath it have captured."""
+    words = {place: is_ for each in functions for place, is_ in captured_words(each)}
+    if isinstance(fn, types.MethodType):
+        words["the object that it is a method of"] = in_words(fn.__self__)
+    if isinstance(fn, functools.partial):
+        for number, value in enumerate(fn.args):
+            words[f"args[{number}] of the partial"] = in_words(value)
+        for name, value in fn.keywords.items():
+            words[f"{name!r} of the partial"] = in_words(value)
+    return words
 
 
 def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
@@ -111,6 +204,12 @@ def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
 
 def _without_identity(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The same function as another object, so that the first one may go."""
+    if type(fn) is functools.partial:
+        part = functools.partial(_without_identity(fn.func), *fn.args, **fn.keywords)
+        part.__dict__.update(fn.__dict__)
+        return part
+    if isinstance(fn, types.MethodType):
+        return _of_one_that_lives(fn)
     if not isinstance(fn, types.FunctionType):
         return fn
     made = types.FunctionType(
@@ -119,6 +218,22 @@ def _without_identity(fn: Callable[..., Any]) -> Callable[..., Any]:
     made.__kwdefaults__ = fn.__kwdefaults__
     made.__qualname__, made.__module__ = fn.__qualname__, fn.__module__
     made.__doc__ = fn.__doc__
+    return made
+
+
+def _of_one_that_lives(method: types.MethodType) -> Callable[..., Any]:
+    """The same method, which does not hold its object: whoever calls it has that."""
+    try:
+        held = weakref.ref(method.__self__)
+    except TypeError:
+        return method
+    fn = method.__func__
+
+    @functools.wraps(fn)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return fn(held(), *args, **kwargs)
+
+    del made.__wrapped__  # it has one argument more
     return made
 
 
@@ -150,10 +265,10 @@ def _named(fn: Any, captured: list[Any], depth: int = 0) -> tuple[int, Hashable]
 
 def _mark(value: Any, captured: list[Any], depth: int) -> Hashable:
     kind = type(value)
-    if kind in _PLAIN:
-        return kind, value
     if kind is float:
         return kind, repr(value)  # -0.0 is another one than 0.0
+    if kind in PLAIN:
+        return kind, value
     if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
         return _named(value, captured, depth + 1)
     captured.append(value)

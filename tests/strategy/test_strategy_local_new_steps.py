@@ -1,0 +1,150 @@
+"""A function that is another one at each call of ``run``: what is said about it, and
+what stays of those that are gone."""
+
+import functools
+import gc
+import warnings
+import weakref
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zstrat as zs
+from zstrat.program import RetraceWarning
+
+RATE = 1.0
+BATCH = None
+TRACES = []
+
+
+@pytest.fixture
+def two():
+    TRACES.clear()
+    return zs.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def helper(x):
+    return x * RATE
+
+
+def helped(x):
+    TRACES.append(1)
+    return helper(x)
+
+
+def of_batch(x):
+    return x * BATCH.size
+
+
+class Model:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def scaled(self, x):
+        return x * self.factor
+
+
+def changing(two, monkeypatch):
+    for number in range(5):
+        monkeypatch.setattr(f"{__name__}.RATE", number / 2)
+        assert two.run(helped, (jnp.ones(1),)).values[0][0] == number / 2
+
+
+def closures(two, _):
+    for number in range(5):
+        rate = number / 2
+
+        def fn(x, rate=rate):
+            return x * rate
+
+        two.run(fn, (jnp.ones(1),))
+
+
+def cells(two, _):
+    def make(rate):
+        return lambda x: x * rate
+
+    for number in range(5):
+        two.run(make(number / 2), (jnp.ones(1),))
+
+
+def partials(two, _):
+    for number in range(5):
+        two.run(functools.partial(lambda rate, x: x * rate, number / 2), (jnp.ones(1),))
+
+
+def methods(two, _):
+    for number in range(5):
+        two.run(Model(number).scaled, (jnp.ones(1),))
+
+
+CHANGES = {
+    methods: "the object that it is a method of was <Model at",
+    changing: "global 'RATE' of .* was 1.5 and is 2.0",
+    closures: "the default of 'rate' of .*fn was 1.5 and is 2.0",
+    cells: "captured name 'rate' of .*lambda> was 1.5 and is 2.0",
+    partials: r"args\[0\] of the partial was 1.5 and is 2.0",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_fifth_is_told_with_what_changed(two, change, monkeypatch):
+    with pytest.warns(
+        RetraceWarning, match=f"5th time.*{CHANGES[change]}.*args of run"
+    ):
+        change(two, monkeypatch)
+
+
+def test_many_that_live_are_found_again_in_silence(two):
+    models = [Model(number) for number in range(12)]
+    fns = [
+        *(model.scaled for model in models),
+        *(Model.scaled.__get__(m) for m in models),
+    ]
+    for _ in range(2):
+        for number, fn in enumerate(fns):
+            assert two.run(fn, (jnp.ones(1),)).values[0][0] == number % 12
+
+
+def test_a_few_of_a_global_are_kept(two, monkeypatch):
+    def run(rate):
+        count = len(TRACES)
+        monkeypatch.setattr(f"{__name__}.RATE", rate)
+        assert two.run(helped, (jnp.ones(1),)).values[0][0] == rate
+        return len(TRACES) > count
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RetraceWarning)
+        assert all(run(float(rate)) for rate in range(20))
+        assert not any(run(float(rate)) for rate in range(12, 20))
+        assert run(0.0)
+
+
+def made_by_global(two, number, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.BATCH", np.ones(number))
+    assert two.run(of_batch, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(BATCH)
+
+
+def made_by_partial(two, number, _):
+    batch = np.ones(number)
+    fn = functools.partial(lambda batch, x: x * batch.size, batch)
+    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(batch)
+
+
+def made_by_method(two, number, _):
+    model = Model(number)
+    assert two.run(model.scaled, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(model)
+
+
+@pytest.mark.parametrize("made", [made_by_global, made_by_partial, made_by_method])
+def test_what_is_gone_does_not_stay(two, made, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RetraceWarning)
+        found = [made(two, number, monkeypatch) for number in range(1, 31)]
+    monkeypatch.undo()
+    gc.collect()
+    assert sum(ref() is not None for ref in found) <= 2  # for the next ones

@@ -1,0 +1,117 @@
+"""What a function of Python has captured, with and without words.
+
+That is the cells of its closure, its defaults, and the globals that it names: what it
+loads by name, not the attributes of the same name.
+
+Law of the file: values always come in the same order, and with the same length as their
+words.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import types
+import weakref
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PLAIN: Final = (int, float, str, bytes, bool, type(None), complex)
+"""Types of what is compared by what it is, and never by which object."""
+
+_LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+
+
+def is_global(fn: types.FunctionType) -> bool:
+    """Whether it is the very function that its module has under its name."""
+    return fn.__globals__.get(fn.__name__) is fn
+
+
+def captured_values(fn: types.FunctionType) -> Iterator[Any]:
+    """What the function has captured, always in the same order."""
+    yield from own_values(fn)
+    known = fn.__globals__
+    for name in global_names(fn.__code__):
+        if name in known:
+            yield known[name]
+
+
+def own_values(fn: types.FunctionType) -> Iterator[Any]:
+    """The same without the globals."""
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            yield None  # not bound yet
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+
+
+@functools.lru_cache(maxsize=1024)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """Names that may be globals, in the function and those defined in it."""
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    names = [
+        each.argval for each in dis.get_instructions(code) if each.opname in _LOADS
+    ]
+    names += [name for x in inner for name in global_names(x)]
+    return tuple(dict.fromkeys(names))
+
+
+def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
+    """What the function has captured, and what that is, for a person."""
+    for place, value in zip(_places(fn), captured_values(fn), strict=True):
+        yield place, in_words(value)
+
+
+def in_words(value: Any) -> str:
+    """The same for another object only where it counts as the same."""
+    if type(value) in PLAIN:
+        return f"{value!r:.60}"
+    if isinstance(value, types.FunctionType) and not is_global(value):
+        return f"<function {value.__qualname__}>"  # may be made anew at each call
+    return f"<{type(value).__qualname__} at {id(value):#x}>"
+
+
+def _places(fn: types.FunctionType) -> Iterator[str]:
+    code, of = fn.__code__, f"of {fn.__qualname__}"
+    for name in code.co_freevars:
+        yield f"captured name {name!r} {of}"
+    first = code.co_argcount - len(fn.__defaults__ or ())
+    given = code.co_varnames[first : code.co_argcount]
+    for name in itertools.chain(given, fn.__kwdefaults__ or ()):
+        yield f"the default of {name!r} {of}"
+    for name in global_names(code):
+        if name in fn.__globals__:
+            yield f"global {name!r} of {fn.__globals__.get('__name__')}"
+
+
+class Held:
+    """Objects that are known by their identity: an object that is gone has given it to
+    any other.
+
+    They are held weakly where they can be, so that nothing lives longer because a
+    function has seen it.
+    """
+
+    __slots__ = ("_strongly", "_weakly")
+
+    def __init__(self, objects: list[Any]) -> None:
+        self._weakly: list[weakref.ref[Any]] = []
+        self._strongly: list[Any] = []
+        for each in objects:
+            if isinstance(each, (type, types.ModuleType)):
+                self._strongly.append(each)  # as they live as long as all others
+                continue
+            try:
+                self._weakly.append(weakref.ref(each))
+            except TypeError:
+                self._strongly.append(each)
+
+    def are_there(self) -> bool:
+        """Whether all of them are."""
+        gone = [ref for ref in self._weakly if ref() is None]
+        return not gone  # (a generator would cost more, at each call)
