@@ -80,7 +80,7 @@ def methods(two, _):
 
 
 CHANGES = {
-    methods: "the object that it is a method of was <Model at",
+    methods: "object that it .*is a method of,? (was <Model at|is another one)",
     changing: "global 'RATE' of .* was 1.5 and is 2.0",
     closures: "the default of 'rate' of .*fn was 1.5 and is 2.0",
     cells: "captured name 'rate' of .*lambda> was 1.5 and is 2.0",

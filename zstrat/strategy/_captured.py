@@ -22,6 +22,15 @@ if TYPE_CHECKING:
 PLAIN: Final = (int, float, str, bytes, bool, type(None), complex)
 """Types of what is compared by what it is, and never by which object."""
 
+_LASTING: Final = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.CodeType,
+)
+"""Types of what lives as long as its module, mostly: there is less to ask at a call."""
+
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
 
@@ -103,8 +112,8 @@ class Held:
         self._weakly: list[weakref.ref[Any]] = []
         self._strongly: list[Any] = []
         for each in objects:
-            if isinstance(each, (type, types.ModuleType)):
-                self._strongly.append(each)  # as they live as long as all others
+            if isinstance(each, _LASTING):
+                self._strongly.append(each)
                 continue
             try:
                 self._weakly.append(weakref.ref(each))

@@ -41,6 +41,8 @@ MAX_STEPS: Final = 256
 MAX_VARIANTS: Final = 8
 """Of one function, whose globals are bound anew."""
 
+_ANOTHER: Final = "an object that it has captured, or is a method of, is another one"
+
 _DEPTH: Final = 3
 """How deep functions that capture functions are looked into; the objects themselves are
 compared beneath."""
@@ -172,7 +174,7 @@ def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) ->
     warnings.warn(
         f"run was given {name!r} for the {times}th time with something else that it "
         "has captured, and each time it is traced and compiled. Since the last one: "
-        f"{'; '.join(changed) or 'an object that it has captured is another one'}. "
+        f"{'; '.join(changed) or _ANOTHER}. "
         "Pass what changes from call to call among the args of run, as an array: a "
         "number as np.float32(...), say",
         RetraceWarning,
