@@ -37,7 +37,7 @@ lint: $(VENV)/.dev
 	@$(PY) docs/make_api.py --check
 
 pytest: $(VENV)/.dev
-	@$(PY) -m pytest -q -n auto --dist loadfile $(ARGS)
+	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)
