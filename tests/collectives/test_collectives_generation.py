@@ -9,13 +9,20 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import pytest
 
 from zstrat.collectives import Call, Kind
 from zstrat.collectives._blame import FORGOTTEN
 from zstrat.collectives._generation import Generation
 from zstrat.collectives._keys import key_of
 from zstrat.collectives._plans import progress_of
-from zstrat.errors import ClosedError, CollectiveTimeoutError, PeerLostError, to_wire
+from zstrat.errors import (
+    ClosedError,
+    CollectiveTimeoutError,
+    DeadlineExceededError,
+    PeerLostError,
+    to_wire,
+)
 from zstrat.wire import (
     AbortCall,
     AskCall,
@@ -30,11 +37,20 @@ X = np.zeros(8, np.float32)
 
 
 class SlowLink:
-    """A line that is full until something is sent behind what waits."""
+    """A line that is full until something is sent behind what waits. What is asked is
+    answered by the test."""
 
     def __init__(self, on_flushed):
         self.backlog, self.sent, self.goodbye = 7, [], None
+        self.asked = {}
         self._on_flushed = on_flushed
+
+    def submit(self, message, *, deadline):
+        loop = asyncio.get_running_loop()
+        answer = self.asked[message] = loop.create_future()
+        late = DeadlineExceededError("no answer")
+        loop.call_at(deadline, lambda: answer.done() or answer.set_exception(late))
+        return answer
 
     def notify(self, message):
         self.sent.append(message)
@@ -69,6 +85,38 @@ async def test_a_line_that_is_emptied_too_late_does_not_disturb_the_end():
     assert link.sent == [LeaveGroup(5, 0, "its test is over")]
     assert link.goodbye == "its test is over"
     assert isinstance(generation.broken, ClosedError)
+
+
+async def test_who_leaves_waits_until_the_others_have_what_was_sent_to_them():
+    """A socket that is closed gives its last messages a moment, and no more."""
+    generation, link = full_line()
+    loop = asyncio.get_running_loop()
+    closing = asyncio.create_task(
+        generation.close("over", loop.time() + 1000), name="closing"
+    )
+    await asyncio.sleep(0)  # it runs until it waits
+    ((question, answer),) = link.asked.items()
+    assert isinstance(question, AskCall)
+    assert (link.sent, link.goodbye, closing.done()) == ([], None, False)
+    answer.set_result(CallState("", [], False, False))
+    await closing
+    assert link.sent == [LeaveGroup(5, 0, "over")]
+    assert link.goodbye == "over"
+
+
+async def test_who_gives_up_leaving_has_left():
+    generation, link = full_line()
+    loop = asyncio.get_running_loop()
+    closing = asyncio.create_task(
+        generation.close("over", loop.time() + 1000), name="closing"
+    )
+    await asyncio.sleep(0)  # it runs until it waits
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert link.sent == [LeaveGroup(5, 0, "over")]
+    assert link.goodbye == "over"
+    assert all(answer.cancelled() for answer in link.asked.values())
 
 
 async def test_nobody_waits_for_the_line_to_a_rank_that_is_lost():

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from zstrat.wire import GroupFormed, Hello, PlainTree
+    from zstrat.wire import GroupFormed, Hello, Message, PlainTree
 
     from ._engine import Call
     from ._mesh import MakeLink
@@ -110,7 +110,8 @@ class Generation:
         self._inquest: asyncio.Task[None] | None = None
         self._told: asyncio.Future[None] | None = None
         """The inquest waits for what another rank has found out already."""
-        self._drained: asyncio.Future[None] | None = None
+        self._heard: asyncio.Future[None] | None = None
+        """`close` waits for the others to have what was sent to them."""
 
     async def open(self, deadline: float) -> None:
         """Connects to all members; see `Mesh.open`."""
@@ -145,15 +146,7 @@ class Generation:
 
     def _flushed(self) -> None:
         """A line has sent what it had."""
-        if self._drained is not None and self._mesh.is_drained:
-            self._end_drain()
         self._traffic.draw()
-
-    def _end_drain(self) -> None:
-        """`close` need not wait for the lines any more."""
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-        self._drained = None
 
     # ---- how far is everybody --------------------------------------------------------
 
@@ -238,9 +231,9 @@ class Generation:
             return
         self.broken = error
         self._broken_flag.set()
-        self._end_drain()
-        if self._told is not None and not self._told.done():
-            self._told.set_result(None)
+        for waiting in (self._heard, self._told):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
         self.lost.update(lost)
         if tell:
             plain = cast("PlainTree", to_wire(error))
@@ -321,22 +314,51 @@ class Generation:
         )
 
     async def close(self, reason: str, deadline: float) -> None:
-        """Leaves: what was sent arrives if the lines carry it by the deadline, what is
+        """Leaves: what was sent arrives if the others take it by the deadline, what is
         under way fails with `ClosedError`.
 
         Cancellation: the links are closed all the same.
         """
-        if self.broken is None and not self._mesh.is_drained:
-            self._drained = self._loop.create_future()
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline):
-                    await self._drained
+        try:
+            if self.broken is None:
+                await self._wait_heard(deadline)
+        finally:
+            await self._leave(reason)
+
+    async def _leave(self, reason: str) -> None:
         if self.broken is None:
             self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason))
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
         if self._inquest is not None:
             self._inquest.cancel()
         await self._mesh.close(reason)
+
+    async def _wait_heard(self, deadline: float) -> None:
+        """Waits until each of the others has what was sent to it, is gone, or it is too
+        late. A socket that is closed gives its last messages little time: so each is
+        asked something, and answers when it has come to that."""
+        asked: set[asyncio.Future[Message]] = set()
+        heard = self._heard = self._loop.create_future()
+
+        def over(answer: asyncio.Future[Message]) -> None:
+            if not answer.cancelled():
+                answer.exception()  # whatever it says
+            asked.discard(answer)
+            if not asked and not heard.done():
+                heard.set_result(None)
+
+        question = AskCall(self.ticket, FORMING)
+        for rank in set(range(self.size)) - {self.rank} - self.lost:
+            with suppress(ZstratError):  # its link is closed, or full of questions
+                asked.add(self._mesh.ask(rank, question, deadline))
+        for answer in list(asked):
+            answer.add_done_callback(over)
+        try:
+            if asked:
+                await heard
+        finally:
+            for answer in list(asked):
+                answer.cancel()
 
 
 def again(error: ZstratError) -> ZstratError:

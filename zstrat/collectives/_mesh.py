@@ -136,11 +136,6 @@ class Mesh:
         """Messages that wait to leave for a rank."""
         return self.links[rank].backlog
 
-    @property
-    def is_drained(self) -> bool:
-        """Nothing waits to leave."""
-        return not any(link.backlog for link in self.links.values())
-
     def name(self, rank: int) -> str:
         """What messages call a rank."""
         return rank_at(rank, seat_of(self._members[rank]))
