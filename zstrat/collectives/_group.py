@@ -37,6 +37,14 @@ _SLACK: Final = 5.0
 class Group(Calls):
     """Processes that compute together; blocks until all of them are there.
 
+    Ranks of one host share memory. Of several hosts, the first rank of each speaks for
+    it in `all_reduce`, `broadcast` and `barrier`; in what saves nothing by that
+    (`all_gather`, `reduce_scatter`, `all_to_all`) every rank talks to every other one.
+    Calls with a tag or a compression go by messages from every rank on one host, too.
+    An ``algorithm`` says how messages go, among first ranks or all of them; it does not
+    change who takes part, and where memory carries a call it says nothing: to have all
+    go by messages, make the group with ``lane="tcp"`` or ``"ipc"``.
+
     Args:
         resolver: Who is in the cluster, and which task this process is; default:
             TF_CONFIG. Without a cluster the group has one rank.
