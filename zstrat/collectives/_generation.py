@@ -76,6 +76,7 @@ class Generation:
         self.group, self.number, self.rank = group, formed.generation, rank
         self.ticket, self.members = formed.ticket, tuple(formed.members)
         self.size = len(self.members)
+        self.hosts = len({member.host for member in self.members})
         self.broken: ZstratError | None = None
         """Why it came to an end; set once. May be read from any thread."""
         self.begun: dict[int, str] = {}

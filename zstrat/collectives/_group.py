@@ -174,6 +174,11 @@ class Group(Calls):
         return tuple(member.task for member in self._work.generation.members)
 
     @property
+    def hosts(self) -> int:
+        """Number of machines that the ranks run on."""
+        return self._work.generation.hosts
+
+    @property
     def is_broken(self) -> bool:
         """A rank was lost, left, or did not take part: `reform` is needed."""
         return self._work.generation.broken is not None
