@@ -50,6 +50,7 @@ def test_without_shared_memory_all_ranks_take_part(monkeypatch, asked):
     with ranks_on("aab", monkeypatch) as ranks:
         groups = ranks.groups(lane="tcp")
         ranks.each(lambda g: g.all_reduce(SOURCES[g.rank], algorithm="ring"), groups)
+        assert [group.hosts for group in groups] == [2, 2, 2]
     assert asked == [("all_reduce", "ring", 3)] * 3
 
 

@@ -147,3 +147,31 @@ def test_a_program_that_is_no_task_measures_its_own_machine(cluster, monkeypatch
     ran = CliRunner().invoke(main, ["bench", "collectives", "--sizes", "4"])
     assert ran.exit_code == 0, ran.output
     assert plans == [Calibration(4, (4,))]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-n", "2"), "2 ranks: the cluster has 1"),
+        ((), "ranks=1: expected 2 or more"),
+        (("-n", "2", "--calibrate", "no such folder/choices.toml"), "no such folder"),
+    ],
+)
+def test_what_is_refused_before_measuring(cluster, monkeypatch, options, words):
+    cluster = {"worker": cluster["worker"][:1]}
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    ran = CliRunner().invoke(main, ["bench", "collectives", "--sizes", "4", *options])
+    assert ran.exit_code == 2
+    assert words in ran.output
+
+
+def test_an_interrupted_wait_for_the_others_ends_as_shells_expect(cluster, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zstrat.cli._bench.Group", interrupted)
+    task = {"type": "worker", "index": 0}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": task}))
+    ran = CliRunner().invoke(main, ["bench", "collectives", "--sizes", "4"])
+    assert ran.exit_code == 130, ran.output
