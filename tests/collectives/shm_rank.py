@@ -30,11 +30,13 @@ class Between:
 
     def __init__(self, engine, leaders):
         self.engine, self.leaders, self.parts = engine, leaders, []
+        self.algorithms = []
         self.thread = ThreadPoolExecutor(1)
 
     def start(self, call, ranks, part):
         assert list(ranks) == self.leaders
         self.parts.append(part)
+        self.algorithms.append(call.algorithm)
         return Part(self.thread.submit(self.engine.run, call))
 
 
@@ -90,6 +92,10 @@ class Rank:
     def parts(self):
         """The numbers of the parts that went to other hosts."""
         return self.between.parts if self.between else []
+
+    def algorithms(self):
+        """What was asked for of each call that went to other hosts."""
+        return self.between.algorithms if self.between else []
 
     def takes(self, kind, options):
         nothing = np.zeros(0, np.float32)

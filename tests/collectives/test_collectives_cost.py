@@ -70,6 +70,15 @@ def test_binomial_trees(n) -> None:
     assert found == pytest.approx(2 * each)
 
 
+@pytest.mark.parametrize("n", [2, 4, 8, 32, 64, 256])
+def test_two_trees(n) -> None:
+    """Half of the bytes in each; a level is two hops, one for either child, and the
+    root has one child alone."""
+    depth, hop = math.log2(n), S / 2 / LINE.bandwidth
+    found = cost("all_reduce", "double_tree", n, S, LINE, WHOLE)
+    assert found == pytest.approx(2 * depth * (LINE.latency + 2 * hop) - 2 * hop)
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_chain(n) -> None:
     chunks, step = 8, S / 8 / LINE.bandwidth

@@ -66,6 +66,15 @@ def test_parts_go_to_other_hosts_once(ranks) -> None:
     assert all(each in ([], [0, 1, 2]) for each in parts)
 
 
+def test_an_algorithm_is_that_between_hosts(ranks) -> None:
+    size = len(ranks.processes)
+    sources = given("float32", [5] * size)
+    got = run(ranks, "all_reduce", sources, [None] * size, algorithm="ring")
+    same(got, reduced("SUM", sources))
+    asked = ranks.all("algorithms", [()] * size)
+    assert sorted(asked) == [[]] * (size - 2) + [["ring"]] * 2
+
+
 def test_broadcast(ranks) -> None:
     size = len(ranks.processes)
     for root in range(size):
@@ -111,8 +120,8 @@ def test_takes_what_saves_messages(ranks) -> None:
     assert not any(map(takes, ("all_gather", "reduce_scatter", "all_to_all")))
     assert not takes("all_reduce", tag="mine")
     assert not takes("all_reduce", compression="int8")
-    assert not takes("all_reduce", algorithm="ring")
-    assert takes("all_reduce", algorithm="auto")
+    assert takes("all_reduce", algorithm="ring")
+    assert takes("broadcast", algorithm="chain")
 
 
 def test_hosts_of_one_rank_have_nothing_to_share(processes) -> None:

@@ -70,12 +70,12 @@ def by_one_process(steps):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "devices"),
-    [("auto", 1), ("ring", 2), ("xla", 1), ("xla", 2)],
+    ("implementation", "devices", "lane"),
+    [("auto", 1, "auto"), ("ring", 2, "tcp"), ("xla", 1, "auto"), ("xla", 2, "auto")],
 )
-def test_processes_train_as_one(implementation, devices):
+def test_processes_train_as_one(implementation, devices, lane):
     losses, w = by_one_process(5)
-    with Tasks(2, JAX_NUM_CPU_DEVICES=str(devices)) as tasks:
+    with Tasks(2, JAX_NUM_CPU_DEVICES=str(devices), ZSTRAT_LANE=lane) as tasks:
         started = [tasks.start(rank, implementation, 5) for rank in range(2)]
         for rank, process in enumerate(started):
             found = result(process)
@@ -88,10 +88,10 @@ def test_processes_train_as_one(implementation, devices):
             assert found["told"] == []
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_task_is_named_and_takes_over_when_it_is_back(lost):
+@pytest.mark.parametrize(("lost", "lane"), [(0, "tcp"), (1, "auto")])
+def test_a_killed_task_is_named_and_takes_over_when_it_is_back(lost, lane):
     losses, w = by_one_process(10)
-    with Tasks(3) as tasks:
+    with Tasks(3, ZSTRAT_LANE=lane) as tasks:
         started = [
             tasks.start(rank, "ring", 10, 4 if rank == lost else -1)
             for rank in range(3)

@@ -1,4 +1,4 @@
-"""``zstrat bench``: this machine, measured."""
+"""``zstrat bench``: this machine, or a cluster, measured."""
 
 from __future__ import annotations
 
@@ -7,28 +7,43 @@ import sys
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from zstrat.collectives import fitted
+from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
+from zstrat.collectives import Group, fitted
 from zstrat.errors import ZstratError
-from zstrat.launch import SIZES, Calibration, calibrate
+from zstrat.launch import SIZES, Calibration, calibrate, calibrate_tasks
 from zstrat.transport import run as run_loop
 
-from ._signals import interruptible
+from ._signals import as_interrupts, interruptible
 from ._tables import size
-from ._told import fail
+from ._told import fail, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zstrat.cluster import ClusterResolver
     from zstrat.collectives import Measurement
+
+_PROCESSES: Final = 4
+"""Of this machine, if nobody says how many."""
+
+_INTERRUPTED: Final = 130
+"""What shells say of a program that Ctrl-C has ended."""
+
+_COUNTS: Final = {
+    True: "on one host whose ranks share no memory (ZSTRAT_LANE, containers); for what "
+    "goes between hosts run this on each of them, with its TF_CONFIG",
+    False: "between hosts",
+}
+"""For which groups a table is."""
 
 
 @click.group()
 def bench() -> None:
-    """Measure this machine."""
+    """Measure this machine, or a cluster."""
 
 
 @bench.command()
@@ -36,9 +51,7 @@ def bench() -> None:
     "-n",
     "--ranks",
     type=click.IntRange(2),
-    default=4,
-    show_default=True,
-    help="largest group",
+    help=f"largest group [default: {_PROCESSES}, or all tasks of the cluster]",
 )
 @click.option(
     "--sizes", default=",".join(map(str, SIZES)), show_default=True, help="bytes"
@@ -47,35 +60,102 @@ def bench() -> None:
     "--lane", type=click.Choice(["ipc", "tcp"]), default="tcp", show_default=True
 )
 @click.option(
+    "--cluster",
+    metavar="FILE.toml",
+    help="whose tasks are measured, and which this is; default: TF_CONFIG",
+)
+@click.option(
     "--calibrate",
     "file",
     type=Path,
     metavar="FILE.toml",
     help="write the table for ZSTRAT_CHOICES",
 )
-def collectives(ranks: int, sizes: str, lane: str, file: Path | None) -> None:
-    """Compare the algorithms of collectives, among processes of this machine."""
+def collectives(
+    ranks: int | None, sizes: str, lane: str, cluster: str | None, file: Path | None
+) -> None:
+    """Compare the algorithms of collectives.
+
+    Among the tasks of a cluster, each of which runs this command with its TF_CONFIG:
+    the first one tells what was found. Without a task in TF_CONFIG, among processes of
+    this machine.
+    """
     try:
-        plan = Calibration(ranks, _sizes(sizes), lane)
-        if file is not None:
-            _check_writable(file)
-        found: list[Measurement] = []
-        code = run_loop(interruptible(_calibrated(plan, found)))
-        click.echo("\n".join(_compared(found)))
-        if file is not None and not code:
-            file.write_text(fitted(found).to_toml(), "utf-8")
-            click.echo(f"written: use it with ZSTRAT_CHOICES={shlex.quote(str(file))}")
+        resolver = _resolver(cluster)
+        if resolver is None:
+            plan = Calibration(ranks or _PROCESSES, _sizes(sizes), lane)
+            code = _on_this_machine(plan, file)
+        else:
+            code = _among_tasks(resolver, ranks, _sizes(sizes), lane, file)
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     sys.exit(code)
 
 
-async def _calibrated(plan: Calibration, found: list[Measurement]) -> int:
-    def begins(ranks: int) -> None:
-        click.echo(f"measuring {ranks} ranks", err=True)
+def _resolver(file: str | None) -> ClusterResolver | None:
+    """Of a cluster that has this process among its tasks; None: there is none."""
+    if file is not None:
+        return TomlClusterResolver(file)
+    found = TFConfigClusterResolver()
+    # A program that has no task may have been told where daemons are.
+    return found if found.cluster_spec() and found.task_type is not None else None
 
-    found += await calibrate(plan, begins)
+
+def _on_this_machine(plan: Calibration, file: Path | None) -> int:
+    if file is not None:
+        _check_writable(file)
+    found: list[Measurement] = []
+
+    async def measure() -> int:
+        found.extend(await calibrate(plan, _begins))
+        return 0
+
+    code = run_loop(interruptible(measure()))
+    if not code:
+        _tell(found, file)
+    return code
+
+
+def _among_tasks(
+    resolver: ClusterResolver,
+    ranks: int | None,
+    sizes: tuple[int, ...],
+    lane: str,
+    file: Path | None,
+) -> int:
+    """This task's part; the first one has the results."""
+    told = settings(None)
+    click.echo("waiting for all tasks of the cluster", err=True)
+    try:
+        with (
+            as_interrupts(),
+            Group(resolver, name="calibration", lane=lane, settings=told) as whole,
+        ):
+            plan = Calibration(ranks or whole.size, sizes, lane)
+            if whole.rank == 0 and file is not None:
+                _check_writable(file)
+            found = calibrate_tasks(whole, plan, resolver, told, _begins)
+            if whole.rank == 0:
+                _tell(found, file)
+            else:
+                click.echo(f"measured: {whole.members[0]} has the results")
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return 0
+
+
+def _begins(ranks: int) -> None:
+    click.echo(f"measuring {ranks} ranks", err=True)
+
+
+def _tell(found: Sequence[Measurement], file: Path | None) -> None:
+    """Prints what was measured, and writes the table if there is a file for it."""
+    click.echo("\n".join(_compared(found)))
+    for one_host in sorted({each.one_host for each in found}):
+        click.echo(f"this counts {_COUNTS[one_host]}")
+    if file is not None:
+        file.write_text(fitted(found).to_toml(), "utf-8")
+        click.echo(f"written: use it with ZSTRAT_CHOICES={shlex.quote(str(file))}")
 
 
 def _check_writable(file: Path) -> None:

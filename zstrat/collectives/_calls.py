@@ -66,7 +66,8 @@ class Calls(abc.ABC):
                 IndexedSlices are concatenated in the order of ranks; their lengths may
                 differ.
             op: "sum", "mean", "min" or "max".
-            in_place: Write into the (numpy) arrays that were given, and return them.
+            in_place: Write into the (numpy) arrays that were given, and return them. If
+                it fails, what is in them is of no use.
             densify: Reduce IndexedSlices as the whole arrays that they stand for.
             tag: Numbers this call among those with the same tag alone, so that other
                 ranks may make it earlier or later than calls without.
@@ -74,10 +75,11 @@ class Calls(abc.ABC):
             compression: How contributions travel; default: as they are. What "int8" and
                 "topk" leave out is added to the next call with the same tag, shapes and
                 dtypes; with another tag for every call it is lost.
-            algorithm: Default: chosen by size.
+            algorithm: "ring", "tree", ... (`ALGORITHMS`), for what goes by messages;
+                default: chosen by size.
 
         Returns:
-            The tree, with new arrays of the same kinds (numpy or jax).
+            The tree, with new arrays of the same kinds (numpy or jax) and shapes.
 
         Raises:
             CollectiveTimeoutError: A rank did not call in time, or hangs; names it.
@@ -85,8 +87,13 @@ class Calls(abc.ABC):
             InvalidArgumentError: The ranks do not make the same calls; says who does
                 what.
             UnavailableError: The group is broken since an earlier call; see `reform`.
-            TypeError: Not for this dtype, or no array.
+            TypeError: Not for this dtype, or no array, or none that can be written to
+                ``in_place``.
+            ValueError: There is no such op, algorithm or compression; ``timeout`` is
+                not above 0; an array that is reduced ``in_place`` is read-only, or
+                shares memory with another one of the tree.
             BusyError: Too many operations are under way.
+            ClosedError: The group was closed.
 
         Interrupting it (Ctrl-C) ends the generation, for all ranks.
         """
@@ -110,7 +117,8 @@ class Calls(abc.ABC):
     ) -> Pending[Any]:
         """As `all_reduce`, but returns at once what can be awaited.
 
-        The arrays must not be changed before it is over.
+        The arrays must not be changed before it is over; with ``in_place`` they are
+        complete when the result has been asked for.
         """
         options = self._options(timeout, tag, algorithm, compression)
         return self._start(
@@ -134,8 +142,11 @@ class Calls(abc.ABC):
                 from rank to rank, nothing else.
             axis: Along which they are concatenated.
 
+        Returns:
+            The tree, with arrays as long along ``axis`` as those of all ranks together.
+
         Raises:
-            ValueError: An array has no such axis.
+            ValueError: An array has no such axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
         options = self._options(timeout, tag, algorithm)
@@ -170,8 +181,17 @@ class Calls(abc.ABC):
         The first axis is cut into one part per rank, in the order of ranks; if it does
         not divide, the first ranks have one row more.
 
+        Args:
+            tree: Arrays ``[n, ...]``, of the same shapes and dtypes on all ranks; no
+                IndexedSlices.
+            op: "sum", "mean", "min" or "max".
+
+        Returns:
+            The tree, with arrays ``[m, ...]``: ``n // size`` rows, or one more on the
+            first ``n % size`` ranks.
+
         Raises:
-            ValueError: An array has no axis.
+            ValueError: An array has no axis; or as `all_reduce`.
             Others: As `all_reduce`.
         """
         options = self._options(timeout, tag, algorithm)
@@ -197,6 +217,7 @@ class Calls(abc.ABC):
         tree: Any,
         root: int = 0,
         *,
+        in_place: bool = False,
         tag: str | None = None,
         timeout: float | None = None,
         algorithm: str | None = None,
@@ -208,17 +229,25 @@ class Calls(abc.ABC):
         (after loading a checkpoint, say), call `barrier` before it on all ranks.
 
         Args:
-            tree: Of the same shapes and dtypes on all ranks; its values count at the
-                root alone.
+            tree: Arrays ``[...]``, numbers, or a pytree of them, of the same shapes and
+                dtypes on all ranks; the values count at the root alone.
+            root: The rank that has them.
+            in_place: Write them into the (numpy) arrays that were given, and return
+                those. The root's are left as they are; on the others, if it fails,
+                what is in them is of no use.
+
+        Returns:
+            The tree, with arrays of the same kinds and shapes: new ones, if not
+            ``in_place``.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: There is no such rank; or as `all_reduce`.
             BusyError: As `all_reduce`; or more than 1 GiB came to a rank that had not
                 called yet: the group has ended.
             Others: As `all_reduce`.
         """
         options = self._options(timeout, tag, algorithm)
-        request = requests.broadcast(self.size, tree, root, options)
+        request = requests.broadcast(self.size, tree, root, in_place, options)
         return self._wait(request, options)
 
     def broadcast_async(
@@ -226,13 +255,18 @@ class Calls(abc.ABC):
         tree: Any,
         root: int = 0,
         *,
+        in_place: bool = False,
         tag: str | None = None,
         timeout: float | None = None,
         algorithm: str | None = None,
     ) -> Pending[Any]:
-        """As `broadcast`, but returns at once what can be awaited."""
+        """As `broadcast`, but returns at once what can be awaited.
+
+        The arrays must not be changed before it is over; with ``in_place`` they are
+        complete when the result has been asked for.
+        """
         options = self._options(timeout, tag, algorithm)
-        request = requests.broadcast(self.size, tree, root, options)
+        request = requests.broadcast(self.size, tree, root, in_place, options)
         return self._start(request, options)
 
     def all_to_all(
@@ -246,11 +280,18 @@ class Calls(abc.ABC):
         """Part j of the first axis goes to rank j; what came, in the order of ranks.
 
         Args:
-            splits: Rows for each rank; default: as many for each, and the first axis
-                has to divide.
+            array: ``[n, ...]``, of the same dtype and, but for the first axis if there
+                are ``splits``, the same shape on all ranks.
+            splits: Rows for each rank, which add up to n; default: as many for each,
+                and the first axis has to divide.
+
+        Returns:
+            ``[m, ...]``: what rank 0 gave to this one, then what rank 1 gave, and so
+            on; m is n where all give as many.
 
         Raises:
-            ValueError: The rows do not add up.
+            ValueError: The rows do not add up, or do not divide; there is no axis; or
+                as `all_reduce`.
             Others: As `all_reduce`.
         """
         request = requests.all_to_all(self.size, array, splits)

@@ -105,7 +105,7 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[Seat]) -> Seat:
         if daemon is None:
             raise ValueError(
                 "the resolver does not say which task this process is: give it "
-                'task_type and task_id (TF_CONFIG\'s "task")'
+                'task_type and task_id (TF_CONFIG\'s "task", [task] of a cluster file)'
             )
         job, index = daemon
     for seat in seats:

@@ -34,6 +34,7 @@ from ._asking import inquire
 from ._blame import FORGOTTEN, Inquiry, verdict
 from ._engine import margin_of
 from ._keys import FORMING, number_of
+from ._leaving import wait_heard
 from ._mesh import Mesh
 from ._traffic import Traffic
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Callable, Sequence
 
-    from zstrat.wire import GroupFormed, Hello, Message, PlainTree
+    from zstrat.wire import GroupFormed, Hello, PlainTree
 
     from ._engine import Call
     from ._mesh import MakeLink
@@ -76,6 +77,7 @@ class Generation:
         self.group, self.number, self.rank = group, formed.generation, rank
         self.ticket, self.members = formed.ticket, tuple(formed.members)
         self.size = len(self.members)
+        self.hosts = len({member.host for member in self.members})
         self.broken: ZstratError | None = None
         """Why it came to an end; set once. May be read from any thread."""
         self.begun: dict[int, str] = {}
@@ -321,7 +323,10 @@ class Generation:
         """
         try:
             if self.broken is None:
-                await self._wait_heard(deadline)
+                self._heard = self._loop.create_future()
+                others = set(range(self.size)) - {self.rank} - self.lost
+                question = AskCall(self.ticket, FORMING)
+                await wait_heard(self._mesh, others, question, deadline, self._heard)
         finally:
             await self._leave(reason)
 
@@ -332,33 +337,6 @@ class Generation:
         if self._inquest is not None:
             self._inquest.cancel()
         await self._mesh.close(reason)
-
-    async def _wait_heard(self, deadline: float) -> None:
-        """Waits until each of the others has what was sent to it, is gone, or it is too
-        late. A socket that is closed gives its last messages little time: so each is
-        asked something, and answers when it has come to that."""
-        asked: set[asyncio.Future[Message]] = set()
-        heard = self._heard = self._loop.create_future()
-
-        def over(answer: asyncio.Future[Message]) -> None:
-            if not answer.cancelled():
-                answer.exception()  # whatever it says
-            asked.discard(answer)
-            if not asked and not heard.done():
-                heard.set_result(None)
-
-        question = AskCall(self.ticket, FORMING)
-        for rank in set(range(self.size)) - {self.rank} - self.lost:
-            with suppress(ZstratError):  # its link is closed, or full of questions
-                asked.add(self._mesh.ask(rank, question, deadline))
-        for answer in list(asked):
-            answer.add_done_callback(over)
-        try:
-            if asked:
-                await heard
-        finally:
-            for answer in list(asked):
-                answer.cancel()
 
 
 def again(error: ZstratError) -> ZstratError:

@@ -37,6 +37,14 @@ _SLACK: Final = 5.0
 class Group(Calls):
     """Processes that compute together; blocks until all of them are there.
 
+    Ranks of one host share memory. Of several hosts, the first rank of each speaks for
+    it in `all_reduce`, `broadcast` and `barrier`; in what saves nothing by that
+    (`all_gather`, `reduce_scatter`, `all_to_all`) every rank talks to every other one.
+    Calls with a tag or a compression go by messages from every rank on one host, too.
+    An ``algorithm`` says how messages go, among first ranks or all of them; it does not
+    change who takes part, and where memory carries a call it says nothing: to have all
+    go by messages, make the group with ``lane="tcp"`` or ``"ipc"``.
+
     Args:
         resolver: Who is in the cluster, and which task this process is; default:
             TF_CONFIG. Without a cluster the group has one rank.
@@ -164,6 +172,11 @@ class Group(Calls):
     def members(self) -> tuple[str, ...]:
         """The tasks, in the order of ranks: ``/job:worker/task:0``."""
         return tuple(member.task for member in self._work.generation.members)
+
+    @property
+    def hosts(self) -> int:
+        """Number of machines that the ranks run on."""
+        return self._work.generation.hosts
 
     @property
     def is_broken(self) -> bool:

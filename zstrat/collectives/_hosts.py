@@ -6,6 +6,8 @@ next part is reduced; when it is back, the others of the host copy it. So the ne
 carries each element once per host, not once per rank, and both kinds of work overlap
 (the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's two-level trees).
 
+The algorithm that a caller names, or the table chooses, is that of the first ranks.
+
 Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank
 takes the mean and rounds, from the same bits, so all ranks hold the same.
 """

@@ -1,8 +1,12 @@
-"""The engine of a group whose ranks all run on one host: every call in its rooms."""
+"""The engine of a group whose ranks all run on one host: every call in its rooms.
+
+An algorithm that a caller names says how messages go. Here none go, so it says nothing,
+and the call stays in memory: a name must not make it slower.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from ._engine import Kind
 from ._reduction import reduction_of
@@ -12,9 +16,6 @@ if TYPE_CHECKING:
 
     from ._engine import Call
     from ._rooms import Rooms
-
-ALGORITHMS: Final = (None, "auto")
-"""Whoever names another one wants to see it run, by messages."""
 
 
 class OneHost:
@@ -51,8 +52,7 @@ class OneHost:
 def may_take(call: Call) -> bool:
     """Whether shared memory is for this call, whatever its kind."""
     # Tagged calls may come in another order elsewhere: here the order is all there is.
-    is_ordered = call.tag is None
-    return is_ordered and call.compression is None and call.algorithm in ALGORITHMS
+    return call.tag is None and call.compression is None
 
 
 def carry_out(rooms: Rooms, call: Call) -> None:

@@ -112,15 +112,12 @@ def all_reduce(
         results.update(zip(bucket.members, bucket.split(target), strict=True))
     yield calls
 
-    def finish() -> list[Any]:
-        return [
-            _delivered(leaf, results[at], in_place) for at, leaf in enumerate(leaves)
-        ]
-
-    return finish
+    return lambda: _all_delivered(leaves, results, in_place)
 
 
-def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
+def broadcast(
+    draft: Draft, leaves: Sequence[Leaf], root: int, in_place: bool = False
+) -> Steps:
     """The root's leaves on all ranks; small ones share calls, the last go first."""
     flats = [leaf.flat for leaf in leaves]
     sizes = [(flat.dtype, flat.size) for flat in flats]
@@ -128,7 +125,7 @@ def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
     results: dict[int, np.ndarray] = {}
     calls = []
     for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
-        if is_root:
+        if is_root or _is_own(leaves, bucket, in_place):
             target = bucket.flat(flats, memory)
         else:
             target = memory(sum(bucket.counts), bucket.dtype)
@@ -137,7 +134,7 @@ def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
             draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
-    copies = _copies(leaves, results) if is_root else {}
+    copies = _copies(leaves, results) if is_root and not in_place else {}
 
     def keep() -> None:
         """The root may change its arrays when this is over, or the calls."""
@@ -151,8 +148,11 @@ def broadcast(draft: Draft, leaves: Sequence[Leaf], root: int) -> Steps:
 
     def finish() -> list[Any]:
         keep()
-        back = _kept if is_root else _given
-        return [back(leaf, results[at]) for at, leaf in enumerate(leaves)]
+        if not is_root:
+            return _all_delivered(leaves, results, in_place)
+        if in_place:
+            return [leaf.origin for leaf in leaves]
+        return [_kept(leaf, results[at]) for at, leaf in enumerate(leaves)]
 
     return finish
 
@@ -274,9 +274,15 @@ def _target(
     leaves: Sequence[Leaf], bucket: Bucket, source: np.ndarray, in_place: bool
 ) -> np.ndarray:
     """Where the reduced bucket goes: over what was packed for it, or what is ours."""
-    if bucket.is_packed or (in_place and leaves[bucket.members[0]].is_view):
+    if bucket.is_packed or _is_own(leaves, bucket, in_place):
         return source
     return memory(source.size, source.dtype)
+
+
+def _is_own(leaves: Sequence[Leaf], bucket: Bucket, in_place: bool) -> bool:
+    """Whether the result of a bucket can be made where the user wants it."""
+    first = leaves[bucket.members[0]]
+    return in_place and not bucket.is_packed and first.is_view
 
 
 def _copies(
@@ -297,6 +303,12 @@ def _kept(leaf: Leaf, result: np.ndarray) -> Any:
 
 def _given(leaf: Leaf, result: np.ndarray) -> Any:
     return leaf.back(result.reshape(leaf.shape))
+
+
+def _all_delivered(
+    leaves: Sequence[Leaf], results: dict[int, np.ndarray], in_place: bool
+) -> list[Any]:
+    return [_delivered(leaf, results[at], in_place) for at, leaf in enumerate(leaves)]
 
 
 def _delivered(leaf: Leaf, result: np.ndarray, in_place: bool) -> Any:

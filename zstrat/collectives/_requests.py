@@ -7,6 +7,7 @@ hears of. The words are what ranks compare, so they hold all that has to be alik
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -125,18 +126,22 @@ def reduce_scatter(
     )
 
 
-def broadcast(size: int, tree: Any, root: int, options: Options) -> Request:
+def broadcast(
+    size: int, tree: Any, root: int, in_place: bool, options: Options
+) -> Request:
     """See `Calls.broadcast`."""
     checked_algorithm(Kind.BROADCAST, options.algorithm)
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
+    if in_place:
+        _check_writable(leaves, ())
     words = _named("broadcast", leaves, f"root={root}", _packs(leaves, options), where)
     return Request(
         words,
         lambda draft: operations.rebuilt(
-            operations.broadcast(draft, leaves, root), rebuild
+            operations.broadcast(draft, leaves, root, in_place), rebuild
         ),
     )
 
@@ -224,11 +229,17 @@ def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
 
 
 def _check_apart(leaves: Sequence[Leaf]) -> None:
-    """Memory that stands in a tree twice would be reduced twice."""
-    places = [leaf.flat.ctypes.data for leaf in leaves if leaf.flat.size]
-    if len(set(places)) < len(places):
+    """Memory that stands in a tree twice would be written to twice."""
+    spans = sorted(
+        (start, start + leaf.flat.nbytes)
+        for leaf in leaves
+        for start in [leaf.flat.ctypes.data]
+        if leaf.flat.size
+    )
+    if any(end > start for (_, end), (start, _) in pairwise(spans)):
         raise ValueError(
-            "in_place: the same array stands at two places of the tree: give it once"
+            "in_place: the same memory stands at two places of the tree: give each "
+            "array once"
         )
 
 

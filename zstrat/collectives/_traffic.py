@@ -93,7 +93,7 @@ class Traffic:
         """Calls under way, by key."""
         self._owner, self._mesh, self._ticket = owner, mesh, owner.ticket
         self.choices = _choices_of(formed)
-        self._one_host = len({member.host for member in formed.members}) == 1
+        self._one_host = owner.hosts == 1
         self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._drawing: deque[Running] = deque()

@@ -1,25 +1,20 @@
-"""One rank of a calibration: ``python -m zstrat.launch._timing SIZES LANE``.
-
-All ranks run every algorithm of every call that has several, on arrays of each of the
-sizes (bytes, with commas between). Rank 0 prints a line of JSON for each: call,
-algorithm, bytes, and how many seconds the slowest rank took, time after time.
-"""
+"""How long the algorithms of collectives take in one group: what a rank of it does."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
-from zstrat.collectives import ALGORITHMS, Group, Kind
+from zstrat.collectives import ALGORITHMS, Kind, Measurement
 from zstrat.config import MiB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.collectives import Group
 
 _WARM: Final = 2
 """Calls before the first that counts: lines open their windows, pages are touched."""
@@ -29,19 +24,22 @@ _MANY: Final = 24
 """How often something large, or small, is measured."""
 
 
-def main() -> None:
-    sizes, lane = [int(size) for size in sys.argv[1].split(",")], sys.argv[2]
-    with Group(name="calibration", lane=lane) as group:
-        for kind in Kind:
-            algorithms = ALGORITHMS[kind.value]
-            if len(algorithms) == 1:
-                continue
-            for nbytes in sizes:
-                for algorithm in algorithms:
-                    seconds = timed(group, kind, algorithm, nbytes)
-                    if group.rank == 0:
-                        line = [kind.value, algorithm, nbytes, seconds]
-                        print(json.dumps(line), flush=True)
+def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
+    """Every algorithm of every call that has several, on arrays of each of the sizes
+    (bytes); each time after time. All ranks draw them, and get the same.
+
+    Raises:
+        ZstratError: A rank is lost; see `Group.all_reduce`.
+    """
+    for kind in Kind:
+        algorithms = ALGORITHMS[kind.value]
+        if len(algorithms) == 1:
+            continue
+        for nbytes in sizes:
+            for name in algorithms:
+                what = (kind.value, name, group.size, nbytes, group.hosts == 1)
+                seconds = timed(group, kind, name, nbytes)
+                yield [Measurement(*what, each) for each in seconds]
 
 
 def timed(group: Group, kind: Kind, algorithm: str, nbytes: int) -> list[float]:
@@ -79,7 +77,3 @@ def _operation(
             raise ValueError(f"{kind.value} has one algorithm: nothing to compare")
         case _:
             assert_never(kind)
-
-
-if __name__ == "__main__":
-    main()

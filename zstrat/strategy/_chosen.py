@@ -15,7 +15,7 @@ _ALGORITHMS: Final = {
     CommunicationImplementation.RING: "ring",
     CommunicationImplementation.TREE: "double_tree",
 }
-"""Of an all-reduce. What is not here is chosen by size."""
+"""Of an all-reduce, between hosts. What is not here is chosen by size."""
 
 
 @final

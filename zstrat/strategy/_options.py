@@ -8,11 +8,21 @@ from typing import Any
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries a collective out. TF's names, and what else there is here."""
+    """Who carries a collective out. TF's names, and what else there is here.
+
+    AUTO, RING and TREE differ in how an all-reduce goes between hosts, where the first
+    process of each host speaks for it. Inside a host memory is shared with any of them;
+    other collectives than all-reduces are as with AUTO.
+    """
 
     AUTO = "AUTO"
+    """Chosen by the size of the array and the number of hosts."""
     RING = "RING"
+    """Around a ring of the hosts (`zstrat.collectives.ring_all_reduce`): for large
+    arrays and not too many hosts."""
     TREE = "TREE"
+    """Up and down two binary trees of the hosts
+    (`zstrat.collectives.double_tree_all_reduce`): few steps among many hosts."""
     XLA = "XLA"
     """XLA itself, in one program over the devices of all processes (gloo on CPU, NCCL
     on GPU, the interconnect of a TPU)."""

@@ -1,0 +1,25 @@
+"""Ranks in one process that pretend to be on several hosts."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+from collectives_groups import ranks_of
+
+from zstrat.collectives import _station as stations
+
+
+@contextmanager
+def ranks_on(hosts, monkeypatch):
+    """As `ranks_of`, one for each letter of ``hosts``, which names its host."""
+    real = stations.hello
+    monkeypatch.setattr(
+        stations,
+        "hello",
+        lambda job, index, incarnation: replace(
+            real(job, index, incarnation), host=f"host-{hosts[index]}"
+        ),
+    )
+    with ranks_of(len(hosts)) as ranks:
+        yield ranks

@@ -1,0 +1,238 @@
+"""What is refused, and in which words: by a task, by the lines to others, by calls."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from collectives_groups import ranks_of
+
+import zstrat as zs
+from zstrat.collectives import Node, Pending, _desk, _work
+from zstrat.collectives._choice import Choices
+from zstrat.collectives._desk import Desk
+from zstrat.collectives._leaves import leaf_of
+from zstrat.collectives._membership import Seat
+from zstrat.collectives._mesh import Mesh
+from zstrat.collectives._node import _formed
+from zstrat.collectives._station import Station
+from zstrat.config import Settings
+from zstrat.errors import (
+    BusyError,
+    ClosedError,
+    CollectiveTimeoutError,
+    DeadlineExceededError,
+    PeerLostError,
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+)
+from zstrat.transport import hello
+from zstrat.wire import AskCall, CallState, Job, JoinGroup, MemberEntry
+
+STATE = CallState("", [], False, False)
+
+
+def task(rank, incarnation=1, role=Job.WORKER):
+    """What an endpoint knows of a task that is connected."""
+    greeting = SimpleNamespace(incarnation=incarnation)
+    return SimpleNamespace(hello=greeting, name=f"worker:{rank}", role=role)
+
+
+def member(rank):
+    """An entry of incarnation 1."""
+    return MemberEntry(f"/job:worker/task:{rank}", f"h{rank}:1", "h", 1, 1, 0, 0, b"")
+
+
+def joining(group, rank):
+    return JoinGroup(group, 0, rank, 2, member(rank), 60.0)
+
+
+# ---- a task that is asked ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "error", "words"),
+    [
+        (
+            Job.PS,
+            joining("train", 1),
+            PermissionDeniedError,
+            "worker:1 has the role ps: only workers and coordinators may join groups",
+        ),
+        (Job.WORKER, STATE, ProtocolError, "CallState is not about a group"),
+        (
+            Job.CHIEF,
+            AskCall(5, 1),
+            StaleSessionError,
+            "worker:1 asks about a generation that this task is not in",
+        ),
+    ],
+)
+async def test_a_node(role, message, error, words):
+    node = Node(hello("worker", 0, 1), Settings())
+    with pytest.raises(error, match=words):
+        node.handle(task(1, role=role), message)
+    await node.close("its test is over")
+
+
+def test_an_answer_that_is_none():
+    with pytest.raises(ProtocolError, match="rank 0 answered JoinGroup with CallState"):
+        _formed(STATE)
+
+
+async def test_somebody_else():
+    desk = Desk(asyncio.get_running_loop())
+    with pytest.raises(ProtocolError, match="worker:1 wants to join as somebody else"):
+        desk.asks(task(1, incarnation=7), joining("train", 1))
+
+
+async def test_too_many_groups(monkeypatch):
+    monkeypatch.setattr(_desk, "GROUPS", 1)
+    desk = Desk(asyncio.get_running_loop())
+    waiting = desk.asks(task(1), joining("train", 1))
+    with pytest.raises(BusyError, match="1 groups wait to be formed at this task"):
+        desk.asks(task(1), joining("evaluate", 1))
+    with pytest.raises(BusyError, match="1 groups wait"):
+        desk.open(joining("evaluate", 0), [Seat("worker", 0, "")], Choices())
+    assert not waiting.done()
+    desk.close()
+    waiting.cancel()
+
+
+def test_a_station_whose_loop_has_ended():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    station = Station(SimpleNamespace(loop=loop))
+    with pytest.raises(
+        ClosedError, match=r"^leaving group 'train': the loop has ended"
+    ):
+        station.run(asyncio.sleep(0), 1.0, "leaving group 'train'")
+    assert not station.call_soon(print)
+
+
+def test_a_station_serves_groups_alone():
+    with pytest.raises(ClosedError, match="CallState: this process is a member of"):
+        Station(SimpleNamespace())._handle(task(1), STATE)
+
+
+# ---- the lines to others -------------------------------------------------------------
+
+
+class Line:
+    """A link that opens as a test says: to a task of this incarnation, or not."""
+
+    def __init__(self, found):
+        self.found = found
+
+    def start(self):
+        pass
+
+    async def wait_open(self, deadline):
+        if isinstance(self.found, Exception):
+            raise self.found
+        return SimpleNamespace(incarnation=self.found)
+
+
+LATE = DeadlineExceededError("it does not answer")
+
+
+@pytest.mark.parametrize(
+    ("lines", "error", "words"),
+    [
+        ([1, 7], PeerLostError, r"rank 2 \(/job:worker/task:2 at h2:1\).* anew meanw"),
+        (
+            [LATE, LATE],
+            CollectiveTimeoutError,
+            r"group 'train': rank 1 \(/job:worker/task:1 at h1:1\).*rank 2 .* cannot "
+            r"be reached from rank 0 .*: check the addresses",
+        ),
+        ([1, ClosedError("it is closed")], ClosedError, "it is closed"),
+    ],
+)
+async def test_a_mesh_that_cannot_be_opened(lines, error, words):
+    found = iter(lines)
+    mesh = Mesh(
+        "train",
+        0,
+        [member(rank) for rank in range(3)],
+        lambda seat, **_: Line(next(found)),
+        on_lost=print,
+        on_flushed=print,
+    )
+    with pytest.raises(error, match=words):
+        await mesh.open(1.0)
+
+
+# ---- calls ---------------------------------------------------------------------------
+
+
+def test_a_result_that_takes_longer():
+    with pytest.raises(
+        DeadlineExceededError, match=r"barrier\(\) is not over after 0 s"
+    ):
+        Pending("barrier()").result(0)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.ma.array([1.0, 2.0], mask=[False, True]), "would lose its mask: fill it"),
+        (np.array(["a"]), "arrays of dtype <U1 cannot be sent to other ranks"),
+        ({}, "expected numpy or jax arrays, numbers, or pytrees of them, got dict"),
+    ],
+)
+def test_arrays_that_do_not_travel(array, words):
+    with pytest.raises(TypeError, match=words):
+        leaf_of(array)
+
+
+def slices():
+    return zs.IndexedSlices(np.ones((2, 3), np.float32), np.array([0, 4]), (5, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda g: g.all_reduce(slices(), in_place=True),
+            TypeError,
+            "in_place: IndexedSlices change their length",
+        ),
+        (
+            lambda g: g.all_reduce(slices(), "max"),
+            TypeError,
+            "MAX of IndexedSlices: expected SUM or MEAN; use densify=True",
+        ),
+        (
+            lambda g: g.reduce_scatter(np.float32(1)),
+            ValueError,
+            "reduce_scatter: expected arrays with an axis, got a number",
+        ),
+        (
+            lambda g: g.all_to_all(np.float32(1)),
+            ValueError,
+            "all_to_all: expected arrays with an axis, got a number",
+        ),
+    ],
+)
+def test_arguments(call, error, words):
+    with ranks_of(1) as ranks, pytest.raises(error, match=words):
+        call(ranks.group(0))
+
+
+def test_too_many_operations(monkeypatch):
+    monkeypatch.setattr(_work, "IN_FLIGHT", 2)
+    with ranks_of(2) as ranks:
+        groups = ranks.groups()
+        pending = [groups[0].barrier_async() for _ in range(2)]
+        words = r"2 operations of group 'group' \(generation 0\) are under way: wait"
+        with pytest.raises(BusyError, match=words):
+            groups[0].barrier_async()
+        for _ in range(2):
+            groups[1].barrier()
+        for each in pending:
+            each.result(20)
+        ranks.each(lambda group: group.barrier(), groups)
