@@ -63,6 +63,12 @@ class SlowLink:
 
 def full_line():
     """A generation of two ranks, and its line to the other one."""
+    generation, (link,) = full_lines(2)
+    return generation, link
+
+
+def full_lines(size):
+    """A generation of so many ranks, and its lines to the others."""
     links = []
 
     def make_link(seat, *, on_open, on_lost, on_flushed):
@@ -72,11 +78,10 @@ def full_line():
     task = "/job:worker/task:"
     members = [
         MemberEntry(f"{task}{rank}", f"ipc:///{rank}", "h", 1, rank, 0, 0, b"")
-        for rank in range(2)
+        for rank in range(size)
     ]
     formed = GroupFormed(5, 0, members, {})
-    generation = Generation("group", 0, formed, make_link, Counter())
-    return generation, links[0]
+    return Generation("group", 0, formed, make_link, Counter()), links
 
 
 async def test_a_line_that_is_emptied_too_late_does_not_disturb_the_end():
@@ -102,6 +107,25 @@ async def test_who_leaves_waits_until_the_others_have_what_was_sent_to_them():
     await closing
     assert link.sent == [LeaveGroup(5, 0, "over")]
     assert link.goodbye == "over"
+
+
+async def test_who_has_all_hears_of_the_leave_though_another_one_is_slow():
+    generation, (quick, slow) = full_lines(3)
+    loop = asyncio.get_running_loop()
+    closing = asyncio.create_task(
+        generation.close("over", loop.time() + 1000), name="closing"
+    )
+    await asyncio.sleep(0)  # it runs until it waits
+    (answer,) = quick.asked.values()
+    answer.set_result(CallState("", [], False, False))
+    await asyncio.sleep(0)  # the answer is looked at
+    assert (quick.sent, slow.sent) == ([LeaveGroup(5, 0, "over")], [])
+    assert not closing.done()
+    (answer,) = slow.asked.values()
+    answer.set_exception(DeadlineExceededError("no answer"))
+    await closing
+    assert quick.sent == slow.sent == [LeaveGroup(5, 0, "over")]
+    assert (quick.goodbye, slow.goodbye) == ("over", "over")
 
 
 async def test_who_gives_up_leaving_has_left():

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
 from zstrat.errors import (
+    BusyError,
     CancelledError,
     ClosedError,
     PeerLostError,
@@ -321,18 +322,30 @@ class Generation:
 
         Cancellation: the links are closed all the same.
         """
+        told: set[int] = set()
         try:
             if self.broken is None:
-                self._heard = self._loop.create_future()
-                others = set(range(self.size)) - {self.rank} - self.lost
-                question = AskCall(self.ticket, FORMING)
-                await wait_heard(self._mesh, others, question, deadline, self._heard)
+                await self._part(reason, told, deadline)
         finally:
-            await self._leave(reason)
+            await self._leave(reason, told)
 
-    async def _leave(self, reason: str) -> None:
+    async def _part(self, reason: str, told: set[int], deadline: float) -> None:
+        """Tells each of the others that this rank leaves, when it has all."""
+        others = set(range(self.size)) - {self.rank} - self.lost
+        self._heard = self._loop.create_future()
+
+        def tell(rank: int) -> None:
+            if self.broken is None:
+                told.add(rank)
+                with suppress(BusyError):  # it hears of it from the end of the link
+                    self._mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
+
+        question = AskCall(self.ticket, FORMING)
+        await wait_heard(self._mesh, others, question, deadline, self._heard, tell)
+
+    async def _leave(self, reason: str, told: set[int]) -> None:
         if self.broken is None:
-            self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason))
+            self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason), [*told])
             self.abort(ClosedError(f"{self.title} was closed"), tell=False)
         if self._inquest is not None:
             self._inquest.cancel()
