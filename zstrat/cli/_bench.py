@@ -34,7 +34,7 @@ _INTERRUPTED: Final = 130
 """What shells say of a program that Ctrl-C has ended."""
 
 _COUNTS: Final = {
-    True: "on one host whose ranks share no memory (ZSTRAT_LANE, containers); for what "
+    True: "on one host without shared memory (ZSTRAT_LANE, containers); for what "
     "goes between hosts run this on each of them, with its TF_CONFIG",
     False: "between hosts",
 }
