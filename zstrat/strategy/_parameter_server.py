@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
@@ -21,6 +21,8 @@ from zstrat.data import InputContext
 from zstrat.program import worker_context
 from zstrat.variables import AbstractVariable, Variable, recorder
 
+from ._closing import Closing
+from ._devices import relative_name
 from ._extended import StrategyExtended
 from ._numbers import PlacementRule
 from ._placement import ServerVariables
@@ -30,7 +32,6 @@ from ._unbuilt import UnbuiltDataset
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program import Plan
@@ -64,7 +65,7 @@ class ParameterServerExtended(StrategyExtended):
     def worker_devices(self) -> tuple[str, ...]:
         """Devices of one worker, relative to it."""
         count = self._strategy.num_replicas_in_sync
-        return tuple(f"/device:{self._platform.upper()}:{i}" for i in range(count))
+        return tuple(relative_name(self._platform, i) for i in range(count))
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
@@ -85,7 +86,7 @@ class ParameterServerExtended(StrategyExtended):
 
 
 @final
-class ParameterServerStrategy(Strategy, CoordinatedStrategy):
+class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     """Asynchronous training with variables on parameter servers.
 
     Connects at once: all ps must answer, and at least one worker; the others may come
@@ -235,17 +236,6 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         """Ends the connection; the daemons drop what was created and wait for another
         coordinator. Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def require_known(self, plan: Plan) -> None:
         self._variables.require_known(plan)
