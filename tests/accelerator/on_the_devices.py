@@ -28,29 +28,43 @@ NAMES = [f"/device:{KIND.upper()}:{n}" for n in range(COUNT)]
 RNG = np.random.default_rng(1)
 
 
-def one():
-    return zs.OneDeviceStrategy(NAMES[-1])
+(HOST, *_) = jax.local_devices(backend="cpu")
 
 
-def mirrored():
-    return zs.MirroredStrategy()
+class Made:
+    """A strategy, the devices of its replicas, and the name of the first one of those
+    that its variables are on."""
+
+    def __init__(self, strategy, replicas, home):
+        self.strategy, self.replicas, self._home = strategy, replicas, home
+        assert strategy.num_replicas_in_sync == len(replicas)
+
+    def has(self, *variables):
+        """Whether they are there, and steps have them where the replicas are."""
+        where = [variable.home.value().devices() for variable in variables]
+        return all(devices == set(self.replicas) for devices in where) and all(
+            variable.device.endswith(self._home) for variable in variables
+        )
 
 
-STRATEGIES = pytest.mark.parametrize("make", [one, mirrored])
-
-
-def is_there(strategy, variable):
-    """Whether its value is on the devices of the strategy, and nowhere else."""
-    is_one = isinstance(strategy, zs.OneDeviceStrategy)
-    return variable.home.value().devices() == set(DEVICES[-1:] if is_one else DEVICES)
+@pytest.fixture(params=["one", "mirrored", "central", "host"])
+def made(request):
+    match request.param:
+        case "one":
+            return Made(zs.OneDeviceStrategy(NAMES[-1]), DEVICES[-1:], NAMES[-1])
+        case "mirrored":
+            return Made(zs.MirroredStrategy(), DEVICES, NAMES[0])
+        case "central":
+            strategy = zs.CentralStorageStrategy(NAMES, "CPU:0")
+            return Made(strategy, DEVICES, "/device:CPU:0")
+    return Made(zs.OneDeviceStrategy("CPU:0"), [HOST], "/device:CPU:0")
 
 
 # ---- training
 
 
-@STRATEGIES
-def test_steps_of_training_are_those_of_numpy(make):
-    strategy = make()
+def test_steps_of_training_are_those_of_numpy(made):
+    strategy = made.strategy
     with strategy.scope():
         params = {name: zs.Variable(value) for name, value in model.START.items()}
         optimizer = zs.Optimizer(optax.sgd(model.RATE))
@@ -71,14 +85,11 @@ def test_steps_of_training_are_those_of_numpy(make):
     iterator = iter(strategy.experimental_distribute_dataset(batches))
     losses = [float(step(iterator)) for _ in range(model.STEPS)]
     model.same(losses, {name: v.numpy() for name, v in params.items()})
-    for variable in params.values():
-        assert is_there(strategy, variable)
-        assert variable.device.endswith(strategy.extended.worker_devices[0][-6:])
+    assert made.has(*params.values())
 
 
-@STRATEGIES
-def test_batches_of_a_dataset_are_on_the_devices_of_the_replicas(make):
-    strategy = make()
+def test_batches_of_a_dataset_are_on_the_devices_of_the_replicas(made):
+    strategy = made.strategy
     replicas = strategy.num_replicas_in_sync
     rows = np.arange(4 * replicas * 3, dtype=np.float32).reshape(-1, 3)
     dataset = zs.data.Dataset.from_tensor_slices(rows).batch(2 * replicas)
@@ -87,7 +98,7 @@ def test_batches_of_a_dataset_are_on_the_devices_of_the_replicas(make):
         assert isinstance(batch, zs.PerReplica) == (replicas > 1)
         parts = strategy.experimental_local_results(batch)
         where = [device for part in parts for device in part.devices()]
-        assert where == (DEVICES if make is mirrored else DEVICES[-1:])
+        assert where == made.replicas
         found += parts
     np.testing.assert_array_equal(np.concatenate(found), rows)
 
@@ -101,10 +112,9 @@ def on_replicas(strategy, parts):
     )
 
 
-@STRATEGIES
 @pytest.mark.parametrize("in_step", [False, True])
-def test_replicas_in_turns_meet_in_a_merge_call(make, in_step):
-    strategy = make()
+def test_replicas_in_turns_meet_in_a_merge_call(made, in_step):
+    strategy = made.strategy
     replicas = strategy.num_replicas_in_sync
     parts = RNG.integers(0, 9, (replicas, 4, 3)).astype(np.float32)
 
@@ -125,9 +135,8 @@ def test_replicas_in_turns_meet_in_a_merge_call(make, in_step):
         np.testing.assert_array_equal(value, total - part[0])
 
 
-@STRATEGIES
-def test_python_looks_at_a_value_on_the_device(make):
-    strategy = make()
+def test_python_looks_at_a_value_on_the_device(made):
+    strategy = made.strategy
     replicas = strategy.num_replicas_in_sync
     parts = [np.float32([n, -n]) * (-1) ** n for n in range(replicas)]
     result = strategy.run(
@@ -141,9 +150,8 @@ def test_python_looks_at_a_value_on_the_device(make):
 # ---- variables
 
 
-@STRATEGIES
-def test_a_variable_is_read_and_written_in_the_memory_of_the_devices(make):
-    strategy = make()
+def test_a_variable_is_read_and_written_in_the_memory_of_the_devices(made):
+    strategy = made.strategy
     value = RNG.integers(-9, 9, (6, 3)).astype(np.float32)
     with strategy.scope():
         v = zs.Variable(value)
@@ -160,13 +168,11 @@ def test_a_variable_is_read_and_written_in_the_memory_of_the_devices(make):
     expected[1] = rows[0]
     np.testing.assert_array_equal(v.numpy(), expected)
     assert count.numpy() == 5
-    assert is_there(strategy, v)
-    assert is_there(strategy, count)
+    assert made.has(v, count)
 
 
-@STRATEGIES
-def test_a_variable_comes_back_from_a_checkpoint(make, tmp_path):
-    strategy = make()
+def test_a_variable_comes_back_from_a_checkpoint(made, tmp_path):
+    strategy = made.strategy
     value = RNG.normal(size=(5, 3)).astype(np.float32)
     small = jnp.asarray(value, jnp.bfloat16)
     with strategy.scope():
@@ -179,8 +185,7 @@ def test_a_variable_comes_back_from_a_checkpoint(make, tmp_path):
     np.testing.assert_array_equal(
         half.numpy().astype(np.float32), np.asarray(small, np.float32)
     )
-    assert is_there(strategy, v)
-    assert is_there(strategy, half)
+    assert made.has(v, half)
 
 
 # ---- logical devices
