@@ -49,8 +49,11 @@ say(group.generation, *group.all_gather(np.array([task])))
 )
 def test_who_dies_or_hangs_in_a_large_reduce_is_named(lane, number, lost, in_place):
     left = [rank for rank in range(3) if rank != lost]
-    words = "connection" if number == signal.SIGKILL else "silent"
-    with Ranks(3, REDUCING, lane, LOST=str(lost), IN_PLACE=in_place) as ranks:
+    # Who is dead is known by the connection: long before one is silent for too long.
+    is_dead = number == signal.SIGKILL
+    patience, words = ("60", "connection") if is_dead else ("2", "silent")
+    told = {"LOST": str(lost), "IN_PLACE": in_place, "ZSTRAT_PATIENCE": patience}
+    with Ranks(3, REDUCING, lane, **told) as ranks:
         assert ranks.lines() == ["reduces"] * 3
         ranks.signal(lost, number)
         for rank in left:
