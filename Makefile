@@ -2,6 +2,7 @@
 #
 #   make run      train the digits example on 2 ps + 2 workers on this machine
 #   make test     lint, type-check, test
+#   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test lint pytest cluster bench api units clean
+.PHONY: help run test test-accelerator lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -41,6 +42,10 @@ pytest: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)
+
+# Skips what needs a GPU or a TPU where jax sees none (it is pip that brings its plugin).
+test-accelerator: $(VENV)/.dev
+	@$(PY) -m pytest -q tests/accelerator $(ARGS)
 
 # The table of tf.distribute's names; `make lint` fails where it lacks one.
 api: $(VENV)/.dev

@@ -12,7 +12,7 @@ the same in all programs. A creation that failed has no place in it, in any of t
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, final
 
 import jax
 
@@ -28,23 +28,23 @@ from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession
 from zstrat.data import InputContext
 
-from ._devices import short_name
+from ._closing import Closing
+from ._devices import task_names
 from ._extended import StrategyExtended
 from ._local_run import LocalMesh
+from ._local_strategy import LocalStrategy
 from ._placement import ServerVariables
-from ._strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.program._collective import Team
-    from zstrat.variables import AbstractVariable, Creator
+    from zstrat.variables import AbstractVariable
 
     from ._inputs import Inputs
     from ._server_session import ServerSession
+    from ._strategy import Strategy
 
     Connect = Callable[[ClusterSpec, Settings, bool, int], ServerSession]
 
@@ -56,15 +56,14 @@ class BetweenGraphExtended(StrategyExtended):
     def __init__(
         self,
         strategy: Strategy,
-        task: str,
-        devices: Sequence[jax.Device],
+        devices: tuple[str, ...],
         ps_count: int,
         variables: ServerVariables,
         *,
         is_chief: bool,
     ) -> None:
         super().__init__(strategy)
-        self._devices = tuple(f"{task}{short_name(device)}" for device in devices)
+        self._devices = devices
         self._ps_count = ps_count
         self._variables = variables
         self._is_chief = is_chief
@@ -111,7 +110,7 @@ def _connect(
 
 
 @final
-class BetweenGraphStrategy(Strategy):
+class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
     """Asynchronous training of several programs with variables on parameter servers.
 
     Blocks until all ps answer, and, in a program that is not the chief, until the chief
@@ -164,8 +163,7 @@ class BetweenGraphStrategy(Strategy):
         self._variables = ServerVariables(self._session, ps_count)
         self._extended = BetweenGraphExtended(
             self,
-            f"/job:{job}/replica:0/task:{index}",
-            self._mesh.devices,
+            task_names(self._mesh.devices, job, index),
             ps_count,
             self._variables,
             is_chief=is_first,
@@ -175,49 +173,15 @@ class BetweenGraphStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         return self._resolver
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Devices of this program: others train at their own pace."""
-        return self._mesh.replicas
-
-    @property
-    def extended(self) -> BetweenGraphExtended:
-        return self._extended
-
     def close(self) -> None:
         """Leaves the parameter servers, which keep what they have for the others.
         Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _creator(self) -> Creator | None:
-        return self._variables
-
-    def _devices(self) -> Sequence[jax.Device]:
-        return self._mesh.devices
-
-    def _team(self) -> Team:
-        return self._mesh.team
-
     def _function_inputs(self) -> Inputs:
         # A dataset that is given to all programs is whole in each of them, as in TF:
         # only functions are told that there are several.
         return replace(self._inputs(), context=self._pipeline)
-
-    def _run_replicas(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        return self._mesh.run(fn, args, kwargs)
 
     def __repr__(self) -> str:
         return (

@@ -56,7 +56,7 @@ def device_named(
             f"{', '.join(task_names(there))}"
         )
     kind = found["kind"].lower()
-    of_kind = [device for device in there if _kind(device) == kind]
+    of_kind = [device for device in there if _kind(device.platform) == kind]
     number = 0 if found["number"] == "*" else int(found["number"])
     if number >= len(of_kind):
         raise ValueError(
@@ -99,25 +99,29 @@ def local_devices() -> list[jax.Device]:
     return found
 
 
+def relative_name(platform: str, number: int) -> str:
+    """``/device:GPU:0``: a device within its task, by jax's word for its kind."""
+    return f"/device:{_kind(platform).upper()}:{number}"
+
+
 def short_name(device: jax.Device) -> str:
-    """``/device:GPU:0``: its number among those of its kind in this process."""
-    same = [d for d in local_devices() if _kind(d) == _kind(device)]
+    """The same of a device of this process: its number is that among those of its
+    kind."""
+    kind = _kind(device.platform)
+    same = [other for other in local_devices() if _kind(other.platform) == kind]
     number = same.index(device) if device in same else device.id
-    return f"/device:{_kind(device).upper()}:{number}"
+    return relative_name(kind, number)
 
 
-def task_name(device: jax.Device, task: str = "/job:localhost") -> str:
-    """The full name of a device of a task, of this process alone as it is."""
-    where = task if "/task:" in task else f"{task}/replica:0/task:0"
-    return f"{where}{short_name(device)}"
+def task_names(
+    devices: Sequence[jax.Device], job: str = "localhost", task: int = 0
+) -> tuple[str, ...]:
+    """The full names of devices of this process, which is that task."""
+    where = f"/job:{job}/replica:0/task:{task}"
+    return tuple(f"{where}{short_name(device)}" for device in devices)
 
 
-def task_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
-    """The full names of devices of this process."""
-    return tuple(task_name(device) for device in devices)
-
-
-def _kind(device: jax.Device) -> str:
+def _kind(platform: str) -> str:
     # jax calls the platform of AMD's and Nvidia's by their makers.
-    kind = str(device.platform).lower()
+    kind = platform.lower()
     return "gpu" if kind in ("cuda", "rocm") else kind

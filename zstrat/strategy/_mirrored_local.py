@@ -4,29 +4,26 @@ variables."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from ._cross_device import CrossDeviceOps
 from ._devices import devices_named, local_devices
 from ._local_extended import LocalExtended
 from ._local_run import LocalMesh
+from ._local_strategy import LocalStrategy
 from ._mirrored import MirroredVariables
 from ._reductions import NcclAllReduce, ReductionToOneDevice
-from ._strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import jax
-
-    from zstrat.program._collective import Team
-    from zstrat.variables import Creator
 
     from ._inputs import Inputs
 
 
 @final
-class MirroredStrategy(Strategy):
+class MirroredStrategy(LocalStrategy[LocalExtended]):
     """Synchronous training on several devices of one process.
 
     Each device has a replica, and a copy of every variable; gradients are summed over
@@ -59,33 +56,10 @@ class MirroredStrategy(Strategy):
         ops = cross_device_ops or _usual(found)
         self._extended = LocalExtended(self, found, found, self._variables, ops)
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """One for each device."""
-        return self._mesh.replicas
-
-    @property
-    def extended(self) -> LocalExtended:
-        return self._extended
-
-    def _creator(self) -> Creator:
-        return self._variables
-
-    def _devices(self) -> Sequence[jax.Device]:
-        return self._mesh.devices
-
-    def _team(self) -> Team:
-        return self._mesh.team
-
     def _inputs(self) -> Inputs:
         return replace(
             super()._inputs(), place=self._mesh.place_share, per_replica=True
         )
-
-    def _run_replicas(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        return self._mesh.run(fn, args, kwargs)
 
     def __repr__(self) -> str:
         return f"<zstrat.MirroredStrategy: {', '.join(self._extended.worker_devices)}>"

@@ -8,7 +8,7 @@ that applies it (`zstrat.program._stages`).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Self, final
+from typing import TYPE_CHECKING, Final, final
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
 from ._chosen import ChosenGroup
+from ._closing import Closing
+from ._devices import task_names
 from ._distributed import joined
 from ._extended import StrategyExtended
 from ._mirrored import MirroredVariables
@@ -33,7 +35,6 @@ from ._strategy import Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
@@ -103,7 +104,7 @@ def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collecti
 
 
 @final
-class MultiWorkerMirroredStrategy(Strategy):
+class MultiWorkerMirroredStrategy(Strategy, Closing):
     """Synchronous training over the processes of a cluster.
 
     Blocks until all of them are there. Variables created in `scope` are copies of those
@@ -144,7 +145,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             self._channel = Channel(collective, mesh)
         self._local = tuple(jax.local_devices())
         late = self._channel is not None and self._channel.collective.generation > 0
-        names = _names(task, self._local)
+        names = task_names(self._local, *task)
         self._variables = MirroredVariables(
             self._local, self._team(), names=names, is_late=late
         )
@@ -209,17 +210,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         if self._channel is not None:
             self._channel.collective.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def _creator(self) -> Creator | None:
         return self._variables
 
@@ -253,16 +243,6 @@ class _Accord:
         given = [np.array(numbers, np.int64)]
         (found,) = self.channel.collective.all_reduce(given, "max")
         return [int(number) for number in found]
-
-
-def _names(task: tuple[str, int], devices: Sequence[jax.Device]) -> tuple[str, ...]:
-    """TF's names of the devices of a task."""
-    job, index = task
-    where = f"/job:{job}/replica:0/task:{index}"
-    return tuple(
-        f"{where}/device:{device.platform.upper()}:{n}"
-        for n, device in enumerate(devices)
-    )
 
 
 def _first(spec: ClusterSpec) -> tuple[str, int]:

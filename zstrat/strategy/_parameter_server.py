@@ -7,37 +7,34 @@ without a connection.
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Self, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
 from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
 from zstrat.config import Settings, environment, settings_from
 from zstrat.coordinator import ClusterSession, CoordinatedStrategy
-from zstrat.data import InputContext
 from zstrat.program import worker_context
-from zstrat.variables import AbstractVariable, Variable, recorder
+from zstrat.variables import AbstractVariable, recorder
 
-from ._extended import StrategyExtended
+from ._closing import Closing
 from ._numbers import PlacementRule
 from ._placement import ServerVariables
 from ._strategy import Strategy
 from ._unbuilt import UnbuiltDataset
+from ._worker_strategy import ParameterServerExtended, worker_strategy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.data import InputContext
     from zstrat.program import Plan
     from zstrat.variables import Creator
 
     from ._input_options import InputOptions
-    from ._inputs import Inputs
 
     Connect = Callable[[ClusterSpec, Settings], ClusterSession]
 
@@ -45,47 +42,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 @final
-class ParameterServerExtended(StrategyExtended):
-    """Devices and places of a parameter-server cluster."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        platform: str,
-        ps_count: int,
-        variables: ServerVariables | None,
-    ) -> None:
-        super().__init__(strategy)
-        self._platform = platform
-        self._ps_count = ps_count
-        self._variables = variables
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]:
-        """Devices of one worker, relative to it."""
-        count = self._strategy.num_replicas_in_sync
-        return tuple(f"/device:{self._platform.upper()}:{i}" for i in range(count))
-
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        return tuple(f"/job:ps/task:{i}" for i in range(self._ps_count))
-
-    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
-        owner = self._variables
-        return owner is not None and all(owner.owns(part) for part in v.components)
-
-    def value_container(self, value: Any) -> Any:
-        """The sharded variable that ``value`` is a component of, or ``value``."""
-        container = value.sharded_container if isinstance(value, Variable) else None
-        return value if container is None else container
-
-    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
-        assert self._variables is not None  # it was created in this scope
-        return self._variables.colocated(variable)
-
-
-@final
-class ParameterServerStrategy(Strategy, CoordinatedStrategy):
+class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
     """Asynchronous training with variables on parameter servers.
 
     Connects at once: all ps must answer, and at least one worker; the others may come
@@ -236,17 +193,6 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
         coordinator. Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def require_known(self, plan: Plan) -> None:
         self._variables.require_known(plan)
 
@@ -274,67 +220,6 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy):
             f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
             f"{self._session.worker_count} workers>"
         )
-
-
-@final
-class WorkerStrategy(Strategy):
-    """A `ParameterServerStrategy` as a step sees it on a worker: its local devices are
-    the replicas, and variables cannot be created.
-
-    A worker with fewer devices than the coordinator planned for computes all replicas
-    on one: slower, with the same results.
-    """
-
-    def __init__(self, ps_count: int, replicas: int) -> None:
-        self._replicas = replicas
-        self._local = tuple(jax.local_devices()[:replicas])
-        self._extended = ParameterServerExtended(
-            self, self._local[0].platform, ps_count, None
-        )
-        if len(self._local) < replicas:
-            _log.warning(
-                "this worker has %d devices, the coordinator planned %d replicas per "
-                "worker: it computes all of them on one device",
-                len(self._local),
-                replicas,
-            )
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        return self._replicas
-
-    @property
-    def extended(self) -> ParameterServerExtended:
-        return self._extended
-
-    def _function_inputs(self) -> Inputs:
-        worker = worker_context.get()
-        if worker is None:
-            return self._inputs()
-        # TF says pipeline 0 of 1 on every worker, and their data are the same.
-        context = InputContext(worker.worker_count, worker.worker_index, self._replicas)
-        return replace(self._inputs(), context=context)
-
-    def _creator(self) -> Creator | None:
-        return None
-
-    def _devices(self) -> Sequence[jax.Device]:
-        return self._local
-
-    def __reduce__(self) -> Any:
-        return worker_strategy, (len(self._extended.parameter_devices), self._replicas)
-
-    def __repr__(self) -> str:
-        return (
-            f"<zstrat.ParameterServerStrategy on a worker: {self._replicas} replicas>"
-        )
-
-
-@functools.cache
-def worker_strategy(ps_count: int, replicas: int) -> WorkerStrategy:
-    """The stand-in of this process; one object, as scopes compare strategies by
-    identity and a step function and its arguments are unpickled apart."""
-    return WorkerStrategy(ps_count, replicas)
 
 
 def _rule(placement: str) -> PlacementRule:

@@ -22,17 +22,14 @@ from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, record
 
 from ._devices import task_names
 from ._local_run import LocalMesh
+from ._local_strategy import LocalStrategy
 from ._logical_devices import LogicalDevices, logical_axes
 from ._mirrored import MirroredVariables
-from ._strategy import Strategy
 from ._tpu_extended import TPUExtended
 from ._values import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from zstrat.program._collective import Team
-    from zstrat.variables import Creator
 
     from ._inputs import Inputs
 
@@ -49,7 +46,7 @@ _TENSORS = (
 
 
 @final
-class TPUStrategy(Strategy):
+class TPUStrategy(LocalStrategy[TPUExtended]):
     """Synchronous training on TPUs.
 
     Each replica has a copy of every variable, and gradients are summed over the
@@ -115,15 +112,6 @@ class TPUStrategy(Strategy):
         """The one that was given, else one of the TPU of this machine."""
         return self._resolver
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """Replicas of the device assignment, or one for each core."""
-        return self._logical.replicas
-
-    @property
-    def extended(self) -> TPUExtended:
-        return self._extended
-
     def experimental_assign_to_logical_device(
         self, tensor: Any, logical_device_id: int
     ) -> Any:
@@ -167,15 +155,6 @@ class TPUStrategy(Strategy):
         """The tensor, whole on every logical device."""
         return self._logical.replicated(tensor)
 
-    def _creator(self) -> Creator:
-        return self._variables
-
-    def _devices(self) -> Sequence[jax.Device]:
-        return self._mesh.devices
-
-    def _team(self) -> Team:
-        return self._mesh.team
-
     def _inputs(self) -> Inputs:
         return replace(
             super()._inputs(), place=self._mesh.place_share, static_shapes=True
@@ -185,7 +164,7 @@ class TPUStrategy(Strategy):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         _require_traced(fn)
-        result = self._mesh.run(fn, args, kwargs)
+        result = super()._run_replicas(fn, args, kwargs)
         for leaf in jax.tree.leaves(result, is_leaf=is_distributed):
             if not isinstance(leaf, _TENSORS) and not is_distributed(leaf):
                 raise TypeError(
