@@ -19,6 +19,17 @@ def test_a_value_is_wanted_somewhere(distribution):
         np.testing.assert_array_equal(distribution.broadcast(np.ones(2), here), [1, 1])
 
 
+class Thing:
+    pass
+
+
+def test_towers_get_no_objects(distribution):
+    for source in ([{"x": Thing()}], iter([{"x": Thing()}])):
+        iterator = iter(distribution.distribute_dataset(lambda made=source: made))
+        with pytest.raises(TypeError, match=r"component \['x'\] is of type Thing"):
+            next(iterator)
+
+
 def test_a_tower_is_asked_for_by_itself(distribution):
     outside = distribute.get_tower_context()
 
