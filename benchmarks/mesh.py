@@ -57,14 +57,26 @@ def reduction() -> Reading:
 
 
 def gathering() -> Reading:
-    """GB/s of what a gather of all replicas' values gives."""
+    """GB/s of what a gather along the second axis gives, whose rows come from all
+    replicas in turn."""
+    shape = (1024, _COLUMNS // 1024)
+    value, strategy = _per_replica(shape), _strategy()
+    wait = partial(strategy.gather, value, axis=1)
+    nbytes = DEVICES * _COLUMNS * 4
+    parts = [np.ones(shape, np.float32) for _ in range(DEVICES)]
+    by_hand = partial(np.concatenate, parts, axis=1, out=np.hstack(parts))
+    return Reading(_rate(nbytes, wait), rate(nbytes / 1e9, by_hand, 30))
+
+
+def standing() -> Reading:
+    """Microseconds of a gather along the first axis, where the values stand one after
+    the other already, and those of a copy of its result."""
     value, strategy = _per_replica(), _strategy()
     wait = partial(strategy.gather, value, axis=0)
-    nbytes = DEVICES * _COLUMNS * 4
     source = np.ones(DEVICES * _COLUMNS, np.float32)
     target = np.empty_like(source)
-    limit = rate(nbytes / 1e9, partial(np.copyto, target, source), 30)
-    return Reading(_rate(nbytes, wait), limit)
+    copy = rate(1, partial(np.copyto, target, source), 30)
+    return Reading(1e6 / _rate(1e9, wait), 1e6 / copy)
 
 
 def dataset() -> Reading:
@@ -73,26 +85,32 @@ def dataset() -> Reading:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
+    ours = _distributed()
+    by_rows = NamedSharding(_mesh(), PartitionSpec("replica"))
+    put = iter(_batches())
+    by_hand = rate(1, lambda: _ready(jax.device_put(next(put), by_rows)), 200)
+    return Reading(ours, by_hand)
+
+
+def bare_dataset() -> Reading:
+    """The same beside the dataset alone, whose batches stay where they are."""
+    alone = iter(_batches())
+    return Reading(_distributed(), rate(1, lambda: next(alone), 200))
+
+
+def _distributed() -> float:
+    ours = iter(_strategy().experimental_distribute_dataset(_batches()))
+    return rate(1, lambda: _ready(next(ours)), 200)
+
+
+def _batches() -> Any:
     import zstrat as zs
 
-    strategy = _strategy()
-    by_rows = NamedSharding(_mesh(), PartitionSpec("replica"))
-    rows = np.zeros((BATCH * 64, 64, 64), np.float32)
+    # Not zeros: the rows would all be one page of memory.
+    rows = np.ones((BATCH * 64, 64, 64), np.float32)
+    data = zs.data.Dataset.from_tensor_slices(rows)
+    return data.shuffle(1000, seed=0).repeat().batch(BATCH, drop_remainder=True)
 
-    def bare() -> Any:
-        data = zs.data.Dataset.from_tensor_slices(rows)
-        return data.shuffle(1000, seed=0).repeat().batch(BATCH, drop_remainder=True)
-
-    ours = iter(strategy.experimental_distribute_dataset(bare()))
-    put, alone = iter(bare()), iter(bare())
-    return Reading(
-        rate(1, lambda: _ready(next(ours)), 200),
-        rate(1, lambda: _ready(jax.device_put(next(put), by_rows)), 200),
-        {_IN_NUMPY: rate(1, lambda: next(alone), 200)},
-    )
-
-
-_IN_NUMPY = "the dataset alone, its batches left to numpy"
 
 _COLUMNS = 1 << 20
 """Float32 numbers of each replica."""
@@ -114,7 +132,7 @@ def _mesh() -> Any:
     return Mesh(np.array(jax.devices()), ("replica",))
 
 
-def _per_replica() -> Any:
+def _per_replica(shape: tuple[int, ...] = (_COLUMNS,)) -> Any:
     import jax.numpy as jnp
 
     import zstrat as zs
@@ -123,7 +141,7 @@ def _per_replica() -> Any:
 
     def one() -> Any:
         context = zs.get_replica_context()
-        return jnp.ones(_COLUMNS, jnp.float32) * context.replica_id_in_sync_group
+        return jnp.ones(shape, jnp.float32) * context.replica_id_in_sync_group
 
     return strategy.run(zs.function(one))
 
@@ -236,20 +254,36 @@ CASES = [
         of_limit=True,
     ),
     Case(
-        "gather of 4 MB of each of 8 devices",
+        "gather of 4 MB of each of 8 devices, second axis",
         "GB/s",
         0.5,
-        "one memcpy of the same bytes",
+        "numpy, concatenating arrays that are there",
         gathering,
         of_limit=True,
     ),
     Case(
-        "distributed dataset over 8 devices",
+        "gather of 4 MB of each of 8 devices, first axis",
+        "us",
+        0.1,
+        "one memcpy of its result: here nothing is copied",
+        standing,
+        lower=True,
+        of_limit=True,
+    ),
+    Case(
+        "distributed dataset over 8 devices, beside by hand",
         "batches/s",
         0.9,
         "the dataset alone, each batch put on the devices by hand",
         dataset,
         of_limit=True,
-        others={_IN_NUMPY: 0},
+    ),
+    Case(
+        "distributed dataset over 8 devices, beside the bare",
+        "batches/s",
+        0.9,
+        "the bare iterator: the dataset alone, its batches left to numpy",
+        bare_dataset,
+        of_limit=True,
     ),
 ]

@@ -2,8 +2,9 @@
 
 Runs as several processes side by side. Rank 0 prints the median seconds of one call,
 after a warm-up, as its last line. The systems are zstrat; ``gloo`` (of PyTorch) and
-``mpi`` (mpi4py, started by mpirun) where they are installed; and ``floor``: a numpy
-reduction through shared memory that does nothing but copy and add, and spins.
+``mpi`` (mpi4py, started by mpirun) where they are installed; ``floor``: a numpy
+reduction through shared memory that does nothing but copy and add, and spins; and
+``ring``: one over bare TCP sockets (`benchmarks.raw_ring`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from multiprocessing import shared_memory
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+
+from benchmarks import raw_ring
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +128,17 @@ def _floor() -> System:
     return rank, reduce, floor.close
 
 
+def _ring() -> System:
+    rank, addresses = _place()
+    ring = raw_ring.joined(rank, addresses)
+
+    def reduce(arrays: list[np.ndarray]) -> None:
+        for array in arrays:
+            ring.sum(array)
+
+    return rank, reduce, ring.close
+
+
 class _Floor:
     """Each rank copies a chunk into its slot, adds its share of all slots, and copies
     all shares out; between these it spins until every rank is as far."""
@@ -187,7 +201,13 @@ class _Floor:
                 os.sched_yield()
 
 
-SYSTEMS: Final = {"zstrat": _zstrat, "gloo": _gloo, "mpi": _mpi, "floor": _floor}
+SYSTEMS: Final = {
+    "zstrat": _zstrat,
+    "gloo": _gloo,
+    "mpi": _mpi,
+    "floor": _floor,
+    "ring": _ring,
+}
 
 if __name__ == "__main__":
     main()

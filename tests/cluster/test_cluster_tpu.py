@@ -429,7 +429,13 @@ def test_a_tpu_that_there_is_not() -> None:
     assert raised.value.__cause__ is missing
 
 
-def test_a_tpu_without_hosts() -> None:
+def test_a_tpu_that_names_no_hosts() -> None:
+    resolver = named(Service(node(networkEndpoints=[])))
+    with pytest.raises(ValueError, match=r"^No TPUs with the specified names exist\.$"):
+        resolver.master()
+
+
+def test_a_tpu_without_ports() -> None:
     answer = node(networkEndpoints=[{"ipAddress": "10.0.0.1"}])
     assert named(Service(answer)).master() == "grpc://10.0.0.1:8470"
 

@@ -104,7 +104,7 @@ def replace_file(path: str, data: bytes, *, mark: str) -> None:
             finally:
                 os.close(descriptor)
             os.replace(temporary, path)
-        except BaseException:
+        except BaseException:  # to the writer; no half file is left behind
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise

@@ -83,7 +83,7 @@ def _locked(path: str) -> int:
             _lock(descriptor, path)
             if _is_still(path, descriptor):
                 return descriptor
-        except BaseException:
+        except BaseException:  # to whoever wants the lock
             os.close(descriptor)
             raise
         os.close(descriptor)  # its holder removed it between our open and our lock

@@ -48,7 +48,7 @@ class TensorReader:
             text = bytearray(length)
             self._fill(memoryview(text), PREFIX.size, "")
             self._header = decode_header(bytes(text), size, path)
-        except BaseException:
+        except BaseException:  # to the caller, who has no reader to close
             self.close()
             raise
 

@@ -79,6 +79,11 @@ class GCEClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str:
+        """The job that all instances of the group are tasks of.
+
+        Raises (when set):
+            RuntimeError: Always: it is said when the resolver is made.
+        """
         return self._job
 
     @task_type.setter

@@ -58,6 +58,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_type(self) -> str | None:
+        """The job that this process is a task of ("worker", "ps", ...); None if it is
+        not known. May be set."""
         return self._task_type
 
     @task_type.setter
@@ -66,6 +68,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
+        """The number of this process in its job, from 0; None if it is not known. May
+        be set."""
         return self._task_id
 
     @task_id.setter

@@ -85,6 +85,7 @@ class SageMakerClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str:
+        """The job that this process is a task of: "worker" unless it was set."""
         return "worker" if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -93,6 +94,12 @@ class SageMakerClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int:
+        """The number of this host among the sorted ones, unless it was set.
+
+        Raises:
+            RuntimeError: This is no SageMaker environment.
+            ValueError: Its variables do not fit together.
+        """
         return _index(config.environment()) if self._task_id is None else self._task_id
 
     @task_id.setter

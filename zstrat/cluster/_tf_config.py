@@ -80,6 +80,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
+        """The type of the task in TF_CONFIG, unless it was set; None if neither says.
+
+        Raises:
+            ValueError: TF_CONFIG is not what it should be.
+        """
         if self._task_type is not None:
             return str(self._task_type)
         task = _task()
@@ -91,6 +96,11 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
+        """The index of the task in TF_CONFIG, unless it was set; None if neither says.
+
+        Raises:
+            ValueError: TF_CONFIG is not what it should be, or the index no number.
+        """
         if self._task_id is not None:
             return int(self._task_id)
         task = _task()

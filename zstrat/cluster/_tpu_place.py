@@ -164,7 +164,9 @@ def hosts_of_node(name: str, node: Mapping[str, Any]) -> Hosts:
         raise RuntimeError(
             f'TPU "{name}" is not yet ready; state: "{node.get("state")}"'
         )
-    ends = node.get("networkEndpoints") or [node]  # older answers have only one host
+    ends = node.get("networkEndpoints") or []
+    if not ends and "ipAddress" in node:
+        ends = [node]  # older answers have only one host
     return Hosts(
         tuple(f"{end['ipAddress']}:{end.get('port') or PORT}" for end in ends),
         accelerator=node.get("acceleratorType"),

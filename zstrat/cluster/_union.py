@@ -84,6 +84,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
+        """As the first resolver says, unless it was set."""
         own = self._task_type
         return self._resolvers[0].task_type if own is None else own
 
@@ -93,6 +94,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
+        """As the first resolver says, unless it was set."""
         own = self._task_id
         return self._resolvers[0].task_id if own is None else own
 

@@ -19,6 +19,8 @@ from ._dataset import Dataset as Dataset
 from ._elements import Closing as Closing
 from ._elements import Elements as Elements
 from ._elements import ending as ending
+from ._leaves import dense as dense
+from ._leaves import require_data as require_data
 from ._options import SHARD_HINT as SHARD_HINT
 from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import DistributeOptions as DistributeOptions

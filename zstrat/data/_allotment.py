@@ -90,7 +90,8 @@ def as_dataset(source: Any) -> Dataset:
     axis; a list, like any other iterable, is the elements one after the other.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: It is none of these, or arrays of objects. While iterating: an
+            element has an object in it that is no data, and that jax cannot open.
         ValueError: Arrays with first axes of different lengths.
     """
     if isinstance(source, Dataset):

@@ -63,6 +63,7 @@ class Dataset:
 
         Raises:
             ValueError: No array, a scalar, or first axes of different lengths.
+            TypeError: Objects; see `from_generator`.
         """
         arrays = as_element(tensors)
         found = list(leaves(arrays))
@@ -92,7 +93,8 @@ class Dataset:
 
         Raises:
             TypeError: ``generator`` is not callable (a running generator, for one: it
-                could be passed over only once).
+                could be passed over only once). While iterating: a component is an
+                object, as `zs.IndexedSlices` are, and no number, text or array.
         """
         if not callable(generator):
             raise TypeError(
@@ -112,7 +114,7 @@ class Dataset:
 
         Raises:
             ValueError: There are no files.
-            TypeError: ``read`` is not callable.
+            TypeError: ``read`` is not callable. While iterating: as `from_generator`.
         """
         if not callable(read):
             raise TypeError(f"`read` must be callable; got {read!r:.100}")
@@ -174,7 +176,11 @@ class Dataset:
         return Dataset(passes.Batched(self._recipe, batch_size, drop_remainder))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """The passes one after the other, ``count`` times; None or -1: for ever."""
+        """The passes one after the other, ``count`` times; None or -1: for ever.
+
+        Raises:
+            ValueError: ``count`` is below -1.
+        """
         if count is not None and count != -1:
             _at_least("count", count, 0)
         return Dataset(passes.Repeated(self._recipe, None if count == -1 else count))
@@ -231,27 +237,44 @@ class Dataset:
 
     def map(self, map_func: Callable[..., Any]) -> Dataset:
         """``map_func`` of each element, in numpy; a plain tuple is spread over its
-        parameters, as in TF. Errors of the function pass through."""
+        parameters, as in TF. Errors of the function pass through.
+
+        Raises:
+            TypeError: ``map_func`` is not callable. While iterating: what it returns
+                has an object in it; see `from_generator`.
+        """
         if not callable(map_func):
             raise TypeError(f"`map_func` must be callable; got {map_func!r:.100}")
         return Dataset(passes.Mapped(self._recipe, map_func))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Makes up to ``buffer_size`` elements ahead, on a thread of its own that ends
-        with its iterator; -1 (`AUTOTUNE`) stands for 2, 0 for none."""
+        with its iterator; -1 (`AUTOTUNE`) stands for 2, 0 for none.
+
+        Raises:
+            ValueError: ``buffer_size`` is below -1.
+        """
         size = 2 if buffer_size == AUTOTUNE else buffer_size
         _at_least("buffer_size", size, 0)
         return Dataset(passes.Prefetched(self._recipe, size)) if size else self
 
     def take(self, count: int) -> Dataset:
-        """At most the first ``count`` elements; -1: all."""
+        """At most the first ``count`` elements; -1: all.
+
+        Raises:
+            ValueError: ``count`` is below -1.
+        """
         if count == -1:
             return self
         _at_least("count", count, 0)
         return Dataset(passes.Sliced(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first ``count`` elements; -1: none."""
+        """All but the first ``count`` elements; -1: none.
+
+        Raises:
+            ValueError: ``count`` is below -1.
+        """
         if count == -1:
             return self.take(0)
         _at_least("count", count, 0)

@@ -1,8 +1,9 @@
 """Datasets of others: grain's, TensorFlow's, and whatever else can be iterated.
 
-Their elements pass through as they are. What is known about them without a pass (rows
-of a batch, how many elements, who may still write to them) is asked of their own
-libraries, which are never imported here: an object of grain has imported it before.
+Their elements pass through as they are, and are refused if there are objects in them.
+What is known about them without a pass (rows of a batch, how many elements, who may
+still write to them) is asked of their own libraries, which are never imported here: an
+object of grain has imported it before.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final, runtime_checkable
 import numpy as np
 
 from ._elements import ending
+from ._leaves import SCALARS, Array, require_data
 from ._options import AutoShardPolicy
 from ._passes import INFINITE, UNKNOWN, Recipe
 from ._tree import leaves
@@ -28,14 +30,6 @@ Shape = tuple[int, ...]
 
 _ENDLESS: Final = sys.maxsize >> 20
 """Indices of a dataset of grain that is repeated for ever, also in large batches."""
-_SCALARS: Final = bool | int | float | complex | str | bytes
-
-
-@runtime_checkable
-class Array(Protocol):
-    """An array, numpy's or of another library."""
-
-    def __array__(self) -> Any: ...
 
 
 @final
@@ -57,7 +51,10 @@ class Foreign(Recipe):
 
     def items(self) -> Iterator[Element]:
         with ending(self.begin()) as elements:
-            yield from elements
+            for element in elements:
+                require_data(element)
+                yield element
+                del element  # the reader may be its only owner while the next is made
 
     def size(self) -> int:
         return self.count
@@ -182,7 +179,7 @@ def _shapes(batch: Any) -> list[Shape] | None:
     is anything else: jax may know its class as a pytree, and open it."""
     if batch is None:
         return []
-    if isinstance(batch, _SCALARS | Array):
+    if isinstance(batch, SCALARS | Array):
         return [np.shape(batch)]
     if not isinstance(batch, dict | list | tuple):
         return None

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ._leaves import require_text
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -25,8 +27,14 @@ def as_element(value: object, path: str = "") -> Element:
 
     Raises:
         ValueError: A leaf is no array: a ragged list, for one; names its place.
+        TypeError: A leaf is an object that is neither a number nor text, or holds some;
+            names its place, its type and what to give.
     """
-    if isinstance(value, np.ndarray | np.generic | bytes) or value is None:
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, np.ndarray | np.generic):
+        if value.dtype.hasobject:
+            require_text(value, path, value)
         return value
     if isinstance(value, dict):
         return {
@@ -36,15 +44,24 @@ def as_element(value: object, path: str = "") -> Element:
         return rebuilt(
             value, [as_element(v, f"{path}[{i}]") for i, v in enumerate(value)]
         )
+    array = _converted(value, path)
+    if array.dtype.hasobject:
+        require_text(array, path, value)
+    return array
+
+
+def _converted(value: object, path: str) -> np.ndarray:
+    where = f"component {path or 'of the dataset'} cannot be converted to an array"
     try:
         array = np.asarray(value)
         has_records = array.dtype.kind == "S" and isinstance(value, list)
         return np.asarray(value, object) if has_records else array
     except ValueError as error:
         raise ValueError(
-            f"component {path or 'of the dataset'} cannot be converted to an array: "
-            f"{error}. A list is one array; for several components use a tuple"
+            f"{where}: {error}. A list is one array; for several components use a tuple"
         ) from error
+    except TypeError as error:  # keys of jax, for one; it says what else to do
+        raise TypeError(f"{where}: {error}") from error
 
 
 def own(leaf: Any) -> Any:

@@ -110,12 +110,12 @@ class Draws:
         else:
             try:
                 raw = iterator.draw()
-            except BaseException:
+            except BaseException:  # to the caller; the others are drawn again
                 self.unread()
                 raise
         try:
             element = Element(raw)
-        except BaseException:
+        except BaseException:  # to the caller; the next call draws the same
             if not iterator.is_abstract:
                 iterator.unread(raw)
             self.unread()
@@ -224,7 +224,7 @@ class Programs:
             plan, body = discover(self._step, self._fn, call, draws.supply)
             draws.keep_used()
             program = self._made(plan, body)
-        except BaseException:
+        except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise
         signature = self._signatures.setdefault(call.key, Signature())

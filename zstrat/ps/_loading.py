@@ -77,7 +77,7 @@ class _Target:
         try:
             for move in self.moves:
                 move.source.read_into(self._place(out, move))
-        except BaseException:
+        except BaseException:  # to whoever asked for the load
             if not beside:
                 cell.settle()  # some of it is new already
             raise

@@ -135,13 +135,13 @@ class Run:
                     self.optimizer.apply_rows(self.rows)
                 else:
                     self.optimizer.apply_ready(self.ready)
-            except BaseException as error:
+            except BaseException as error:  # to the pusher, and to later readers
                 lose(self.optimizer.optimizer, self.steps, error)
                 raise
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
-            except BaseException as error:
+            except BaseException as error:  # to the pusher, and to later readers
                 for before in self.plain[:at]:
                     before.held.cell.lose(str(error))
                 raise
@@ -186,7 +186,7 @@ class PushPlan:
         for at, run in enumerate(self.runs):
             try:
                 run.compute(ahead)
-            except BaseException as error:
+            except BaseException as error:  # to the pusher, and to later readers
                 for before in self.runs[:at]:
                     before.lose(error)
                 raise

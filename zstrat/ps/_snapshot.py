@@ -97,7 +97,7 @@ class Snapshots:
             snapshot.tensors = [
                 tensor for held in variables for tensor in _pinned(held, optimizers)
             ]
-        except BaseException:
+        except BaseException:  # to whoever asked; nothing stays pinned
             snapshot.release()
             raise
         self._held[number] = snapshot

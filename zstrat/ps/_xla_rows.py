@@ -78,7 +78,7 @@ class RowPrograms:
         for at, (kind, opened) in enumerate(groups):
             try:
                 new = calls(self._optimizer, self._kinds, kind, opened)
-            except BaseException as error:
+            except BaseException as error:  # to the pusher, and to later readers
                 for group in groups[:at]:
                     lose(self._optimizer, group.steps, error)
                 raise
@@ -127,7 +127,7 @@ class RowPrograms:
         for kind, group in self._groups(steps):
             try:
                 self._update(kind, group)
-            except BaseException as error:
+            except BaseException as error:  # to the pusher, and to later readers
                 lose(self._optimizer, done, error)
                 raise
             done += group

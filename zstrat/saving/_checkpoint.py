@@ -146,7 +146,7 @@ class Checkpoint(Tracked):
         self.save_counter.assign(np.int64(number))
         try:
             await save(graph_of(self), path, metadata)
-        except BaseException:
+        except BaseException:  # to the caller of save
             self.save_counter.assign(before)
             raise
 

@@ -192,7 +192,7 @@ class Snapshot:
         try:
             for number, cluster in clusters.items():
                 pinned += await self._pin(cluster, refs[number])
-        except BaseException:
+        except BaseException:  # to the caller; __aexit__ does not run then
             await self.__aexit__()
             raise
         return pinned

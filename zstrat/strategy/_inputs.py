@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 
-from zstrat.data import InputContext, Worker, allotted, as_dataset, ending
+from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
 from zstrat.program import StepDataset, kept
 
 from ._distributed_dataset import DistributedDataset
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
 
 _DATASET: Final = "a distributed dataset"
 _FUNCTION: Final = "a dataset of distribute_datasets_from_function"
+_CUT: Final = (
+    "its values are not the rows of a batch, which are cut for the replicas. Make it "
+    "dense, or give each replica its own by distribute_datasets_from_function"
+)
+_FETCHED: Final = (
+    "it has another size in every element, and cannot be put on the devices of "
+    "TPUStrategy in advance. Make it dense, or set "
+    "zs.InputOptions(experimental_fetch_to_device=False)"
+)
 
 
 @final
@@ -84,10 +93,11 @@ class Inputs:
 
         def shares() -> Begun:
             begun, order = allotment.begin()
-            batches = _unwritten(begun, allotment)
+            batches = self._read(begun, allotment, chosen)
             if alone:
                 found = shares_of_elements(batches, 1, is_partial=is_partial)
             else:
+                batches = dense(batches, _CUT)
                 cutter = allotment.cutter()
                 found = shares_of_batches(batches, cutter, is_partial=is_partial)
             return Begun(_ending_with(batches, found), order)
@@ -115,7 +125,7 @@ class Inputs:
         is_partial = not self.static_shapes
 
         def shares() -> Begun:
-            elements = _elements(made)
+            elements = self._read(made.elements(), made, chosen)
             found = shares_of_elements(elements, self.local, is_partial=is_partial)
             return Begun(_ending_with(elements, found))
 
@@ -140,11 +150,20 @@ class Inputs:
         is_partial = not self.static_shapes
 
         def shares() -> Begun:
-            pipelines = [_elements(each) for each in made]
+            pipelines = [self._read(each.elements(), each, options) for each in made]
             return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
 
         feed = Feed(shares, self._placing(options), options, None, is_partial)
         return DistributedDataset(feed, _FUNCTION)
+
+    def _read(
+        self, elements: Iterator[Any], allotment: Allotment, options: InputOptions
+    ) -> Iterator[Any]:
+        """The elements of a pass. Nobody writes to them while they wait, and none is
+        sparse where all shapes have to be the same on devices."""
+        steady = elements if allotment.is_steady else _copied(elements)
+        is_fetched = self.static_shapes and options.fetches
+        return dense(steady, _FETCHED) if is_fetched else steady
 
     def _worker(self) -> Worker:
         context = self.context
@@ -179,15 +198,6 @@ def not_per_replica() -> NotImplementedError:
         "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
         "the elements of one input function go to the replicas in turn"
     )
-
-
-def _elements(allotment: Allotment) -> Iterator[Any]:
-    """A pass whose elements nobody writes to while they wait."""
-    return _unwritten(allotment.elements(), allotment)
-
-
-def _unwritten(elements: Iterator[Any], allotment: Allotment) -> Iterator[Any]:
-    return elements if allotment.is_steady else _copied(elements)
 
 
 def _copied(elements: Iterator[Any]) -> Iterator[Any]:

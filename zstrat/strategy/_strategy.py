@@ -246,10 +246,11 @@ class Strategy(FirstVersion):
         have different data (FILE, HINT, OFF) they draw equally often.
 
         Raises:
-            ValueError: The dataset is not batched; its policy does not fit (FILE with
-                fewer files than workers); the replicas are not the same number in each
-                worker. Some of it is found while iterating only.
-            TypeError: ``dataset`` is no dataset, or distributed already.
+            ValueError: The dataset is not batched, or sparse; its policy does not fit
+                (FILE with fewer files than workers); the replicas are not the same
+                number in each worker. Some of it is found while iterating only.
+            TypeError: ``dataset`` is no dataset, distributed already, or (while
+                iterating) has objects in it that are no data.
             NotImplementedError: ``options`` asks for PER_REPLICA.
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
@@ -272,7 +273,10 @@ class Strategy(FirstVersion):
         it returns, all workers begin passes, and draw, equally often.
 
         Raises:
-            TypeError: It is not callable, or returns no dataset.
+            TypeError: It is not callable, returns no dataset, or (while iterating) one
+                with objects in it that are no data.
+            ValueError: While iterating: sparse elements, which TPUStrategy does not put
+                on devices in advance.
             NotImplementedError: ``options`` asks for PER_REPLICA, which calls
                 ``dataset_fn`` once for each replica, and this is no MirroredStrategy.
             RuntimeError: Called inside a replica function, or in the scope of another

@@ -148,7 +148,7 @@ def take_turns(
                 return [each.result for each in turns]
             came = _all_of(meetings)
             given = came[0].join([meeting.value for meeting in came])
-    except BaseException as error:
+    except BaseException as error:  # to the caller, when all have ended
         _end_all(turns, during, error)
         raise
 

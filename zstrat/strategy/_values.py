@@ -247,6 +247,14 @@ def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
 
 
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
+    """One after the other along ``axis``, which may count from the end: on the device
+    if one of them is there, else of numpy.
+
+    Raises:
+        NotImplementedError: There are IndexedSlices among them.
+        ValueError: One is a scalar or has no such axis, or they differ in another
+            dimension.
+    """
     if any(isinstance(part, IndexedSlices) for part in parts):
         raise NotImplementedError("gather does not support IndexedSlices")
     arrays = [as_array(part) for part in parts]

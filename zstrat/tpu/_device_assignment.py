@@ -109,6 +109,7 @@ class DeviceAssignment:
 
     @property
     def topology(self) -> Topology:
+        """The mesh that the cores of the replicas are in."""
         return self._topology
 
     @property
@@ -118,10 +119,12 @@ class DeviceAssignment:
 
     @property
     def num_replicas(self) -> int:
+        """How many copies of the computation run."""
         return int(self._cores.shape[0])
 
     @property
     def num_cores_per_replica(self) -> int:
+        """How many logical devices each replica has, a core each."""
         return int(self._cores.shape[1])
 
     def coordinates(self, replica: int, logical_core: int) -> tuple[int, ...]:

@@ -72,10 +72,12 @@ class Topology:
 
     @property
     def num_tasks(self) -> int:
+        """How many tasks (hosts) have devices in the mesh."""
         return int(self._coordinates.shape[0])
 
     @property
     def num_tpus_per_task(self) -> int:
+        """How many cores each task has; all have as many."""
         return int(self._coordinates.shape[1])
 
     @property

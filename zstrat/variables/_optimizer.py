@@ -67,7 +67,7 @@ class Optimizer:
         if count_iterations:
             try:
                 self.iterations = self._counter()
-            except BaseException:
+            except BaseException:  # to the caller, who has no optimizer
                 if current is not None:
                     current.forget_optimizer(self.id)
                 raise

@@ -166,7 +166,7 @@ class WorkerService:
                 _machine.devices
             )
             await tenancy.wait_open(deadline)
-        except BaseException:
+        except BaseException:  # to the coordinator, as the answer
             if self._tenancy is tenancy:
                 self._ownership.close(tenancy.session)
                 self._drop("its session could not be opened")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, final
 
 import jax
 
-from zstrat.data import ending, is_steady
+from zstrat.data import ending, is_steady, require_data
 from zstrat.errors import OutOfRangeError
 from zstrat.program import StepIterator, kept
 from zstrat.strategy import regroup
 from zstrat.variables import recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator
+    from collections.abc import Callable, Generator, Iterable
 
 
 @final
@@ -82,14 +82,14 @@ class PerDeviceIterator(StepIterator):
         return []
 
 
-def _steady(source: Iterable[Any]) -> Iterator[Any]:
-    """A pass whose elements stay as they are while the next ones are made."""
-    if is_steady(source):
-        return iter(source)
-    return _copied(iter(source))
+def _steady(source: Iterable[Any]) -> Generator[Any, None, None]:
+    """A pass whose elements stay as they are while the next ones are made.
 
-
-def _copied(elements: Iterator[Any]) -> Generator[Any, None, None]:
-    with ending(elements) as source:
-        for element in source:
-            yield jax.tree.map(kept, element)
+    Raises (while iterating):
+        TypeError: An element has an object in it that is no data.
+    """
+    stays = is_steady(source)
+    with ending(iter(source)) as elements:
+        for element in elements:
+            require_data(element)
+            yield element if stays else jax.tree.map(kept, element)

@@ -197,13 +197,22 @@ class DistributionStrategy:
 
     def non_slot_devices(self, var_list: Sequence[AbstractVariable]) -> Any:
         """Where what belongs to all of these variables is kept: the device of the first
-        one by name."""
+        one by name.
+
+        Raises:
+            ValueError: There are none.
+        """
         return self.engine.extended.non_slot_devices(var_list)
 
     def update_non_slot(
         self, colocate_with: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`."""
+        """Runs ``fn(*args, **kwargs)`` at `non_slot_devices`; see `update`.
+
+        Raises:
+            ValueError: An argument has one value per tower.
+            RuntimeError: Called in a tower.
+        """
         named = dict(kwargs)
         grouped = bool(named.pop("grouped", True))
         self._require_operands((args, named))

@@ -1,0 +1,229 @@
+"""What may be a leaf of an element: numbers, booleans, text, records, arrays of them.
+
+numpy wraps whatever else a source gives into an array of one object, and a step would
+take that for a constant of its own. So it is refused where it enters, with its place,
+its type and what to give instead.
+
+Classes that jax knows as pytrees are structure in the datasets of others. jax is asked
+about them if somebody has imported it; else nobody can have told it of a class.
+
+Law of the file: nothing is converted or copied, and arrays of other libraries are not
+read: they may lie on a device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from ._elements import ending
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._tree import Element
+
+SCALARS: Final = bool | int | float | complex | str | bytes
+_TEXT: Final = str | bytes | None
+"""What an array of objects may hold: text and records, and None where one is missing.
+"""
+_DATA: Final = (
+    "no data: elements are numbers, booleans, text, bytes and arrays of these, in "
+    "dicts and tuples"
+)
+
+
+@runtime_checkable
+class Array(Protocol):
+    """An array, numpy's or of another library."""
+
+    def __array__(self) -> Any: ...
+
+
+@runtime_checkable
+class Typed(Protocol):
+    @property
+    def dtype(self) -> Any: ...
+
+
+@runtime_checkable
+class Slices(Protocol):
+    """Rows of a larger array, or numbers at places of one, with their indices."""
+
+    @property
+    def values(self) -> Any: ...
+
+    @property
+    def indices(self) -> Any: ...
+
+    @property
+    def dense_shape(self) -> Any: ...
+
+
+@runtime_checkable
+class Ragged(Protocol):
+    """Rows of different lengths, as TensorFlow has them."""
+
+    @property
+    def values(self) -> Any: ...
+
+    @property
+    def row_splits(self) -> Any: ...
+
+
+@runtime_checkable
+class Densable(Protocol):
+    """A sparse array of scipy or jax."""
+
+    def todense(self) -> Any: ...
+
+
+def require_text(array: Any, path: str, given: object) -> None:
+    """Refuses an array of objects that are not all text, records or None.
+
+    Args:
+        given: What numpy made the array of, for the words.
+
+    Raises:
+        TypeError: Says where, what, and what to give instead.
+    """
+    if not _is_text(array):
+        raise _no_data(given, path)
+
+
+def require_data(element: Element) -> None:
+    """Refuses an element of somebody else's dataset that has a leaf which is no data.
+
+    Raises:
+        TypeError: As `require_text`.
+    """
+    for path, node in _unjudged(element, ""):
+        for place, leaf in _opened(node, path, _is_iterator):
+            if not _is_data(leaf):
+                raise _no_data(leaf, place)
+
+
+def dense(elements: Iterator[Element], why: str) -> Iterator[Element]:
+    """The elements, none of them sparse or ragged.
+
+    Args:
+        why: What would go wrong, and what else to do, as a sentence.
+
+    Raises (while iterating):
+        ValueError: A component is; with its place and ``why``.
+    """
+    with ending(elements) as source:
+        for element in source:
+            _require_dense(element, why)
+            yield element
+            del element  # the reader may be its only owner while the next is made
+
+
+def _require_dense(element: Element, why: str) -> None:
+    for path, node in _unjudged(element, ""):
+        for place, leaf in _opened(node, path, _is_sparse):
+            if _is_sparse(leaf):
+                raise ValueError(
+                    f"component {place or 'of the dataset'} is sparse or ragged (a "
+                    f"{type(leaf).__name__}): {why}"
+                )
+
+
+def _no_data(leaf: object, path: str) -> TypeError:
+    return TypeError(
+        f"component {path or 'of the dataset'} is {_told(leaf)}, and {_DATA}. "
+        f"{_advice(leaf)}"
+    )
+
+
+def _told(leaf: object) -> str:
+    if isinstance(leaf, int):
+        return "an int of more than 64 bits"
+    if not isinstance(leaf, np.ndarray | list):
+        return f"of type {type(leaf).__name__}"
+    items = leaf.flat if isinstance(leaf, np.ndarray) else leaf
+    names = sorted({type(x).__name__ for x in items if not isinstance(x, str)})
+    kind = "an array" if isinstance(leaf, np.ndarray) else "a list"
+    return f"{kind} of objects ({', '.join(names[:5])})"
+
+
+def _advice(leaf: object) -> str:
+    if _is_sparse(leaf):
+        return (
+            "Make it dense (`to_dense()` of zs.IndexedSlices), or give its fields as "
+            "arrays, each a component of its own: {'values': x.values, 'indices': "
+            "x.indices}"
+        )
+    if isinstance(leaf, np.ndarray | list):
+        return (
+            "Give one array of numbers (pad rows of different lengths), or several "
+            "components as a dict or a tuple; a list is one array"
+        )
+    return (
+        "Give its fields as arrays, in a dict or a tuple, or make an array or text of "
+        "it where it is read"
+    )
+
+
+def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
+    """What is neither plain structure nor plainly data, with its place."""
+    kind = type(element)
+    if kind is dict:
+        for key, item in element.items():
+            yield from _unjudged(item, f"{path}[{key!r}]")
+    elif kind is tuple or kind is list:
+        for number, item in enumerate(element):
+            yield from _unjudged(item, f"{path}[{number}]")
+    elif kind is np.ndarray:
+        if element.dtype.hasobject:
+            yield path, element
+    elif element is not None and not isinstance(element, SCALARS | np.generic):
+        yield path, element
+
+
+def _opened(
+    node: Any, path: str, is_leaf: Callable[[Any], bool]
+) -> Iterator[tuple[str, Any]]:
+    """The leaves of what jax knows as a pytree, and what is to count as one; of
+    anything else itself."""
+    jax: Any = sys.modules.get("jax")
+    if jax is not None:
+        found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf)
+        for place, leaf in found:
+            yield path + jax.tree_util.keystr(place), leaf
+    elif isinstance(node, tuple) and not is_leaf(node):
+        for place, leaf in _unjudged(tuple(node), path):  # a named one
+            yield from _opened(leaf, place, is_leaf)
+    else:
+        yield path, node
+
+
+def _is_data(leaf: Any) -> bool:
+    if isinstance(leaf, SCALARS | np.generic):
+        return True
+    if isinstance(leaf, np.ndarray):
+        return not leaf.dtype.hasobject or _is_text(leaf)
+    if isinstance(leaf, Array):
+        return not (isinstance(leaf, Typed) and leaf.dtype == object)
+    try:
+        memoryview(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_text(array: Any) -> bool:
+    is_plain = array.dtype.kind == "O"  # else a record of several fields
+    return is_plain and all(isinstance(x, _TEXT) for x in array.flat)
+
+
+def _is_iterator(node: object) -> bool:
+    """jax warns of it, where it is to say whether that is a leaf."""
+    return isinstance(node, Iterator)
+
+
+def _is_sparse(node: object) -> bool:
+    return isinstance(node, Slices | Ragged | Densable)
