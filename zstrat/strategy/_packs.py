@@ -51,11 +51,12 @@ class Packed:
         ]
 
 
-def by_dtype(values: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Numbers of values that may share an array."""
+def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Numbers of values that may share an array: of one dtype, and of as many replicas,
+    because what is not distributed is that of one."""
     groups: dict[Any, list[int]] = {}
     for number, parts in enumerate(values):
-        groups.setdefault(parts[0].dtype, []).append(number)
+        groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
     return list(groups.values())
 
 

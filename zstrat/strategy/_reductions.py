@@ -24,7 +24,7 @@ from zstrat.variables import IndexedSlices
 
 from ._cross_device import CrossDeviceOps
 from ._devices import device_named, task_names
-from ._packs import Packed, by_dtype
+from ._packs import Packed, alike
 from ._places import places, put
 from ._values import as_array, computable, reduce_slices
 
@@ -81,7 +81,7 @@ class _InPacks(CrossDeviceOps):
         if not values or self.num_packs == 0:
             return [self._total(op, parts) for parts in values]
         found: dict[int, jax.Array] = {}
-        for numbers in by_dtype(values):
+        for numbers in alike(values):
             packed = Packed.of([values[n] for n in numbers], self.num_packs)
             reduced = [self._total(op, x) for x in packed.packs]
             found.update(zip(numbers, packed.unpacked(reduced), strict=True))
