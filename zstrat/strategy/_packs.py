@@ -15,7 +15,7 @@ import numpy as np
 from ._values import concatenate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import jax
 
@@ -49,6 +49,23 @@ class Packed:
             piece.reshape(shape)
             for piece, shape in zip(pieces, self._shapes, strict=True)
         ]
+
+
+def in_packs(
+    values: Sequence[Sequence[Any]],
+    count: int,
+    total: Callable[[Sequence[jax.Array]], jax.Array],
+) -> list[jax.Array]:
+    """What ``total`` makes of the replicas' parts of each value; of ``count`` packs of
+    all values of one dtype, if it is not 0."""
+    if not values or count == 0:
+        return [total(parts) for parts in values]
+    found: dict[int, jax.Array] = {}
+    for numbers in alike(values):
+        packed = Packed.of([values[n] for n in numbers], count)
+        reduced = [total(pack) for pack in packed.packs]
+        found.update(zip(numbers, packed.unpacked(reduced), strict=True))
+    return [found[n] for n in range(len(values))]
 
 
 def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
