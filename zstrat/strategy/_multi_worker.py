@@ -154,10 +154,13 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
+        """The one that was given, else one of TF_CONFIG."""
         return self._resolver
 
     @property
     def communication_options(self) -> CommunicationOptions:
+        """How the processes exchange what they reduce; the default ones, if none were
+        given."""
         return self._options
 
     @property
@@ -167,6 +170,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def extended(self) -> MultiWorkerMirroredExtended:
+        """Devices of this process, what it saves, and values reduced over all of
+        them."""
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:

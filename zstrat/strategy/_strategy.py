@@ -64,7 +64,9 @@ class Strategy(FirstVersion):
 
     @property
     @abc.abstractmethod
-    def extended(self) -> StrategyExtended: ...
+    def extended(self) -> StrategyExtended:
+        """What algorithms need that know of replicas: where these and variables are,
+        values reduced to a place, updates of copies. One for the strategy's life."""
 
     @property
     def cluster_resolver(self) -> Any:
