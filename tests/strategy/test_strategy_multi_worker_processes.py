@@ -71,7 +71,7 @@ def by_one_process(steps):
 
 @pytest.mark.parametrize(
     ("implementation", "devices"),
-    [("auto", 1), ("ring", 2), ("xla", 1), ("xla", 2)],
+    [("auto", 1), ("ring", 2), ("tree", 1), ("xla", 1), ("xla", 2)],
 )
 def test_processes_train_as_one(implementation, devices):
     losses, w = by_one_process(5)
