@@ -146,9 +146,10 @@ class ReplicaContext:
 
         Replicas that are one program give arrays of the same shape. Their lengths along
         ``axis`` may differ where replicas run in turns, and from process to process
-        outside of a step; a compiled step has one shape for all processes.
-        Differentiable, if they do not differ: a replica's gradient is its part of the
-        sum of the incoming gradients.
+        outside of a step. A compiled step has one shape for all processes: with
+        implementation=XLA it is theirs to keep to it, else what differs is refused.
+        Differentiable, if nothing differs: a replica's gradient is its part of the sum
+        of the incoming gradients.
 
         Args:
             axis: An integer, or an integer array without dimensions. Negative: from the
