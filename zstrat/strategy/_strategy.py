@@ -325,7 +325,7 @@ class Strategy(FirstVersion):
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         alone = _alone.alone(team) if team.channel else nullcontext()
-        with ReplicaContext(self, team.first), alone:
+        with ReplicaContext(self, team.replica_id()), alone:
             return fn(*args, **kwargs)
 
 
