@@ -59,6 +59,14 @@ def test_a_value_of_one_device_is_its_own_sum():
     assert float(zs.NcclAllReduce().reduce("sum", np.float32(3), HERE)) == 3.0
 
 
+@pytest.mark.parametrize("ops", OPS)
+def test_a_value_of_one_device_may_come_with_those_of_several(ops):
+    two = zs.PerReplica((np.float32(1), np.float32(2)))
+    for op, expected in (("sum", [3, 5, 3]), ("mean", [1.5, 5, 1.5])):
+        found = ops.batch_reduce(op, [(x, HERE) for x in (two, np.float32(5), two)])
+        assert [float(x) for x in found] == expected
+
+
 def test_a_value_is_broadcast_to_replicas():
     like = zs.PerReplica((1, 2))
     assert zs.NcclAllReduce().broadcast(5, like).values == (5, 5)

@@ -71,7 +71,13 @@ def by_one_process(steps):
 
 @pytest.mark.parametrize(
     ("implementation", "devices", "lane"),
-    [("auto", 1, "auto"), ("ring", 2, "tcp"), ("xla", 1, "auto"), ("xla", 2, "auto")],
+    [
+        ("auto", 1, "auto"),
+        ("ring", 2, "tcp"),
+        ("tree", 1, "tcp"),
+        ("xla", 1, "auto"),
+        ("xla", 2, "auto"),
+    ],
 )
 def test_processes_train_as_one(implementation, devices, lane):
     losses, w = by_one_process(5)

@@ -83,3 +83,10 @@ def test_a_batch_of_many_dtypes_keeps_its_order(ops):
     for x, found in zip(columns, ops.batch_reduce("sum", pairs), strict=True):
         assert np.shape(found) == np.shape(x)
         np.testing.assert_array_equal(found, 2 * np.asarray(x).astype(float))
+
+
+@pytest.mark.parametrize("number", [99, -1])
+def test_the_device_to_reduce_on_is_there(number):
+    words = rf"there is no device {number} in this process; there are /job:.*from 0"
+    with pytest.raises(ValueError, match=words):
+        zs.ReductionToOneDevice(number)

@@ -21,13 +21,14 @@ from zstrat.program._cross import Kind, gather_from, sum_over
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
-    PerReplica,
     as_array,
     as_axes,
     as_axis,
     computable,
     concatenate,
+    is_distributed,
     is_whole,
+    reduce_slices,
     require_axes,
     require_gatherable,
 )
@@ -41,11 +42,14 @@ if TYPE_CHECKING:
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     """The pytree with every leaf reduced over all replicas, and over ``axis`` first.
+    Of `IndexedSlices` the rows of rank 0 come first; duplicates are kept.
 
-    Cost: one collective for all leaves.
+    Cost: one collective for all arrays, and one for all `IndexedSlices`, if there are
+    any.
 
     Raises:
-        ValueError: ``axis`` is outside the rank; replicas differ in shape.
+        ValueError: ``axis`` is outside the rank, or given for IndexedSlices; replicas
+            differ in shape; in a step, processes differ in their number of rows.
         TypeError: ``axis`` is no integer or sequence of integers.
     """
     assert team.channel is not None
@@ -53,32 +57,61 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     leaves: list[Any]
     treedef: Any  # its stubs lack what we call
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-    if any(isinstance(leaf, IndexedSlices) for leaf in leaves):
-        raise NotImplementedError(
-            "strategy.reduce of IndexedSlices over several processes: reduce them in "
-            "the replica function, get_replica_context().all_reduce"
-        )
-    nested, sums, counts = [], [], []
-    for leaf in leaves:
-        parts, inner = _flat_parts(leaf)
-        nested.append((inner, len(parts)))
-        for each in parts:
-            arrays = [
-                summable(as_array(part), mean=op is ReduceOp.MEAN) for part in each
-            ]
-            total, count = _summed(arrays, axes)
-            sums.append(total)
-            counts.append(count)
-    if op is ReduceOp.MEAN:
-        weights = [np.asarray(count, np.int32) for count in counts]
-        both = _over(team.channel, [*sums, *weights])
-        found = [s / n for s, n in zip(both, both[len(sums) :], strict=False)]
-    else:
-        found = _over(team.channel, sums)
-    left = iter(found)
+    flat = [_flat_parts(leaf) for leaf in leaves]
+    columns = [parts for each, _ in flat for parts in each]
+    sparse = [any(map(_is_slices, parts)) for parts in columns]
+    dense = [x for x, flag in zip(columns, sparse, strict=True) if not flag]
+    rows = [x for x, flag in zip(columns, sparse, strict=True) if flag]
+    if rows and axes is not None:
+        raise ValueError("IndexedSlices are reduced with axis=None")
+    sums = iter(_sums_across(team.channel, op, dense, axes))
+    slices = iter(_slices_across(team.channel, op, rows))
+    found = iter([next(slices if flag else sums) for flag in sparse])
     return treedef.unflatten(
-        [inner.unflatten([next(left) for _ in range(n)]) for inner, n in nested]
+        [inner.unflatten([next(found) for _ in parts]) for parts, inner in flat]
     )
+
+
+def _sums_across(
+    channel: Channel,
+    op: ReduceOp,
+    columns: Sequence[Sequence[Any]],
+    axes: tuple[int, ...] | None,
+) -> list[Any]:
+    """The sums or means over all processes, of arrays of which there are the parts of
+    this one."""
+    is_mean = op is ReduceOp.MEAN
+    sums, counts = [], []
+    for parts in columns:
+        arrays = [summable(as_array(part), mean=is_mean) for part in parts]
+        total, count = _summed(arrays, axes)
+        sums.append(total)
+        counts.append(count)
+    if not is_mean:
+        return _over(channel, sums)
+    weights = [np.asarray(count, np.int32) for count in counts]
+    both = _over(channel, [*sums, *weights])
+    return [s / n for s, n in zip(both, both[len(sums) :], strict=False)]
+
+
+def _slices_across(
+    channel: Channel,
+    op: ReduceOp,
+    columns: Sequence[Sequence[Any]],
+) -> list[IndexedSlices]:
+    """The rows of all processes, of IndexedSlices of which there are the parts of this
+    one."""
+    mine = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
+    fronts = [array for each in mine for array in (each.values, each.indices)]
+    joined = iter(_joined(channel, fronts))
+    found = []
+    for parts, each in zip(columns, mine, strict=True):
+        values, indices = next(joined), next(joined)
+        if op is ReduceOp.MEAN:
+            # Every process runs the same program, with as many replicas.
+            values = values / (len(parts) * channel.size)
+        found.append(IndexedSlices(values, indices, each.dense_shape))
+    return found
 
 
 def gather_across(team: Team, value: Any, axis: Any) -> Any:
@@ -104,15 +137,24 @@ def _gathered(channel: Channel, parts: Sequence[Any], axis: int) -> Any:
     require_gatherable(list(parts))
     mine = concatenate(parts, axis)
     (axis,) = require_axes((axis,), mine.shape)
+    of = jnp if _is_traced() else np
+    (whole,) = _joined(channel, [of.moveaxis(of.asarray(mine), axis, 0)])
+    return of.moveaxis(whole, 0, axis)
+
+
+def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
+    """The rows that all processes have of these arrays, those of rank 0 first."""
+    if not fronts:
+        return []
     if _is_traced():
-        moved = jnp.moveaxis(jnp.asarray(mine), axis, 0)
-        return jnp.moveaxis(gather_from(channel, [moved])[0], 0, axis)
-    front = np.moveaxis(np.asarray(mine), axis, 0)
-    whole = channel.carry_out(Kind.GATHER, [np.ascontiguousarray(front)])[0]
-    return np.moveaxis(np.asarray(whole), 0, axis)
+        return gather_from(channel, [jnp.asarray(x) for x in fronts])
+    mine = [np.ascontiguousarray(x) for x in fronts]
+    return channel.carry_out(Kind.GATHER, mine)
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
+    if not arrays:
+        return []
     if _is_traced():
         return list(sum_over(channel, arrays))
     return channel.carry_out(Kind.SUM, arrays)
@@ -124,12 +166,15 @@ def _is_traced() -> bool:
 
 
 def _flat_parts(leaf: Any) -> tuple[list[list[Any]], Any]:
-    """Per array in a value the parts of this process's replicas."""
-    values = leaf.values if isinstance(leaf, PerReplica) else (leaf,)
-    flat = [jax.tree.flatten(value) for value in values]
-    return [list(parts) for parts in zip(*[f for f, _ in flat], strict=True)], flat[0][
-        1
-    ]
+    """Per array, or IndexedSlices, in a value the parts of this process's replicas."""
+    values = leaf.values if is_distributed(leaf) else (leaf,)
+    flat = [jax.tree.flatten(value, is_leaf=_is_slices) for value in values]
+    columns = zip(*[leaves for leaves, _ in flat], strict=True)
+    return [list(parts) for parts in columns], flat[0][1]
+
+
+def _is_slices(node: object) -> bool:
+    return isinstance(node, IndexedSlices)
 
 
 def _summed(arrays: Sequence[Any], axes: tuple[int, ...] | None) -> tuple[Any, int]:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from zstrat.collectives import ReduceOp
 from zstrat.program import _alone
 from zstrat.variables import creator
@@ -23,12 +26,10 @@ from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
 from ._meetings import gathering, merging, own, reducing
 from ._turns import NeedsTurns, turn
-from ._values import as_axis, reduction, require_gatherable
+from ._values import as_axis, reduction, require_axes, require_gatherable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    import jax
 
     from zstrat.variables import Aside, Creator
 
@@ -69,8 +70,9 @@ class Scope:
 class ReplicaContext:
     """What a replica function knows about itself.
 
-    With several replicas per worker, they are one traced program: the id is a traced
-    int32, and `all_reduce` is a collective over the worker's devices.
+    Several replicas of a worker are one traced program, in which the id is a traced
+    int32 and `all_reduce` a collective over the worker's devices; or they take turns,
+    each with its id as an int, and meet for what they do together.
     """
 
     def __init__(self, strategy: Strategy, replica_id: int | jax.Array) -> None:
@@ -80,15 +82,20 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Strategy:
+        """The one whose replica this is."""
         return self._strategy
 
     @property
     def num_replicas_in_sync(self) -> int:
+        """How many replicas compute together, in all processes; on parameter servers
+        those of one worker."""
         return self._strategy.num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int | jax.Array:
-        """From 0 to ``num_replicas_in_sync - 1``."""
+        """From 0 to ``num_replicas_in_sync - 1``: an int32 that is traced where several
+        replicas are one program, and with implementation=XLA in a step, which is one of
+        all processes; elsewhere an int."""
         return self._replica_id
 
     @property
@@ -103,7 +110,11 @@ class ReplicaContext:
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        raise NeedsTurns("it asks for the device of its replica")
+        if (mine := turn.get()) is not None:
+            return (devices[mine.number],)
+        if self._is_one_of_many:
+            raise NeedsTurns("it asks for the device of its replica")
+        return (devices[0],)
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: object = None
@@ -112,14 +123,19 @@ class ReplicaContext:
 
         ``options`` is taken for TF's sake: the strategy knows how. Differentiable: the
         gradient is the same reduction of the incoming gradients. `IndexedSlices` are
-        concatenated, duplicates kept.
+        concatenated, duplicates kept; a mean divides their values by the number of
+        replicas. In a step all processes have equally many rows.
 
         Cost: one collective over the devices of the process for all dense leaves, and
         one between the processes of the strategy, if there are several.
 
         Raises:
-            ValueError: ``reduce_op`` is no reduction.
-            RuntimeError: This is not the replica context that is current.
+            ValueError: ``reduce_op`` is no reduction; replicas that run in turns bring
+                different structures or shapes; in a step, processes bring different
+                numbers of rows.
+            InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
+            RuntimeError: This is not the replica context that is current; or, where
+                replicas run in turns, a function that jax transforms calls it.
         """
         del options
         self._require_current()
@@ -134,21 +150,34 @@ class ReplicaContext:
         """Concatenates a pytree over the replicas along ``axis``, in replica order, for
         each of them.
 
-        Every replica gives an array of the same shape. Differentiable: a replica's
-        gradient is its part of the sum of the incoming gradients.
+        Replicas that are one program give arrays of the same shape. Their lengths along
+        ``axis`` may differ where replicas run in turns, and from process to process
+        outside of a step. A compiled step has one shape for all processes: with
+        implementation=XLA it is theirs to keep to it, else what differs is refused.
+        Differentiable, if nothing differs: a replica's gradient is its part of the sum
+        of the incoming gradients.
 
-        ``axis`` is an integer, or an integer array without dimensions.
+        Args:
+            axis: An integer, or an integer array without dimensions. Negative: from the
+                end.
 
         Raises:
             TypeError: ``axis`` is no integer.
             NotImplementedError: A leaf is an `IndexedSlices`.
-            ValueError: A leaf has rank 0.
-            RuntimeError: This is not the replica context that is current.
+            ValueError: A leaf has rank 0 or no such axis; replicas that run in turns
+                bring different structures, or arrays that differ in another dimension;
+                in a step, the processes give arrays of different lengths.
+            InvalidArgumentError: Arrays of processes differ in another dimension, or in
+                their dtype.
+            RuntimeError: This is not the replica context that is current; or, where
+                replicas run in turns, a function that jax transforms calls it.
         """
         del options
         self._require_current()
         require_gatherable(value)
         along = as_axis(axis, "all_gather")
+        for leaf in jax.tree.leaves(value):
+            require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
@@ -169,17 +198,24 @@ class ReplicaContext:
         turns with the others, not as one program for all.
 
         Raises:
-            RuntimeError: This is not the replica context that is current, or the
-                replicas make different numbers of calls.
+            RuntimeError: This is not the replica context that is current, the replicas
+                make different numbers of calls, or one of several calls it in a
+                function that jax transforms, which cannot wait for the others.
         """
         self._require_current()
         named = kwargs or {}
         if (mine := turn.get()) is not None:
             return mine.meet(merging(self._strategy, merge_fn, args, named))
-        if not isinstance(self._replica_id, int):
+        if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
         with entered(Frame(self._strategy)), _alone.merged():
             return merge_fn(self._strategy, *args, **named)
+
+    @property
+    def _is_one_of_many(self) -> bool:
+        """Whether this process has other replicas in the same program."""
+        is_traced = not isinstance(self._replica_id, int)
+        return is_traced and self._strategy._team().local > 1
 
     def _require_current(self) -> None:
         frame = current()

@@ -62,6 +62,7 @@ class DefaultStrategy(Strategy):
 
     @property
     def extended(self) -> DefaultExtended:
+        """Of one device, where everything is."""
         return self._extended
 
     @property

@@ -88,11 +88,16 @@ def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
-    """All get the sum or mean of a pytree; see `Team.all_reduce`."""
+    """All get the sum or mean of a pytree; see `Team.all_reduce`.
+
+    ``join`` raises ValueError if they bring different structures or shapes.
+    """
     mean = op is ReduceOp.MEAN
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = _columns(values)
+        for column in columns:
+            _require_alike(column)
         reduced = [
             _joined(team, column, mean)
             if isinstance(column[0], IndexedSlices)
@@ -182,6 +187,29 @@ def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     if len(treedefs) > 1:
         raise ValueError(f"the replicas bring different structures: {treedefs}")
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
+
+
+def _require_alike(column: Sequence[Any]) -> None:
+    """Refuses what addition would spread over the others, or could not take.
+
+    Raises:
+        ValueError: Replicas have arrays of different shapes, or some IndexedSlices and
+            others arrays.
+    """
+    sparse = [_is_slices(x) for x in column]
+    if all(sparse):
+        return
+    if any(sparse):
+        raise ValueError(
+            "all_reduce: some replicas bring IndexedSlices and others arrays: make it "
+            "the same kind on all of them"
+        )
+    shapes = [np.shape(x) for x in column]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"all_reduce: the replicas bring arrays of the shapes {shapes}: expected "
+            "one shape for all; pad them, or use all_gather"
+        )
 
 
 def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:

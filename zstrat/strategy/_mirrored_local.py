@@ -33,7 +33,8 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
         devices: TF's names (``"GPU:0"``, ``"/device:CPU:1"``) or devices of jax. Left
             out: all of this process, accelerators if there are any.
         cross_device_ops: What brings values together outside of steps
-            (``extended.reduce_to``); in steps it is XLA.
+            (``extended.reduce_to``); in steps it is XLA. Left out: `NcclAllReduce`, or
+            `ReductionToOneDevice` if there is a CPU among the devices.
 
     Raises:
         ValueError: There is no such device, one is named twice, or none at all.
@@ -73,7 +74,8 @@ def _chosen(devices: Sequence[str | jax.Device] | None) -> list[jax.Device]:
 
 
 def _usual(devices: Sequence[jax.Device]) -> CrossDeviceOps:
-    """What TF takes: an all-reduce on GPUs, one device elsewhere."""
+    """What TF takes: one device if there is a CPU among them, else an all-reduce, which
+    XLA carries out on whatever accelerators they are."""
     if any(device.platform == "cpu" for device in devices):
         return ReductionToOneDevice()
     return NcclAllReduce()

@@ -155,10 +155,13 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
+        """The one that was given, else one of TF_CONFIG."""
         return self._resolver
 
     @property
     def communication_options(self) -> CommunicationOptions:
+        """How the processes exchange what they reduce; the default ones, if none were
+        given."""
         return self._options
 
     @property
@@ -168,6 +171,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     @property
     def extended(self) -> MultiWorkerMirroredExtended:
+        """Devices of this process, what it saves, and values reduced over all of
+        them."""
         return self._extended
 
     def reform(self, *, timeout: float | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from ._values import concatenate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import jax
 
@@ -51,11 +51,29 @@ class Packed:
         ]
 
 
-def by_dtype(values: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Numbers of values that may share an array."""
+def in_packs(
+    values: Sequence[Sequence[Any]],
+    count: int,
+    total: Callable[[Sequence[jax.Array]], jax.Array],
+) -> list[jax.Array]:
+    """What ``total`` makes of the replicas' parts of each value; of ``count`` packs of
+    all values of one dtype, if it is not 0."""
+    if not values or count == 0:
+        return [total(parts) for parts in values]
+    found: dict[int, jax.Array] = {}
+    for numbers in alike(values):
+        packed = Packed.of([values[n] for n in numbers], count)
+        reduced = [total(pack) for pack in packed.packs]
+        found.update(zip(numbers, packed.unpacked(reduced), strict=True))
+    return [found[n] for n in range(len(values))]
+
+
+def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Numbers of values that may share an array: of one dtype, and of as many replicas,
+    because what is not distributed is that of one."""
     groups: dict[Any, list[int]] = {}
     for number, parts in enumerate(values):
-        groups.setdefault(parts[0].dtype, []).append(number)
+        groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
     return list(groups.values())
 
 

@@ -127,6 +127,7 @@ class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
 
     @property
     def extended(self) -> ParameterServerExtended:
+        """Devices of one worker, and the parameter servers, where variables are."""
         return self._extended
 
     def experimental_distribute_dataset(  # type: ignore[override]  # no elements here

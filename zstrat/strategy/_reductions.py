@@ -11,6 +11,7 @@ replicas is reduced by numpy, and narrowed by nobody.
 from __future__ import annotations
 
 import abc
+import functools
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -22,9 +23,10 @@ from zstrat.program._collective import summable
 from zstrat.program._narrow import is_narrowed
 from zstrat.variables import IndexedSlices
 
+from ._all_reduced import all_reduced, at
 from ._cross_device import CrossDeviceOps
 from ._devices import device_named, task_names
-from ._packs import Packed, by_dtype
+from ._packs import in_packs
 from ._places import places, put
 from ._values import as_array, computable, reduce_slices
 
@@ -67,25 +69,14 @@ class _InPacks(CrossDeviceOps):
         dense = [
             v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
         ]
-        reduced = iter(self._reduce_dense(reduce_op, dense))
+        total = functools.partial(self._total, reduce_op)
+        reduced = iter(in_packs(dense, self.num_packs, total))
         found = [
             reduce_slices(reduce_op, parts) if is_sparse else next(reduced)
             for parts, is_sparse in zip(values, sparse, strict=True)
         ]
         where = [places(destination) for _, destination in value_destination_pairs]
         return [put(*pair) for pair in zip(found, where, strict=True)]
-
-    def _reduce_dense(
-        self, op: ReduceOp, values: Sequence[Sequence[Any]]
-    ) -> list[jax.Array]:
-        if not values or self.num_packs == 0:
-            return [self._total(op, parts) for parts in values]
-        found: dict[int, jax.Array] = {}
-        for numbers in by_dtype(values):
-            packed = Packed.of([values[n] for n in numbers], self.num_packs)
-            reduced = [self._total(op, x) for x in packed.packs]
-            found.update(zip(numbers, packed.unpacked(reduced), strict=True))
-        return [found[n] for n in range(len(values))]
 
 
 @final
@@ -120,7 +111,9 @@ class ReductionToOneDevice(_InPacks):
 
 
 class _AllReduce(_InPacks):
-    """Leaves the reduction to XLA, in one program for all the devices."""
+    """Leaves the reduction to XLA, in one program for all the devices, where each
+    replica's value is on a device of its own. All else is brought together where the
+    first value is, and summed there."""
 
     def __init__(self, num_packs: int = 1) -> None:
         if num_packs < 0:
@@ -128,6 +121,18 @@ class _AllReduce(_InPacks):
                 f"NCCL all-reduce requires num_packs >= 0, but {num_packs} is given"
             )
         self.num_packs = num_packs
+
+    def batch_reduce_implementation(
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
+    ) -> list[Any]:
+        pairs = value_destination_pairs
+        found = all_reduced(reduce_op, [value for value, _ in pairs], self.num_packs)
+        rest = [pair for number, pair in enumerate(pairs) if number not in found]
+        others = iter(super().batch_reduce_implementation(reduce_op, rest, options))
+        return [
+            at(found[number], places(destination)) if number in found else next(others)
+            for number, (_, destination) in enumerate(pairs)
+        ]
 
     def _total(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
         there = computable(parts)
@@ -141,6 +146,12 @@ class _AllReduce(_InPacks):
 class NcclAllReduce(_AllReduce):
     """An all-reduce by XLA, which is NCCL's on GPUs.
 
+    Values that `run` returned, and any of which each replica's is an array of jax on a
+    device of its own, are reduced by one program on these devices, whatever the
+    destination: a result for other devices is copied there. `IndexedSlices` are
+    concatenated, and all else (numpy, values in a step, several on one device) is
+    stacked where the first value is, and summed there.
+
     Args:
         num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.
 
@@ -151,7 +162,8 @@ class NcclAllReduce(_AllReduce):
 
 @final
 class HierarchicalCopyAllReduce(_AllReduce):
-    """An all-reduce by XLA, which knows how the devices hang together.
+    """An all-reduce by XLA, which knows how the devices hang together: what
+    `NcclAllReduce` is, under TF's other name.
 
     Args:
         num_packs: Of how many arrays a batch of values is made; 0 leaves it as it is.

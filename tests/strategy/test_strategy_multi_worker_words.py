@@ -1,0 +1,71 @@
+"""What a process of a cluster is told that cannot be part of a strategy's job."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ranks import Board, Threads, ranks
+
+import zstrat as zs
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+from zstrat.program._collective import AXIS
+from zstrat.program._cross import PROCESS
+from zstrat.strategy import _multi_worker
+
+SPEC = ClusterSpec({"worker": ["127.0.0.1:9000", "127.0.0.1:9001"]})
+
+
+def alone(*_):
+    return Threads(Board(1), 0)
+
+
+@pytest.mark.parametrize("task", [(None, None), ("worker", None), (None, 0)])
+def test_a_process_knows_which_task_it_is(task):
+    job, index = task
+    resolver = SimpleClusterResolver(SPEC, task_type=job, task_id=index)
+    words = (
+        "When `cluster_spec` is not empty, both `task_type` and `task_id` must be "
+        "specified."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}$"):
+        zs.MultiWorkerMirroredStrategy(resolver, group=alone)
+
+
+def test_a_job_of_jax_is_not_formed_anew(monkeypatch):
+    devices = np.array(jax.devices()[:1]).reshape(1, 1)
+    mesh = jax.sharding.Mesh(devices, (PROCESS, AXIS))
+    monkeypatch.setattr(_multi_worker, "joined", lambda *_: mesh)
+    strategy = zs.MultiWorkerMirroredStrategy(
+        SimpleClusterResolver(SPEC, task_type="worker", task_id=0),
+        zs.CommunicationOptions(implementation="xla"),
+        group=alone,
+    )
+    words = "implementation=XLA cannot be formed anew, .* restore a checkpoint"
+    with pytest.raises(RuntimeError, match=words):
+        strategy.reform()
+
+
+def gathered(strategy, rank, axis):
+    """Rank n has n + 1 rows, or columns, of its number."""
+    mine = jnp.full((rank + 1, 2) if axis == 0 else (2, rank + 1), rank)
+    return strategy.run(lambda: zs.get_replica_context().all_gather(mine, axis))
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"), [(0, [[0, 0], [1, 1], [1, 1]]), (1, [[0, 1, 1]] * 2)]
+)
+def test_replicas_of_processes_give_different_lengths_outside_of_steps(axis, expected):
+    for found in ranks(2, lambda *my: gathered(*my, axis)):
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_step_has_one_length_for_all_processes(axis):
+    def program(strategy, rank):
+        return zs.function(lambda: gathered(strategy, rank, axis))()
+
+    words = "gave . rows to a gather.*in a step each gives equally many"
+    with pytest.raises(ValueError, match=words):
+        ranks(2, program)
