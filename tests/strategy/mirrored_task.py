@@ -43,9 +43,14 @@ def main(implementation, steps, dies_before=-1):
                 value, gradient = zs.value_and_grad(loss)(w)
                 optimizer.apply_gradients(gradient, w)
                 step.assign_add(1)
-                return value
+                context = zs.get_replica_context()
+                # Broadcast: of that XLA takes a constant for the same in all processes.
+                numbers = jnp.full((1, 2), context.replica_id_in_sync_group)
+                return value, context.all_gather(numbers, 0)
 
-            return strategy.reduce("sum", strategy.run(replica, args=(x, y)), None)
+            value, numbers = strategy.run(replica, args=(x, y))
+            first = strategy.experimental_local_results(numbers)[0]
+            return strategy.reduce("sum", value, None), first
 
         mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
         losses, told = {}, []
@@ -53,7 +58,9 @@ def main(implementation, steps, dies_before=-1):
             if now == dies_before:
                 os.kill(os.getpid(), signal.SIGKILL)
             try:
-                losses[now] = float(train_step(X[mine], Y[mine]))
+                loss, numbers = train_step(X[mine], Y[mine])
+                losses[now] = float(loss)
+                assert numbers[:, 0].tolist() == list(range(size * devices))
             except LOST as error:
                 told.append(str(error))
                 strategy.reform(timeout=60)

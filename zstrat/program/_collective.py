@@ -26,7 +26,7 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
-from ._cross import Channel, first_of, gather_from, sum_over
+from ._cross import PROCESS, Channel, first_of, gather_from, sum_over, within_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,9 +65,15 @@ class Team:
     def replica_id(self) -> int | jax.Array:
         """The number of the replica that runs, from 0; int32 where several replicas are
         one program."""
-        if self.local == 1:
-            return self.first
-        return jax.lax.axis_index(AXIS) + self.first
+        return self.id_of(0 if self.local == 1 else jax.lax.axis_index(AXIS))
+
+    def id_of(self, replica: int | jax.Array) -> int | jax.Array:
+        """The number that a replica of this process has among all of them."""
+        if within_mesh.get():
+            # One program for all processes: XLA takes a number that is written in it
+            # for that of each of them, and would gather one process's own from all.
+            return jax.lax.axis_index(PROCESS) * self.local + replica
+        return self.first + replica
 
     def all_reduce(self, tree: Any, *, mean: bool) -> Any:
         """Sums (or averages) the pytree; every replica gets the result.

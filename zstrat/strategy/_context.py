@@ -93,7 +93,9 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> int | jax.Array:
-        """From 0 to ``num_replicas_in_sync - 1``."""
+        """From 0 to ``num_replicas_in_sync - 1``: an int32 that is traced where several
+        replicas are one program, and with implementation=XLA in a step, which is one of
+        all processes; elsewhere an int."""
         return self._replica_id
 
     @property
@@ -108,7 +110,11 @@ class ReplicaContext:
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        raise NeedsTurns("it asks for the device of its replica")
+        if (mine := turn.get()) is not None:
+            return (devices[mine.number],)
+        if self._is_one_of_many:
+            raise NeedsTurns("it asks for the device of its replica")
+        return (devices[0],)
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: object = None
@@ -200,10 +206,16 @@ class ReplicaContext:
         named = kwargs or {}
         if (mine := turn.get()) is not None:
             return mine.meet(merging(self._strategy, merge_fn, args, named))
-        if not isinstance(self._replica_id, int):
+        if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
         with entered(Frame(self._strategy)), _alone.merged():
             return merge_fn(self._strategy, *args, **named)
+
+    @property
+    def _is_one_of_many(self) -> bool:
+        """Whether this process has other replicas in the same program."""
+        is_traced = not isinstance(self._replica_id, int)
+        return is_traced and self._strategy._team().local > 1
 
     def _require_current(self) -> None:
         frame = current()

@@ -96,7 +96,7 @@ def in_turns(
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
         own_args, own_kwargs = selected
-        with ReplicaContext(strategy, team.first + number):
+        with ReplicaContext(strategy, team.id_of(number)):
             return fn(*own_args, **own_kwargs)
 
     @contextmanager

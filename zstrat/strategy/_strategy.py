@@ -65,8 +65,7 @@ class Strategy(FirstVersion):
     @property
     @abc.abstractmethod
     def extended(self) -> StrategyExtended:
-        """What algorithms need that know of replicas: where these and variables are,
-        values reduced to a place, updates of copies. One for the strategy's life."""
+        """What algorithms need that know of replicas: places, reductions, updates."""
 
     @property
     def cluster_resolver(self) -> Any:
@@ -325,7 +324,7 @@ class Strategy(FirstVersion):
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         alone = _alone.alone(team) if team.channel else nullcontext()
-        with ReplicaContext(self, team.first), alone:
+        with ReplicaContext(self, team.replica_id()), alone:
             return fn(*args, **kwargs)
 
 
