@@ -65,8 +65,7 @@ class Strategy(FirstVersion):
     @property
     @abc.abstractmethod
     def extended(self) -> StrategyExtended:
-        """What algorithms need that know of replicas: where these and variables are,
-        values reduced to a place, updates of copies. One for the strategy's life."""
+        """What algorithms need that know of replicas: places, reductions, updates."""
 
     @property
     def cluster_resolver(self) -> Any:
