@@ -21,7 +21,8 @@ from zstrat.program._cross import Kind, gather_from, sum_over
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
-    PerReplica,
+    DistributedValues,
+    Mirrored,
     as_array,
     as_axes,
     as_axis,
@@ -61,6 +62,8 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     nested, sums, counts = [], [], []
     for leaf in leaves:
         parts, inner = _flat_parts(leaf)
+        if op is ReduceOp.MEAN and isinstance(leaf, Mirrored):
+            parts = [each[:1] for each in parts]
         nested.append((inner, len(parts)))
         for each in parts:
             arrays = [
@@ -125,7 +128,7 @@ def _is_traced() -> bool:
 
 def _flat_parts(leaf: Any) -> tuple[list[list[Any]], Any]:
     """Per array in a value the parts of this process's replicas."""
-    values = leaf.values if isinstance(leaf, PerReplica) else (leaf,)
+    values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
     flat = [jax.tree.flatten(value) for value in values]
     return [list(parts) for parts in zip(*[f for f, _ in flat], strict=True)], flat[0][
         1

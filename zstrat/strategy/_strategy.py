@@ -21,7 +21,7 @@ from zstrat.variables import Variable
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
-from ._copy_home import as_values, copies_of
+from ._copy_home import by_copies, copies_of
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
@@ -32,7 +32,6 @@ from ._values import (
     PerReplica,
     ValueContext,
     gather_values,
-    is_whole,
     local_results,
     reduce_values,
     reduction,
@@ -184,10 +183,10 @@ class Strategy(FirstVersion):
         """
         _context.require_cross_replica(self, "reduce()")
         self._used("reduce")
-        op, team = reduction(reduce_op), self._team()
+        op, team, value = reduction(reduce_op), self._team(), by_copies(value)
         if team.channel is not None:
             return reduce_across(team, op, value, axis)
-        return reduce_values(op, _by_copies(value), axis, self.num_replicas_in_sync)
+        return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
@@ -204,17 +203,17 @@ class Strategy(FirstVersion):
             ValueError: Scalars, or shapes that differ in another dimension.
         """
         _context.require_cross_replica(self, "gather()")
-        team = self._team()
+        team, value = self._team(), by_copies(value)
         if team.channel is not None:
             return gather_across(team, value, axis)
-        return gather_values(_by_copies(value), axis, self.num_replicas_in_sync)
+        return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """One entry per local replica; ``(value,)`` for what is not distributed. Of a
         variable of several devices its copies, each a variable."""
         if isinstance(value, Variable):
             return copies_of(value)
-        return local_results(_by_copies(value, lambda v: PerReplica(copies_of(v))))
+        return local_results(by_copies(value, lambda v: PerReplica(copies_of(v))))
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
@@ -325,14 +324,3 @@ class Strategy(FirstVersion):
         alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:
             return fn(*args, **kwargs)
-
-
-def _by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """The pytree with what replicas have in place of variables; without any, itself."""
-    if not any(
-        isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
-    ):
-        return tree
-    return jax.tree.map(
-        lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
-    )
