@@ -22,7 +22,6 @@ from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
     DistributedValues,
-    Mirrored,
     as_array,
     as_axes,
     as_axis,
@@ -62,8 +61,6 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
     nested, sums, counts = [], [], []
     for leaf in leaves:
         parts, inner = _flat_parts(leaf)
-        if op is ReduceOp.MEAN and isinstance(leaf, Mirrored):
-            parts = [each[:1] for each in parts]
         nested.append((inner, len(parts)))
         for each in parts:
             arrays = [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zstrat.collectives import ReduceOp
 from zstrat.program._copies import copies_of as copies_now
 from zstrat.program._copies import is_on_read
 from zstrat.variables import (
@@ -81,6 +82,18 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
         return tree
     return jax.tree.map(
         lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
+    )
+
+
+def reducible(op: ReduceOp, tree: Any) -> Any:
+    """The same, to be reduced: for a mean, one of values that are equal."""
+    found = by_copies(tree)
+    if op is not ReduceOp.MEAN:
+        return found
+    return jax.tree.map(
+        lambda leaf: leaf.values[0] if isinstance(leaf, Mirrored) else leaf,
+        found,
+        is_leaf=is_whole,
     )
 
 

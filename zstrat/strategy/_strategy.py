@@ -11,8 +11,6 @@ import abc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
-
 from zstrat.data import InputContext
 from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
@@ -21,7 +19,7 @@ from zstrat.variables import Variable
 from . import _context
 from ._across import gather_across, reduce_across
 from ._context import ReplicaContext, Scope
-from ._copy_home import by_copies, copies_of
+from ._copy_home import by_copies, copies_of, reducible
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
@@ -41,6 +39,8 @@ from ._values import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+
+    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
@@ -183,7 +183,8 @@ class Strategy(FirstVersion):
         """
         _context.require_cross_replica(self, "reduce()")
         self._used("reduce")
-        op, team, value = reduction(reduce_op), self._team(), by_copies(value)
+        op, team = reduction(reduce_op), self._team()
+        value = reducible(op, value)
         if team.channel is not None:
             return reduce_across(team, op, value, axis)
         return reduce_values(op, value, axis, self.num_replicas_in_sync)
