@@ -14,7 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program._collective import Together, summable, together
+from zstrat.program._collective import (
+    Together,
+    rows_of_mean,
+    summable,
+    together,
+)
 from zstrat.program._cross import first_of, gather_from, sum_over
 from zstrat.program._substitution import is_live
 from zstrat.variables import (
@@ -160,7 +165,10 @@ def _combined(
     mean = how is Together.MEAN
     if has_rows:
         slices = [IndexedSlices(values, indices) for indices, values in several]
-        joined = _joined(team, slices, mean)
+        is_cut = mean and slices[0].values.dtype.kind in "iu"
+        joined = _joined(team, slices, mean and not is_cut)
+        if is_cut:
+            return rows_of_mean(joined, team.size)
         return joined.indices, joined.values
     (column,) = zip(*several, strict=True)
     dtype = column[0].dtype
