@@ -16,11 +16,26 @@ class _Itself:
     """A variable that a function returns, as a part of the structure of its result."""
 
     def __init__(self, variable: AbstractVariable) -> None:
+        self.which = _Which(variable)
+
+
+class _Which:
+    """Says which variable it is: structures are compared, and what is compared in place
+    of a variable are its values."""
+
+    def __init__(self, variable: AbstractVariable) -> None:
         self.variable = variable
+        self._key = type(variable), tuple([x.spec for x in variable.components])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Which) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
 
 jax.tree_util.register_pytree_node(
-    _Itself, lambda node: ((), node.variable), lambda variable, _: variable
+    _Itself, lambda node: ((), node.which), lambda which, _: which.variable
 )
 
 
