@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zstrat.variables import AbstractVariable
@@ -47,6 +48,8 @@ def returned(leaf: Any) -> Any:
     """
     if isinstance(leaf, AbstractVariable):
         return _Itself(leaf)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise NeedsTurns("it returns a random key")
     if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
         return leaf
     raise NeedsTurns(f"it returns a {type(leaf).__name__}")
