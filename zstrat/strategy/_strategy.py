@@ -140,8 +140,8 @@ class Strategy(FirstVersion):
         - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
           or a shape of what is computed, or the number of the replica;
         - it creates variables;
-        - it returns a random key, or what is neither an array, nor a number or text, nor
-          a variable;
+        - it returns what is neither an array, nor a number or text, nor a variable, or
+          random keys;
         - replicas are given arrays of different shapes;
         - it is a ``zs.function(eager=True)``, or called in one.
 
