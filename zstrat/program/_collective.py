@@ -120,7 +120,7 @@ class Team:
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""
-        arrays = [summable(jnp.asarray(leaf), mean=mean) for leaf in leaves]
+        arrays = [strong(summable(jnp.asarray(leaf), mean=mean)) for leaf in leaves]
         if self.local > 1:
             arrays = _psum(arrays, AXIS)
         if self.channel is not None:
@@ -155,7 +155,7 @@ class Team:
         return IndexedSlices(values, indices, slices.dense_shape)
 
     def _gathered(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [strong(jnp.asarray(leaf)) for leaf in leaves]
         if self.local > 1:
             arrays = [jax.lax.all_gather(x, AXIS, tiled=True) for x in arrays]
         return arrays if self.channel is None else gather_from(self.channel, arrays)
@@ -178,6 +178,15 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
 
 def _is_slices(node: Any) -> bool:
     return isinstance(node, IndexedSlices)
+
+
+def strong(array: jax.Array) -> jax.Array:
+    """The array in its dtype, whatever it meets: what replicas have together is no
+    Python number any more, and a sum is not cut to the bytes of what it meets."""
+    if not jax.typeof(array).weak_type:
+        return array
+    found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
+    return found
 
 
 def summable(array: Any, *, mean: bool) -> Any:

@@ -17,6 +17,7 @@ from zstrat.collectives import ReduceOp
 from zstrat.program._collective import (
     Together,
     rows_of_mean,
+    strong,
     summable,
     together,
 )
@@ -84,12 +85,7 @@ def _is_bound(leaf: Any) -> bool:
 def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
     if array.devices() != {device}:
         array = jax.device_put(array, device)
-    found = loose(array)
-    if found is array or not jax.typeof(array).weak_type:
-        return found
-    with jax.default_device(device):
-        weak = jnp.full(array.shape, array.dtype.type(0).item())
-        return weak.at[...].set(found)
+    return loose(array)
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
@@ -141,13 +137,13 @@ def updating(
 
 def own(tree: Any) -> Any:
     """What all replicas are given, as arrays that are this replica's: on its device,
-    and other objects than those of the others."""
+    other objects than those of the others, and of the dtype that they have together."""
     return jax.tree.map(_own, tree)
 
 
 def _own(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
-        return jnp.copy(array)
+        return jnp.copy(strong(array))
     return jnp.asarray(np.array(array))
 
 
