@@ -94,11 +94,15 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = _columns(values)
+        sparse = [_is_slices(column[0]) for column in columns]
+        plain = [
+            x for x, is_sparse in zip(columns, sparse, strict=True) if not is_sparse
+        ]
+        # In the order in which one program does it: other processes may run one.
+        dense = iter(_summed(team, plain, mean))
         reduced = [
-            _joined(team, column, mean)
-            if isinstance(column[0], IndexedSlices)
-            else _summed(team, column, mean)
-            for column in columns
+            _joined(team, column, mean) if is_sparse else next(dense)
+            for column, is_sparse in zip(columns, sparse, strict=True)
         ]
         return [treedef.unflatten(reduced)] * len(values)
 
@@ -110,7 +114,7 @@ def gathering(team: Team, tree: Any, axis: int) -> Meeting:
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = _columns(values)
-        gathered = [_concatenated(team, column, axis) for column in columns]
+        gathered = _concatenated(team, columns, axis)
         return [treedef.unflatten(gathered)] * len(values)
 
     return Meeting(("all_gather", axis), f"all_gather along {axis}", tree, join)
@@ -170,9 +174,9 @@ def _combined(
     dtype = column[0].dtype
     if mean and dtype.kind in "iu":
         cut = zip(*[cut_for_mean(x, team.size) for x in column], strict=True)
-        sums = [_summed(team, each, mean=False) for each in cut]
+        sums = _summed(team, list(cut), mean=False)
         return (mean_of_cut(sums, team.size).astype(dtype),)
-    return (_summed(team, column, mean).astype(dtype),)
+    return (_summed(team, [column], mean)[0].astype(dtype),)
 
 
 def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
@@ -188,24 +192,33 @@ def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
     return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
 
 
-def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
-    arrays = [summable(jnp.asarray(x), mean=mean) for x in column]
-    first, *others = on_one_device(arrays)
-    total: jax.Array = sum(others, start=first)
+def _summed(
+    team: Team, columns: Sequence[Sequence[Any]], mean: bool
+) -> list[jax.Array]:
+    """The sum or mean of each column, in one collective."""
+    totals: list[jax.Array] = []
+    for column in columns:
+        arrays = [summable(jnp.asarray(x), mean=mean) for x in column]
+        first, *others = on_one_device(arrays)
+        totals.append(sum(others, start=first))
     if team.channel is not None:
-        (total,) = sum_over(team.channel, [total])
-    return total / team.size if mean else total
+        totals = sum_over(team.channel, totals)
+    return [x / team.size for x in totals] if mean else totals
 
 
-def _concatenated(team: Team, column: Sequence[Any], axis: int) -> jax.Array:
-    arrays = on_one_device([jnp.asarray(x) for x in column])
-    _require_joinable([x.shape for x in arrays], axis)
-    whole: jax.Array = jnp.concatenate(arrays, axis)
+def _concatenated(
+    team: Team, columns: Sequence[Sequence[Any]], axis: int
+) -> list[jax.Array]:
+    """The arrays of each column one after the other, in one collective."""
+    whole: list[jax.Array] = []
+    for column in columns:
+        arrays = on_one_device([jnp.asarray(x) for x in column])
+        _require_joinable([x.shape for x in arrays], axis)
+        whole.append(jnp.concatenate(arrays, axis))
     if team.channel is None:
         return whole
-    (front,) = gather_from(team.channel, [jnp.moveaxis(whole, axis, 0)])
-    found: jax.Array = jnp.moveaxis(front, 0, axis)
-    return found
+    fronts = gather_from(team.channel, [jnp.moveaxis(x, axis, 0) for x in whole])
+    return [jnp.moveaxis(x, 0, axis) for x in fronts]
 
 
 def _require_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
@@ -226,8 +239,8 @@ def _require_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
 
 
 def _joined(team: Team, column: Sequence[Any], mean: bool) -> IndexedSlices:
-    values = _concatenated(team, [x.values for x in column], 0)
-    indices = _concatenated(team, [x.indices for x in column], 0)
+    parts = [x.values for x in column], [x.indices for x in column]
+    values, indices = _concatenated(team, parts, 0)
     values = values / team.size if mean else values
     return IndexedSlices(values, indices, column[0].dense_shape)
 

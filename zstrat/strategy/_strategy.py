@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from zstrat.data import InputContext
 from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
-from zstrat.variables import Variable
+from zstrat.variables import Variable, is_staging, recorder
 
 from . import _context
 from ._across import gather_across, reduce_across
+from ._arguments import UnevenParts, require_known
 from ._context import ReplicaContext, Scope
 from ._copy_home import by_copies, copies_of, reducible
 from ._in_turns import in_turns
@@ -25,6 +26,7 @@ from ._inputs import Inputs
 from ._one_program import as_one_program
 from ._regroup import regroup
 from ._turns import NeedsTurns
+from ._turns_region import uneven
 from ._v1 import FirstVersion
 from ._values import (
     PerReplica,
@@ -319,9 +321,13 @@ class Strategy(FirstVersion):
             devices = self._devices()
             mesh = _spread.mesh_of(devices, team.local)
             try:
+                if recorder.get() is None and not is_staging():
+                    require_known((args, kwargs))
                 return as_one_program(self, team, mesh, fn, args, kwargs)
             except NeedsTurns:
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
+            except UnevenParts:
+                return uneven(self, team, devices, fn, args, kwargs)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.first), alone:
