@@ -118,3 +118,19 @@ def test_a_step_of_the_user_takes_them_as_arrays():
     for rate in (0.5, 1.5, 2.5):
         assert first(two, step(rate)) == 2 * rate
     assert step.trace_count == 1
+
+
+@pytest.mark.parametrize("kind", [float, complex])
+def test_zeros_of_different_signs_are_not_the_same_in_a_step(kind):
+    two = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    zeros = PerReplica((kind(0.0), -kind(0.0)))
+
+    def angle(x):
+        # Of x itself, as jnp.angle would lose the sign of a float.
+        return jnp.arctan2(jnp.imag(jnp.asarray(x)), jnp.real(jnp.asarray(x)))
+
+    found = zs.function(lambda: two.run(angle, (zeros,)))()
+    expected = [np.angle(kind(0.0)), np.angle(-kind(0.0))]
+    if kind is float:
+        expected = [np.arctan2(0.0, 0.0), np.arctan2(0.0, -0.0)]
+    np.testing.assert_allclose([float(x) for x in found.values], expected, rtol=1e-6)

@@ -78,3 +78,20 @@ def test_copies_of_different_variables_stay_apart(two):
     found = two.extended.update(v, lambda copy: parts[copy.home.number])
     assert isinstance(found, zs.PerReplica)
     assert found.values == tuple(parts)
+
+
+@pytest.mark.parametrize("shape", [(), (2,)])
+def test_a_function_may_return_a_copy_of_a_variable(two, shape):
+    with two.scope():
+        v = zs.Variable(np.zeros(shape, np.float32))
+        other = zs.Variable(np.ones(shape, np.float32))
+
+    def fn(which):
+        copy = two.experimental_local_results((v, other)[which])[1]
+        return copy, copy.value()
+
+    for which in (0, 1, 0):
+        copy, value = two.run(fn, (which,))
+        assert copy.name == "Variable/replica_1"
+        np.testing.assert_array_equal(copy.numpy(), np.full(shape, which))
+        np.testing.assert_array_equal(value.values[0], np.full(shape, which))

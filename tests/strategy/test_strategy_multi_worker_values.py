@@ -74,3 +74,34 @@ def test_sums_of_what_is_narrow_count_and_means_do_not_wrap(compiled):
         assert mean.tolist() == [150.0, 100.0, 3.5]
         assert total.dtype == np.uint8
         assert total.tolist() == [300 - 256, 200, 7]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_a_variable_with_a_value_in_each_process_is_reduced_once(compiled, aggregation):
+    def program(strategy, rank):
+        with strategy.scope():
+            v = zs.Variable(
+                np.float32([0]),
+                aggregation=zs.VariableAggregation[aggregation],
+                synchronization=zs.VariableSynchronization.ON_READ,
+            )
+        strategy.run(lambda: v.assign_add(jnp.float32([rank + 1])))
+        (mine,) = strategy.experimental_local_results(v)
+
+        def together():
+            return (
+                mine.value(),
+                strategy.reduce("sum", v),
+                strategy.reduce("mean", v),
+                strategy.gather(v, 0),
+            )
+
+        found = (zs.function(together) if compiled else together)()
+        mine.assign_add([5.0])
+        again = strategy.gather(v, 0)
+        return [np.asarray(each).tolist() for each in (*found, mine.value(), again)]
+
+    assert ranks(2, program) == [
+        [[n], [3.0], [1.5], [1.0, 2.0], [n + 5], [6.0, 7.0]] for n in (1.0, 2.0)
+    ]

@@ -436,8 +436,9 @@ def test_per_replica_arguments_are_handed_out(four):
 
     result = run(four, step)
     assert [float(v) for v in result.values] == [2.0, 4.0, 6.0, 8.0]
-    with pytest.raises(ValueError, match="one shape and dtype"):
-        strategy.run(lambda x: x, args=(uneven,))
+    for runs in (strategy.run, lambda *given: run(four, lambda: strategy.run(*given))):
+        result = runs(lambda x: 2 * x, (uneven,))
+        assert [v.tolist() for v in result.values] == [[2.0] * n for n in (1, 2, 3, 4)]
     with pytest.raises(ValueError, match="has 2 values"):
         strategy.run(lambda x: x, args=(PerReplica((1, 2)),))
 

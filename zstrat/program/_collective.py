@@ -42,6 +42,7 @@ _NOT_ADDITIVE: Final = (
     UpdateOp.SCATTER_MAX,
     UpdateOp.SCATTER_UPDATE,
 )
+_FACTORS: Final = (UpdateOp.SCATTER_MUL, UpdateOp.SCATTER_DIV)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,11 +101,13 @@ class Team:
         self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """Operands of one update for all the replicas that make it. The mean of
-        integers is one, exactly; what is behind the point is left out.
+        integers is one, exactly; what is behind the point is left out: of rows, of what
+        all replicas together add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
-            NotImplementedError: Rows that are not added cannot be summed.
+            NotImplementedError: Rows that are not added cannot be summed, and there is
+                no mean of factors that are integers.
         """
         if self.size == 1:
             return operands
@@ -123,7 +126,7 @@ class Team:
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""
-        arrays = [summable(jnp.asarray(leaf), mean=mean) for leaf in leaves]
+        arrays = [strong(summable(jnp.asarray(leaf), mean=mean)) for leaf in leaves]
         if self.local > 1:
             arrays = _psum(arrays, AXIS)
         if self.channel is not None:
@@ -145,7 +148,10 @@ class Team:
         self, operands: tuple[jax.Array, ...], mean: bool
     ) -> tuple[jax.Array, ...]:
         indices, values = operands
-        joined = self._joined(IndexedSlices(values, indices), mean)
+        is_cut = mean and values.dtype.kind in "iu"
+        joined = self._joined(IndexedSlices(values, indices), mean and not is_cut)
+        if is_cut:
+            return rows_of_mean(joined, self.size)
         return joined.indices, joined.values
 
     def _joined(self, slices: IndexedSlices, mean: bool) -> IndexedSlices:
@@ -155,14 +161,38 @@ class Team:
         return IndexedSlices(values, indices, slices.dense_shape)
 
     def _gathered(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        arrays = [strong(jnp.asarray(leaf)) for leaf in leaves]
         if self.local > 1:
             arrays = [jax.lax.all_gather(x, AXIS, tiled=True) for x in arrays]
         return arrays if self.channel is None else gather_from(self.channel, arrays)
 
 
+def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
+    """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
+    variable: one row for each index, and zeros for one of them in place of the rest."""
+    indices, values = slices.indices, slices.values
+    size = indices.shape[0]
+    if not size:
+        return indices, values
+    unique, inverse = jnp.unique(indices, return_inverse=True, size=size)
+    sums = [
+        jax.ops.segment_sum(x, inverse.reshape(-1), num_segments=size)
+        for x in cut_for_mean(values, count)
+    ]
+    return unique, mean_of_cut(sums, count).astype(values.dtype)
+
+
 def _is_slices(node: Any) -> bool:
     return isinstance(node, IndexedSlices)
+
+
+def strong(array: jax.Array) -> jax.Array:
+    """The array in its dtype, whatever it meets: what replicas have together is no
+    Python number any more, and a sum is not cut to the bytes of what it meets."""
+    if not jax.typeof(array).weak_type:
+        return array
+    found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
+    return found
 
 
 def summable(array: Any, *, mean: bool) -> Any:
@@ -186,7 +216,8 @@ def together(variable: Variable, op: UpdateOp, has_rows: bool) -> Together:
 
     Raises:
         ValueError: The variable's aggregation is NONE.
-        NotImplementedError: Rows that are not added cannot be summed.
+        NotImplementedError: Rows that are not added cannot be summed, and there is no
+            mean of factors that are integers.
     """
     if op in (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS):
         return Together.SUM
@@ -206,6 +237,17 @@ def together(variable: Variable, op: UpdateOp, has_rows: bool) -> Together:
                 "only supported with VariableAggregation.ONLY_FIRST_REPLICA, "
                 f"not with {aggregation.name}"
             )
+        case VariableAggregation.MEAN if op in _FACTORS and _is_integer(variable):
+            raise NotImplementedError(
+                f"{op.name.lower()} of {variable.spec} in replica context: the mean of "
+                "its replicas' factors is none of integers. Create it with "
+                "VariableAggregation.SUM, for the factors of all replicas, or with "
+                "VariableAggregation.ONLY_FIRST_REPLICA"
+            )
         case VariableAggregation.MEAN:
             return Together.MEAN
     return Together.SUM
+
+
+def _is_integer(variable: Variable) -> bool:
+    return variable.dtype.kind in "iu"

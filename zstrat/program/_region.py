@@ -31,8 +31,11 @@ def in_stages(
     mapped: Callable[..., Any],
     rows: Sequence[Any],
     shared: int,
+    *,
+    in_order: bool = False,
 ) -> Any:
-    """``mapped(one, rows)``, with the collectives between processes outside of it.
+    """``mapped(one, rows)``, with the collectives between processes outside of it; of
+    ``in_order`` see `stages`.
 
     ``mapped(fn, own, whole)`` maps ``fn(values, shared, own)``: ``own`` are more arrays
     of which each device is given its part, ``whole`` more shared ones; ``shared`` is
@@ -40,7 +43,7 @@ def in_stages(
     device, and may be given as ``own`` again; what it returns second is the same on
     all.
     """
-    store = _Store()
+    store = _Store(in_order)
     for number in itertools.count():
         parts, alike, found = _mapped_part(one, mapped, rows, shared, store, number)
         if found.is_last:
@@ -62,6 +65,7 @@ def in_stages(
 class _Store:
     """Values by number: those of which each device has its own, and the others."""
 
+    in_order: bool
     own: dict[int, Any] = field(default_factory=dict)
     whole: dict[int, Any] = field(default_factory=dict)
 
@@ -79,7 +83,7 @@ def _mapped_part(
     def part(values: Any, everywhere: Any, mine: Any) -> Any:
         fixed = len(mine) - len(store.own)
         args = values, everywhere[:shared], mine[:fixed]
-        seen[:] = [_Part.of(one, args, number)]
+        seen[:] = [_Part.of(one, args, number, store.in_order)]
         known = dict(zip(store.own, mine[fixed:], strict=True))
         known.update(zip(store.whole, everywhere[shared:], strict=True))
         return seen[0].run(known)
@@ -109,10 +113,10 @@ class _Part:
         self._shape = shape
 
     @staticmethod
-    def of(one: Callable[..., Any], args: Any, number: int) -> _Part:
+    def of(one: Callable[..., Any], args: Any, number: int, in_order: bool) -> _Part:
         """Traces the function and cuts this stage out."""
         closed, shape = jax.make_jaxpr(one, return_shape=True)(*args)
-        cut, constants = stages(closed)
+        cut, constants = stages(closed, in_order=in_order)
         store = dict(enumerate(jax.tree.leaves(args)))
         store.update(constants)
         return _Part(cut, number, store, shape)

@@ -45,6 +45,7 @@ from ._narrow import uncut
 from ._one_replica import OneReplica, discovered
 from ._region import in_stages
 from ._spread import Spread, mapped_over
+from ._substitution import is_live
 from ._where import claimed
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from ._capture import Capture, RecordedLookup
     from ._collective import Team
     from ._one_replica import ReplicaFunction
+    from ._writes import Recorded
 
 
 def replicate(
@@ -127,7 +129,9 @@ def replicate(
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
     else:
-        arrays, operands = in_stages(one, mapped, rows, len(shared))
+        # Other processes may run their replicas in turns, by the same order.
+        now = recording is None or is_live(recording)
+        arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     (region,) = traced
     if region.capture.asked_context and (tell := asked.get()) is not None:
         tell()
@@ -135,14 +139,21 @@ def replicate(
     results = len(arrays) - len(changed)
     for (variable, _), copy in zip(changed, arrays[results:], strict=True):
         keep_copies(outside, variable, copy.array)
-    for update, combined in zip(region.capture.updates, operands, strict=True):
+    passed_on(region.capture.updates, operands, outside)
+    return region.result(arrays[:results])
+
+
+def passed_on(
+    updates: Sequence[Recorded], operands: Sequence[Any], outside: Recorder
+) -> None:
+    """Updates that were made in a region, with operands outside of it."""
+    for update, combined in zip(updates, operands, strict=True):
         if update.table is not None:
             index, new = combined
             outside.update_rows(update.table, update.op, (index, new), update.optimizer)
         else:
             (variable,) = update.variables
             outside.update(variable, update.op, tuple(combined), update.optimizer)
-    return region.result(arrays[:results])
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,20 +56,26 @@ class Stage:
     crossings: tuple[Crossing, ...]
 
 
-def stages(closed: ClosedJaxpr) -> tuple[list[Stage], dict[int, Any]]:
+def stages(
+    closed: ClosedJaxpr, *, in_order: bool = False
+) -> tuple[list[Stage], dict[int, Any]]:
     """The stages of a program; one, if it has no collectives. And the values that are
     constants, of those that collectives work on.
+
+    ``in_order``: no collective comes before one that is before it in the program, as
+    where it is not compiled.
 
     Raises:
         RuntimeError: A collective is inside a loop or a branch.
     """
-    cut = _Cut(opened(closed))
+    cut = _Cut(opened(closed), in_order)
     return cut.stages(), cut.constants
 
 
 class _Cut:
-    def __init__(self, closed: ClosedJaxpr) -> None:
+    def __init__(self, closed: ClosedJaxpr, in_order: bool) -> None:
         self._closed = closed
+        self._in_order = in_order
         self._jaxpr: Any = closed.jaxpr
         self._eqns: list[Any] = list(self._jaxpr.eqns)
         self._fixed = {*self._jaxpr.invars, *self._jaxpr.constvars}
@@ -149,9 +155,12 @@ class _Cut:
     def _ready(self) -> list[int]:
         """For each equation the first stage in which it can run."""
         known = dict.fromkeys(self._fixed, 0)
-        levels = []
+        levels: list[int] = []
+        before = 0
         for eqn in self._eqns:
             level = max([known[var] for var in _read(eqn)], default=0)
+            if self._in_order and crosses(eqn):
+                before = level = max(level, before)
             levels.append(level)
             known.update(dict.fromkeys(eqn.outvars, level + crosses(eqn)))
         return levels

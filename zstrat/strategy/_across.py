@@ -91,7 +91,8 @@ def _sums_across(
         return _over(channel, sums)
     weights = [np.asarray(count, np.int32) for count in counts]
     both = _over(channel, [*sums, *weights])
-    return [s / n for s, n in zip(both, both[len(sums) :], strict=False)]
+    ours = zip(both, both[len(sums) :], sums, strict=False)
+    return [_mean(total, count, mine) for total, count, mine in ours]
 
 
 def _slices_across(
@@ -158,6 +159,18 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
     if _is_traced():
         return list(sum_over(channel, arrays))
     return channel.carry_out(Kind.SUM, arrays)
+
+
+def _mean(total: Any, count: Any, mine: Any) -> Any:
+    """In the dtype that the mean of one process has; ``mine`` is its sum."""
+    if isinstance(total, jax.core.Tracer):
+        return total / count
+    if isinstance(mine, jax.Array):
+        dtype = jnp.result_type(total.dtype, float)
+    else:
+        dtype = (np.zeros(1, total.dtype) / 1).dtype
+    # Rounded last: numpy divides narrow floats by an int32 as wide ones.
+    return (total / count).astype(dtype)
 
 
 def _is_traced() -> bool:

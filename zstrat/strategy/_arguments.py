@@ -165,8 +165,7 @@ def _joined(parts: Sequence[Any]) -> Any:
     """One array of those of the replicas, or what is the same for all of them."""
     first, *others = values = [_value(part) for part in parts]
     if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(
-        other is first or (type(other) is type(first) and other == first)
-        for other in others
+        other is first or _are_same(other, first) for other in others
     ):
         return first
     if not all(isinstance(x, jax.Array | np.ndarray | np.generic) for x in values):
@@ -186,6 +185,15 @@ def _joined(parts: Sequence[Any]) -> Any:
     if arrays[0].ndim == 0:
         return Spread(jnp.stack(arrays), stacked=True)
     return Spread(jnp.concatenate(arrays))
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether a program may have one of them for both: 0.0 and -0.0 are equal."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, NUMBERS):
+        return Plain(one) == Plain(other)
+    return bool(one == other)
 
 
 def _is_batch(leaf: Any) -> bool:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import jax
+
+from zstrat.collectives import ReduceOp
 from zstrat.program._copies import copies_of as copies_now
 from zstrat.program._copies import is_on_read
 from zstrat.variables import (
@@ -21,17 +24,24 @@ from zstrat.variables import (
 )
 
 from ._per_replica import Mirrored, PerReplica
+from ._values import is_whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from zstrat.variables import Residence
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
     """The copies of a variable of this process, in replica order; the variable itself
-    if there is one, as where one device keeps it for all of them."""
+    if there is one, as where one device keeps it for all of them. The only copy of
+    this process of a variable that is read from all processes is not that variable."""
     home = variable.home
-    if not isinstance(home, DeviceHome) or home.residence.copies == 1:
+    if not isinstance(home, DeviceHome):
         return (variable,)
+    if home.residence.copies == 1:
+        apart = variable.is_brought_together
+        return (handle(variable.spec, home) if apart else variable,)
     if home.residence.travels and not is_on_read(variable):
         return (variable,)  # all replicas share it
     spec = variable.spec
@@ -46,18 +56,51 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
 
 
 def as_values(node: Any) -> Any:
-    """A variable of several devices as the values that they have; all else as it is."""
+    """A variable of several devices, or of several processes that have a value each, as
+    the values that the replicas of this process have; all else as it is."""
     if not isinstance(node, Variable):
         return node
     home = node.home
-    if not isinstance(home, DeviceHome) or home.residence.copies == 1:
+    if not isinstance(home, DeviceHome):
         return node
-    if not home.is_apart:
-        return Mirrored((node.value(),) * home.residence.copies)
-    recording = recorder.get()
-    if recording is None:
-        return PerReplica(tuple(home.copies(node)))
-    return PerReplica(tuple(copies_now(recording, node)))
+    if home.is_apart:
+        recording = recorder.get()
+        if recording is None:
+            return PerReplica(tuple(home.copies(node)))
+        return PerReplica(tuple(copies_now(recording, node)))
+    if node.is_brought_together:
+        return PerReplica((copies_of(node)[0].value(),))
+    count = _sharing(home.residence)
+    return node if count == 1 else Mirrored((node.value(),) * count)
+
+
+def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
+    """The pytree with what replicas have in place of variables; without any, itself."""
+    if not any(
+        isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
+    ):
+        return tree
+    return jax.tree.map(
+        lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
+    )
+
+
+def reducible(op: ReduceOp, tree: Any) -> Any:
+    """The same, to be reduced: for a mean, one of values that are equal."""
+    found = by_copies(tree)
+    if op is not ReduceOp.MEAN:
+        return found
+    return jax.tree.map(
+        lambda leaf: leaf.values[0] if isinstance(leaf, Mirrored) else leaf,
+        found,
+        is_leaf=is_whole,
+    )
+
+
+def _sharing(residence: Residence) -> int:
+    """How many replicas of this process have a value that is the same for all."""
+    mesh = residence.mesh
+    return residence.copies if mesh is None else len(mesh.local_devices)
 
 
 def copied(values: Sequence[Any]) -> Variable | None:

@@ -20,6 +20,7 @@ from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._across import reduce_across
+from ._copy_home import reducible
 from ._cross_device import CrossDeviceOps, checked_pairs
 from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
@@ -249,13 +250,14 @@ class StrategyExtended(abc.ABC):
         for _, destination in pairs:
             _require_one_place(destination)
         team = self._strategy._team()
-        values = [value for value, _ in pairs]
+        values = [reducible(op, value) for value, _ in pairs]
         if team.channel is not None:
             return list(reduce_across(team, op, values, None))
         if recorder.get() is not None:
             # Part of a program, which knows by itself where things are.
             return list(reduce_values(op, values, None, team.size))
-        return self._cross_device_ops().reduced(op, pairs, team.size, options)
+        given = [(x, pair[1]) for x, pair in zip(values, pairs, strict=True)]
+        return self._cross_device_ops().reduced(op, given, team.size, options)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The value on other devices; Python numbers stay what they are.

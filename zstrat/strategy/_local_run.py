@@ -47,6 +47,7 @@ from ._per_replica import (
     DistributedValues,
     PerReplica,
     is_distributed,
+    is_weak,
     loose,
     on_one_device,
     select_replica,
@@ -175,11 +176,14 @@ class LocalMesh:
         kinds = {(array.shape, array.dtype) for array in arrays}
         if len(kinds) > 1 or not is_known(arrays[0]):
             return PerReplica(parts)
-        if arrays[0].ndim == 0:
-            if jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key):
-                whole = self._put(jnp.stack(on_one_device(arrays)))
-            else:
-                whole = self._put(np.stack([np.asarray(array) for array in arrays]))
+        is_scalar = arrays[0].ndim == 0
+        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+        if all(map(is_weak, arrays)) or (is_scalar and is_key):
+            join = jnp.stack if is_scalar else jnp.concatenate
+            whole = self._put(join(on_one_device(arrays)))
+            return PerReplica.of_whole(whole, self.replicas, stacked=is_scalar)
+        if is_scalar:
+            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
             return PerReplica.of_whole(whole, self.replicas, stacked=True)
         if self.mesh.size > self.replicas:
             joined = self._put(np.concatenate(arrays))
@@ -263,6 +267,7 @@ class LocalMesh:
         if (
             len(kinds) > 1
             or parts[0].ndim == 0
+            or any(map(is_weak, parts))
             or where != [{device} for device in self.devices]
         ):
             return PerReplica(parts)
@@ -275,7 +280,7 @@ class LocalMesh:
             return leaf
         if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
             return leaf
-        return loose(leaf.addressable_shards[0].data)
+        return loose(leaf.addressable_shards[0].data, weak=is_weak(leaf))
 
     def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -344,6 +349,9 @@ class LocalMesh:
 
     def _given_parts(self, parts: Sequence[Any]) -> Any:
         numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
-        if len(numbers) == len(parts) and len(set(numbers)) == 1:
-            return numbers[0]
+        if len(numbers) == len(parts):
+            if len(set(numbers)) == 1:
+                return numbers[0]
+            if all(fits(np.asarray(part)) for part in parts):
+                parts = [jnp.asarray(part) for part in parts]
         return self._placed(parts)

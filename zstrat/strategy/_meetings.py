@@ -14,7 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program._collective import Together, summable, together
+from zstrat.program._collective import (
+    Together,
+    rows_of_mean,
+    strong,
+    summable,
+    together,
+)
 from zstrat.program._cross import first_of, gather_from, sum_over
 from zstrat.program._substitution import is_live
 from zstrat.variables import (
@@ -79,12 +85,7 @@ def _is_bound(leaf: Any) -> bool:
 def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
     if array.devices() != {device}:
         array = jax.device_put(array, device)
-    found = loose(array)
-    if found is array or not jax.typeof(array).weak_type:
-        return found
-    with jax.default_device(device):
-        weak = jnp.full(array.shape, array.dtype.type(0).item())
-        return weak.at[...].set(found)
+    return loose(array)
 
 
 def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
@@ -98,11 +99,15 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
         columns, treedef = _columns(values)
         for column in columns:
             _require_alike(column)
+        sparse = [_is_slices(column[0]) for column in columns]
+        plain = [
+            x for x, is_sparse in zip(columns, sparse, strict=True) if not is_sparse
+        ]
+        # In the order in which one program does it: other processes may run one.
+        dense = iter(_summed(team, plain, mean))
         reduced = [
-            _joined(team, column, mean)
-            if isinstance(column[0], IndexedSlices)
-            else _summed(team, column, mean)
-            for column in columns
+            _joined(team, column, mean) if is_sparse else next(dense)
+            for column, is_sparse in zip(columns, sparse, strict=True)
         ]
         return [treedef.unflatten(reduced)] * len(values)
 
@@ -114,7 +119,7 @@ def gathering(team: Team, tree: Any, axis: int) -> Meeting:
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
         columns, treedef = _columns(values)
-        gathered = [_concatenated(team, column, axis) for column in columns]
+        gathered = _concatenated(team, columns, axis)
         return [treedef.unflatten(gathered)] * len(values)
 
     return Meeting(("all_gather", axis), f"all_gather along {axis}", tree, join)
@@ -141,13 +146,13 @@ def updating(
 
 def own(tree: Any) -> Any:
     """What all replicas are given, as arrays that are this replica's: on its device,
-    and other objects than those of the others."""
+    other objects than those of the others, and of the dtype that they have together."""
     return jax.tree.map(_own, tree)
 
 
 def _own(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
-        return jnp.copy(array)
+        return jnp.copy(strong(array))
     return jnp.asarray(np.array(array))
 
 
@@ -165,15 +170,18 @@ def _combined(
     mean = how is Together.MEAN
     if has_rows:
         slices = [IndexedSlices(values, indices) for indices, values in several]
-        joined = _joined(team, slices, mean)
+        is_cut = mean and slices[0].values.dtype.kind in "iu"
+        joined = _joined(team, slices, mean and not is_cut)
+        if is_cut:
+            return rows_of_mean(joined, team.size)
         return joined.indices, joined.values
     (column,) = zip(*several, strict=True)
     dtype = column[0].dtype
     if mean and dtype.kind in "iu":
         cut = zip(*[cut_for_mean(x, team.size) for x in column], strict=True)
-        sums = [_summed(team, each, mean=False) for each in cut]
+        sums = _summed(team, list(cut), mean=False)
         return (mean_of_cut(sums, team.size).astype(dtype),)
-    return (_summed(team, column, mean).astype(dtype),)
+    return (_summed(team, [column], mean)[0].astype(dtype),)
 
 
 def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
@@ -212,24 +220,33 @@ def _require_alike(column: Sequence[Any]) -> None:
         )
 
 
-def _summed(team: Team, column: Sequence[Any], mean: bool) -> jax.Array:
-    arrays = [summable(jnp.asarray(x), mean=mean) for x in column]
-    first, *others = on_one_device(arrays)
-    total: jax.Array = sum(others, start=first)
+def _summed(
+    team: Team, columns: Sequence[Sequence[Any]], mean: bool
+) -> list[jax.Array]:
+    """The sum or mean of each column, in one collective."""
+    totals: list[jax.Array] = []
+    for column in columns:
+        arrays = [summable(jnp.asarray(x), mean=mean) for x in column]
+        first, *others = on_one_device(arrays)
+        totals.append(sum(others, start=first))
     if team.channel is not None:
-        (total,) = sum_over(team.channel, [total])
-    return total / team.size if mean else total
+        totals = sum_over(team.channel, totals)
+    return [x / team.size for x in totals] if mean else totals
 
 
-def _concatenated(team: Team, column: Sequence[Any], axis: int) -> jax.Array:
-    arrays = on_one_device([jnp.asarray(x) for x in column])
-    _require_joinable([x.shape for x in arrays], axis)
-    whole: jax.Array = jnp.concatenate(arrays, axis)
+def _concatenated(
+    team: Team, columns: Sequence[Sequence[Any]], axis: int
+) -> list[jax.Array]:
+    """The arrays of each column one after the other, in one collective."""
+    whole: list[jax.Array] = []
+    for column in columns:
+        arrays = on_one_device([jnp.asarray(x) for x in column])
+        _require_joinable([x.shape for x in arrays], axis)
+        whole.append(jnp.concatenate(arrays, axis))
     if team.channel is None:
         return whole
-    (front,) = gather_from(team.channel, [jnp.moveaxis(whole, axis, 0)])
-    found: jax.Array = jnp.moveaxis(front, 0, axis)
-    return found
+    fronts = gather_from(team.channel, [jnp.moveaxis(x, axis, 0) for x in whole])
+    return [jnp.moveaxis(x, 0, axis) for x in fronts]
 
 
 def _require_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
@@ -250,8 +267,8 @@ def _require_joinable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
 
 
 def _joined(team: Team, column: Sequence[Any], mean: bool) -> IndexedSlices:
-    values = _concatenated(team, [x.values for x in column], 0)
-    indices = _concatenated(team, [x.indices for x in column], 0)
+    parts = [x.values for x in column], [x.indices for x in column]
+    values, indices = _concatenated(team, parts, 0)
     values = values / team.size if mean else values
     return IndexedSlices(values, indices, column[0].dense_shape)
 

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from zstrat.program import _replicas, _spread
+from zstrat.program._narrow import uncut
+from zstrat.program._one_replica import discovered
 from zstrat.program._refusals import LOOKS, is_of_shapes
 from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
 from ._arguments import Arguments
 from ._context import ReplicaContext
-from ._per_replica import PerReplica
+from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._turns import NeedsTurns
 
 if TYPE_CHECKING:
@@ -52,17 +54,51 @@ def as_one_program(
         Exception: Whatever ``fn`` raises while it is traced.
     """
     sorted_out = Arguments((tuple(args), dict(kwargs)), team.local)
-
-    def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
-        own_args, own_kwargs = sorted_out.of_replica(shared, own)
-        with ReplicaContext(strategy, team.replica_id()):
-            return _looked_out(fn, own_args, own_kwargs)
-
+    replica = _replica(strategy, team, fn, sorted_out)
     result = _replicas.replicate(
         replica, sorted_out.shared, sorted_out.split, team=team, mesh=mesh
     )
     count = team.local
     return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=_is_slices)
+
+
+def needs_turns(
+    strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
+) -> bool:
+    """Whether replicas that are given what the first one is given are no one program.
+    The step, if there is one, hears nothing of it.
+
+    Raises:
+        Exception: Whatever ``fn`` raises while it is traced.
+    """
+
+    def first(node: Any) -> Any:
+        if not isinstance(node, DistributedValues):
+            return node
+        return PerReplica((node.values[0],) * team.local)
+
+    sorted_out = Arguments(
+        jax.tree.map(first, tree, is_leaf=is_distributed), team.local
+    )
+    replica = _replica(strategy, team, fn, sorted_out)
+    split = [_spread.Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
+    shared = [uncut(x) for x in sorted_out.shared]
+    try:
+        discovered(replica, shared, split, team)
+    except NeedsTurns:
+        return True
+    return False
+
+
+def _replica(
+    strategy: Strategy, team: Team, fn: Callable[..., Any], sorted_out: Arguments
+) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
+    def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
+        own_args, own_kwargs = sorted_out.of_replica(shared, own)
+        with ReplicaContext(strategy, team.replica_id()):
+            return _looked_out(fn, own_args, own_kwargs)
+
+    return replica
 
 
 def alone(

@@ -160,7 +160,8 @@ def local_results(value: Any) -> tuple[Any, ...]:
 def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
     shards = _shards(whole, count)
     if shards is not None:
-        return tuple(loose(shard, stacked) for shard in shards)
+        weak = is_weak(whole)
+        return tuple(loose(shard, stacked, weak=weak) for shard in shards)
     if stacked:
         return tuple(whole[i] for i in range(count))
     rows = whole.shape[0] // count
@@ -186,17 +187,39 @@ def _shards(whole: Any, count: int) -> list[jax.Array] | None:
     return [found[rows * i] for i in range(count)]
 
 
-def loose(shard: jax.Array, stacked: bool = False) -> jax.Array:
+def is_weak(array: Any) -> bool:
+    """Whether it takes the dtype of what it meets, as Python numbers do in jax."""
+    return isinstance(array, jax.Array) and bool(jax.typeof(array).weak_type)
+
+
+def loose(
+    shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
+) -> jax.Array:
     """The shard as an array that may meet those of other devices: jax refuses to
     compute with a shard as it is and one of another device. No copy but of a scalar. On
-    accelerators, where jax has no way to do so without one, it is the shard."""
+    accelerators, where jax has no way to do so without one, it is the shard.
+
+    ``weak``: whether it is of a weak type, which a part of an array does not know; left
+    out: as it says itself.
+    """
     (device,) = shard.devices()
     is_extended = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
+    found: jax.Array
     if device.platform != "cpu" or is_extended:
-        return shard[0] if stacked else shard
-    view = np.asarray(shard)
+        found = shard[0] if stacked else shard
+    else:
+        view = np.asarray(shard)
+        with jax.default_device(device):
+            found = jax.device_put(view[0] if stacked else view)
+    is_wanted = is_weak(shard) if weak is None else weak
+    return _weak(found, device) if is_wanted and not is_weak(found) else found
+
+
+def _weak(array: jax.Array, device: jax.Device) -> jax.Array:
+    """The array with a weak type, which none of jax's functions gives it."""
     with jax.default_device(device):
-        found: jax.Array = jax.device_put(view[0] if stacked else view)
+        like = jnp.full(array.shape, array.dtype.type(0).item())
+        found: jax.Array = like.at[...].set(array)
     return found
 
 

@@ -11,28 +11,27 @@ import abc
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import jax
-
 from zstrat.data import InputContext
 from zstrat.program import _alone, _spread
 from zstrat.program._collective import Team
-from zstrat.variables import Variable
+from zstrat.variables import Variable, is_staging, recorder
 
 from . import _context
 from ._across import gather_across, reduce_across
+from ._arguments import UnevenParts, require_known
 from ._context import ReplicaContext, Scope
-from ._copy_home import as_values, copies_of
+from ._copy_home import by_copies, copies_of, reducible
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
 from ._regroup import regroup
 from ._turns import NeedsTurns
+from ._turns_region import uneven
 from ._v1 import FirstVersion
 from ._values import (
     PerReplica,
     ValueContext,
     gather_values,
-    is_whole,
     local_results,
     reduce_values,
     reduction,
@@ -42,6 +41,8 @@ from ._values import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
+
+    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
@@ -142,7 +143,8 @@ class Strategy(FirstVersion):
         - Python looks at a value in it: ``if``, ``int``, ``float``, ``numpy``, an index
           or a shape of what is computed, or the number of the replica;
         - it creates variables;
-        - it returns what is neither an array, nor a number or text, nor a variable;
+        - it returns what is neither an array, nor a number or text, nor a variable, or
+          random keys;
         - replicas are given arrays of different shapes;
         - it is a ``zs.function(eager=True)``, or called in one.
 
@@ -186,9 +188,10 @@ class Strategy(FirstVersion):
         _context.require_cross_replica(self, "reduce()")
         self._used("reduce")
         op, team = reduction(reduce_op), self._team()
+        value = reducible(op, value)
         if team.channel is not None:
             return reduce_across(team, op, value, axis)
-        return reduce_values(op, _by_copies(value), axis, self.num_replicas_in_sync)
+        return reduce_values(op, value, axis, self.num_replicas_in_sync)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """The replicas' values concatenated along ``axis``, leaf by leaf of a pytree.
@@ -205,17 +208,17 @@ class Strategy(FirstVersion):
             ValueError: Scalars, or shapes that differ in another dimension.
         """
         _context.require_cross_replica(self, "gather()")
-        team = self._team()
+        team, value = self._team(), by_copies(value)
         if team.channel is not None:
             return gather_across(team, value, axis)
-        return gather_values(_by_copies(value), axis, self.num_replicas_in_sync)
+        return gather_values(value, axis, self.num_replicas_in_sync)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """One entry per local replica; ``(value,)`` for what is not distributed. Of a
         variable of several devices its copies, each a variable."""
         if isinstance(value, Variable):
             return copies_of(value)
-        return local_results(_by_copies(value, lambda v: PerReplica(copies_of(v))))
+        return local_results(by_copies(value, lambda v: PerReplica(copies_of(v))))
 
     def experimental_distribute_dataset(
         self, dataset: Iterable[Any], options: InputOptions | None = None
@@ -323,21 +326,14 @@ class Strategy(FirstVersion):
             devices = self._devices()
             mesh = _spread.mesh_of(devices, team.local)
             try:
+                if recorder.get() is None and not is_staging():
+                    require_known((args, kwargs))
                 return as_one_program(self, team, mesh, fn, args, kwargs)
             except NeedsTurns:
                 return regroup(in_turns(self, team, devices, fn, args, kwargs))
+            except UnevenParts:
+                return uneven(self, team, devices, fn, args, kwargs)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         alone = _alone.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), alone:
             return fn(*args, **kwargs)
-
-
-def _by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """The pytree with what replicas have in place of variables; without any, itself."""
-    if not any(
-        isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
-    ):
-        return tree
-    return jax.tree.map(
-        lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
-    )

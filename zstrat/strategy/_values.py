@@ -198,7 +198,7 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
         if axes is not None:
             raise ValueError("IndexedSlices are reduced with axis=None")
         return reduce_slices(op, parts)
-    if axes is None and len(parts) == 1:
+    if axes is None and len(parts) == 1 and not _widens(op, parts[0]):
         return parts[0]
     arrays = [as_array(part) for part in parts]
     count = len(arrays)
@@ -219,10 +219,18 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
     return total if op is ReduceOp.SUM else total / count
 
 
+def _widens(op: ReduceOp, value: Any) -> bool:
+    """Whether what is made even of one array has another dtype; numbers have none."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | AbstractVariable):
+        return False
+    kind = value.dtype.kind
+    return kind == "b" or (op is ReduceOp.MEAN and kind in "iu")
+
+
 def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
     """A value that is the same on several replicas; TF's rules."""
     if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
-        return _reduce(ReduceOp.SUM, [value], axes)
+        return _reduce(op if np.size(value) else ReduceOp.SUM, [value], axes)
     if op is ReduceOp.MEAN:
         return _reduce(op, [value], axes)
     raise ValueError(
