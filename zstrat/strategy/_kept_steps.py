@@ -128,19 +128,19 @@ class KeptSteps:
                 one of the same place in the source.
         """
         captured: list[Any] = []
-        name, marks = _named(fn, captured)
+        compared: list[types.FunctionType] = []
+        name, marks = _named(fn, captured, compared)
         place = self._places.get(name)
         if place is not None:
             found = place.find(marks)
             if found is not None:
                 return found
-        compared = {id(x) for x in captured if isinstance(x, types.CodeType)}
         functions = beneath(fn)
         made = KeptStep(
             Function(self._wrap(_without_identity(fn))),
             marks,
-            Held(captured),
-            Watched(x for x in functions if id(x.__code__) not in compared),
+            Held([*captured, *[each.__code__ for each in compared]]),
+            Watched(x for x in functions if x not in compared),
             _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
@@ -239,39 +239,50 @@ def _of_one_that_lives(method: types.MethodType) -> Callable[..., Any]:
     return made
 
 
-def _named(fn: Any, captured: list[Any], depth: int = 0) -> tuple[int, Hashable]:
-    """Where the function stands in the source, and what it has captured."""
+def _named(
+    fn: Any,
+    captured: list[Any],
+    compared: list[types.FunctionType],
+    depth: int = 0,
+) -> tuple[int, Hashable]:
+    """Where the function stands in the source, and what it has captured.
+
+    Adds to ``captured`` what is known by its identity, and to ``compared`` the
+    functions that are known by what they have captured.
+    """
+    if type(fn) is types.FunctionType:
+        compared.append(fn)
+        return id(fn.__code__), tuple(
+            [_mark(value, captured, compared, depth) for value in captured_values(fn)]
+        )
     match fn:
         case Function():
-            place, marks = _named(fn.body, captured, depth)
+            place, marks = _named(fn.body, captured, compared, depth)
             return place, (Function, fn.eager, marks)
         case types.MethodType():
-            place, marks = _named(fn.__func__, captured, depth)
-            return place, (_mark(fn.__self__, captured, depth), marks)
+            place, marks = _named(fn.__func__, captured, compared, depth)
+            return place, (_mark(fn.__self__, captured, compared, depth), marks)
         case functools.partial():
-            place, marks = _named(fn.func, captured, depth)
+            place, marks = _named(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (
                 tuple(fn.keywords),
                 marks,
-                *[_mark(value, captured, depth) for value in given],
-            )
-        case types.FunctionType():
-            captured.append(fn.__code__)
-            return id(fn.__code__), tuple(
-                [_mark(value, captured, depth) for value in captured_values(fn)]
+                *[_mark(value, captured, compared, depth) for value in given],
             )
     captured.append(fn)
     return id(fn), ()
 
 
-def _mark(value: Any, captured: list[Any], depth: int) -> Hashable:
+def _mark(
+    value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
+) -> Hashable:
     kind = type(value)
-    if kind is float:
+    if kind is float or kind is complex:
         return kind, repr(value)  # -0.0 is another one than 0.0
     if kind in PLAIN:
         return kind, value
     if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
-        return _named(value, captured, depth + 1)
+        return _named(value, captured, compared, depth + 1)
     captured.append(value)
     return id(value)
