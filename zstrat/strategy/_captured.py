@@ -92,6 +92,15 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def wrapped_in(value: Any) -> Any:
+    """What ``functools.wraps`` was told, as jax does, too."""
+    try:
+        wrapped = vars(value).get("__wrapped__")
+    except TypeError:  # no __dict__
+        return None
+    return wrapped if callable(wrapped) and wrapped is not value else None
+
+
 def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
     """What the function has captured, and what that is, for a person."""
     for place, value in zip(_places(fn), captured_values(fn), strict=True):

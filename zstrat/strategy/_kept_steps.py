@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -27,10 +26,13 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.program import Function, RetraceWarning
 from zstrat.program._programs import WARN_AT
 
-from ._captured import PLAIN, Held, captured_values, captured_words, in_words, is_global
+from ._captured import Held, captured_words, in_words
+from ._marks import named
+from ._twin import origin, twin
 from ._watched import Watched, beneath
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Hashable
 
     Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -42,10 +44,6 @@ MAX_VARIANTS: Final = 8
 """Of one function, whose globals are bound anew."""
 
 _ANOTHER: Final = "an object that it has captured, or is a method of, is another one"
-
-_DEPTH: Final = 3
-"""How deep functions that capture functions are looked into; the objects themselves are
-compared beneath."""
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +127,7 @@ class KeptSteps:
         """
         captured: list[Any] = []
         compared: list[types.FunctionType] = []
-        name, marks = _named(fn, captured, compared)
+        name, marks = named(fn, captured, compared)
         place = self._places.get(name)
         if place is not None:
             found = place.find(marks)
@@ -137,11 +135,11 @@ class KeptSteps:
                 return found
         functions = beneath(fn)
         made = KeptStep(
-            Function(self._wrap(_without_identity(fn))),
+            Function(self._wrap(twin(fn))),
             marks,
             Held([*captured, *[each.__code__ for each in compared]]),
             Watched(x for x in functions if x not in compared),
-            _origin(fn),
+            origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
         place = self._places.setdefault(name, Place())
@@ -185,104 +183,18 @@ def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) ->
 def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
     """What a function and those beneath it have captured."""
     words = {place: is_ for each in functions for place, is_ in captured_words(each)}
-    if isinstance(fn, types.MethodType):
-        words["the object that it is a method of"] = in_words(fn.__self__)
-    if isinstance(fn, functools.partial):
-        for number, value in enumerate(fn.args):
-            words[f"args[{number}] of the partial"] = in_words(value)
-        for name, value in fn.keywords.items():
-            words[f"{name!r} of the partial"] = in_words(value)
-    return words
-
-
-def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Whatever says whether the function is still in use."""
-    held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
-    try:
-        return weakref.ref(held)
-    except TypeError:
-        return None
-
-
-def _without_identity(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another object, so that the first one may go."""
-    if type(fn) is functools.partial:
-        part = functools.partial(_without_identity(fn.func), *fn.args, **fn.keywords)
-        part.__dict__.update(fn.__dict__)
-        return part
-    if isinstance(fn, types.MethodType):
-        return _of_one_that_lives(fn)
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    made = types.FunctionType(
-        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
-    made.__kwdefaults__ = fn.__kwdefaults__
-    made.__qualname__, made.__module__ = fn.__qualname__, fn.__module__
-    made.__doc__ = fn.__doc__
-    return made
-
-
-def _of_one_that_lives(method: types.MethodType) -> Callable[..., Any]:
-    """The same method, which does not hold its object: whoever calls it has that."""
-    try:
-        held = weakref.ref(method.__self__)
-    except TypeError:
-        return method
-    fn = method.__func__
-
-    @functools.wraps(fn)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return fn(held(), *args, **kwargs)
-
-    del made.__wrapped__  # it has one argument more
-    return made
-
-
-def _named(
-    fn: Any,
-    captured: list[Any],
-    compared: list[types.FunctionType],
-    depth: int = 0,
-) -> tuple[int, Hashable]:
-    """Where the function stands in the source, and what it has captured.
-
-    Adds to ``captured`` what is known by its identity, and to ``compared`` the
-    functions that are known by what they have captured.
-    """
-    if type(fn) is types.FunctionType:
-        compared.append(fn)
-        return id(fn.__code__), tuple(
-            [_mark(value, captured, compared, depth) for value in captured_values(fn)]
-        )
     match fn:
         case Function():
-            place, marks = _named(fn.body, captured, compared, depth)
-            return place, (Function, fn.eager, marks)
+            words |= _words(fn.body, [])
         case types.MethodType():
-            place, marks = _named(fn.__func__, captured, compared, depth)
-            return place, (_mark(fn.__self__, captured, compared, depth), marks)
+            words["the object that it is a method of"] = in_words(fn.__self__)
         case functools.partial():
-            place, marks = _named(fn.func, captured, compared, depth)
-            given = *fn.args, *fn.keywords.values()
-            return place, (
-                tuple(fn.keywords),
-                marks,
-                *[_mark(value, captured, compared, depth) for value in given],
-            )
-    captured.append(fn)
-    return id(fn), ()
-
-
-def _mark(
-    value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
-) -> Hashable:
-    kind = type(value)
-    if kind is float or kind is complex:
-        return kind, repr(value)  # -0.0 is another one than 0.0
-    if kind in PLAIN:
-        return kind, value
-    if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
-        return _named(value, captured, compared, depth + 1)
-    captured.append(value)
-    return id(value)
+            for number, value in enumerate(fn.args):
+                words[f"args[{number}] of the partial"] = in_words(value)
+            for name, value in fn.keywords.items():
+                words[f"{name!r} of the partial"] = in_words(value)
+        case types.FunctionType():
+            pass
+        case _:
+            words["the object that is called"] = in_words(fn)
+    return words

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function
 
-from ._captured import PLAIN, Held, captured_values, global_names, is_global, own_values
+from ._captured import (
+    PLAIN,
+    Held,
+    captured_values,
+    global_names,
+    is_global,
+    own_values,
+    wrapped_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, KeysView
@@ -68,8 +76,6 @@ class Watched:
         """Whether all is as it was."""
         if not self._functions:
             return True
-        if not self._held.are_there():
-            return False
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
@@ -84,7 +90,9 @@ class Watched:
         for names, absent in self._absent:
             if not names.isdisjoint(absent):
                 return False
-        return not self._given or self._are_given_the_same()
+        if self._given and not self._are_given_the_same():
+            return False
+        return self._held.are_there()  # at last: until here they were
 
     def are_there(self) -> bool:
         """Whether it can ever be so again."""
@@ -160,7 +168,7 @@ def _home(fn: Any) -> Module:
             return _home(fn.__func__)
         case functools.partial():
             return _home(fn.func)
-    wrapped = _wrapped(fn)
+    wrapped = wrapped_in(fn)
     if wrapped is not None:
         return _home(wrapped)
     call = fn if isinstance(fn, types.FunctionType) else type(fn).__call__
@@ -185,20 +193,11 @@ def _functions(value: Any, known: Module) -> Iterator[types.FunctionType]:
             yield from _methods(value, known)
         case _:
             yield from _methods(type(value), known)
-    wrapped = _wrapped(value)
+    wrapped = wrapped_in(value)
     if wrapped is not None:
         for each in _functions(wrapped, known):
             if each.__globals__ is known:
                 yield each
-
-
-def _wrapped(value: Any) -> Any:
-    """What ``functools.wraps`` was told, as jax does, too."""
-    try:
-        wrapped = vars(value).get("__wrapped__")
-    except TypeError:  # no __dict__
-        return None
-    return wrapped if callable(wrapped) and wrapped is not value else None
 
 
 def _methods(kind: type, known: Module) -> Iterator[types.FunctionType]:
