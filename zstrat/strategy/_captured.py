@@ -10,16 +10,22 @@ words.
 from __future__ import annotations
 
 import dis
+import functools
 import itertools
 import types
 import weakref
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
+
+MAX_ITEMS: Final = 32
+"""Items of a tuple that are compared at a call: a shape has fewer."""
 
 _LASTING: Final = (
     type,
@@ -109,13 +115,23 @@ def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
 
 def in_words(value: Any) -> str:
     """The same for another object only where it counts as the same."""
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
     if value is _GONE:
         return "not bound"
     if isinstance(value, types.FunctionType) and not is_global(value):
         return f"<function {value.__qualname__}>"  # may be made anew at each call
-    return f"<{type(value).__qualname__} at {id(value):#x}>"
+    if kind is tuple:
+        return f"({', '.join(map(in_words, value[:MAX_ITEMS]))})"
+    if kind is slice:
+        return f"slice{in_words((value.start, value.stop, value.step))}"
+    if kind is types.MethodType:
+        return f"{in_words(value.__func__)} of {in_words(value.__self__)}"
+    if kind is functools.partial:
+        given = *value.args, *value.keywords.values()
+        return f"partial({in_words(value.func)}, {in_words(given)})"
+    return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
 def _places(fn: types.FunctionType) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """By what a function is known: where it stands in the source, and what it has captured.
 
 The place is the identity of a code. What was captured is known by what it is, where
-that is all that it is (numbers, text), also if it is a function of such; anything else
+that is all that it is: numbers, also those of numpy, text, and what is made of parts
+that never change (tuples, slices, functions, methods, partials). Anything else is known
 by which object it is. So a lambda that is made anew at each call is the same one.
 
 Law of the file: this runs at each call of ``run``, and asks nothing of what it finds
@@ -14,9 +15,11 @@ import functools
 import types
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from zstrat.program import Function
 
-from ._captured import PLAIN, captured_values, is_global, wrapped_in
+from ._captured import MAX_ITEMS, PLAIN, captured_values, is_global, wrapped_in
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -24,6 +27,10 @@ if TYPE_CHECKING:
 _DEPTH: Final = 3
 """How deep functions that capture functions are looked into; the objects themselves are
 compared beneath."""
+
+_OF_PARTS: Final = frozenset(
+    (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
+)
 
 
 def named(
@@ -85,7 +92,28 @@ def _mark(
         return kind, repr(value)  # -0.0 is another one than 0.0
     if kind in PLAIN:
         return kind, value
-    if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
-        return named(value, captured, compared, depth + 1)
+    if kind in _OF_PARTS:
+        if depth < _DEPTH:
+            return _mark_of_parts(value, captured, compared, depth + 1)
+    elif isinstance(value, np.generic):
+        return kind, value.dtype, value.tobytes()
     captured.append(value)
     return id(value)
+
+
+def _mark_of_parts(
+    value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
+) -> Hashable:
+    """Of what is made anew of the same parts, as it may be at each call."""
+    kind = type(value)
+    parts: tuple[Any, ...]
+    if kind is tuple and len(value) <= MAX_ITEMS:
+        parts = value
+    elif kind is slice:
+        parts = value.start, value.stop, value.step
+    elif kind is tuple or (kind is types.FunctionType and is_global(value)):
+        captured.append(value)
+        return id(value)
+    else:
+        return named(value, captured, compared, depth)
+    return kind, *[_mark(part, captured, compared, depth) for part in parts]
