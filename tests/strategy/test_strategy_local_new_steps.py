@@ -122,6 +122,38 @@ def test_the_fifth_is_told_with_what_changed(two, change, monkeypatch):
         change(two, monkeypatch)
 
 
+class Slim:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def slim_objects(two, _):
+    for number in range(5):
+        two.run(Slim(number), (jnp.ones(1),))
+
+
+NAMES = {
+    closures: "closures.fn",
+    partials: "partials.<lambda>",
+    methods: "Model.scaled",
+    objects: "Model",
+    slim_objects: "Slim",
+    steps: "steps.make.<lambda>",
+}
+
+
+@pytest.mark.parametrize("change", NAMES)
+def test_it_is_named(two, change):
+    with pytest.warns(RetraceWarning) as told:
+        change(two, None)
+    assert [str(each.message).split("'")[1] for each in told] == [NAMES[change]]
+
+
 def test_many_that_live_are_found_again_in_silence(two):
     models = [Model(number) for number in range(12)]
     fns = [

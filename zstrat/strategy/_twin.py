@@ -38,10 +38,16 @@ def twin(fn: Callable[..., Any]) -> Callable[..., Any]:
         case types.MethodType():
             return _of_method(fn)
     if type(fn) is functools.partial:
-        part = functools.partial(twin(fn.func), *fn.args, **fn.keywords)
-        part.__dict__.update(fn.__dict__)
-        return part
+        return _of_partial(fn)
     return _of_object(fn)
+
+
+def _of_partial(fn: functools.partial[Any]) -> functools.partial[Any]:
+    part = functools.partial(twin(fn.func), *fn.args, **fn.keywords)
+    functools.update_wrapper(part, part.func, updated=())  # it has no name of its own
+    del part.__dict__["__wrapped__"]
+    part.__dict__.update(fn.__dict__)
+    return part
 
 
 def _of_function(fn: types.FunctionType) -> types.FunctionType:
@@ -70,10 +76,13 @@ def _of_method(method: types.MethodType) -> Callable[..., Any]:
 
 
 def _of_object(called: Any) -> Callable[..., Any]:
+    held: Callable[[], Any]
     try:
         held = weakref.ref(called)
     except TypeError:
-        return called  # type: ignore[no-any-return]
+
+        def held() -> Any:
+            return called
 
     def made(*args: Any, **kwargs: Any) -> Any:
         living: Any = held()
