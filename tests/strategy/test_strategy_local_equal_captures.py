@@ -3,8 +3,10 @@ traced once. Of other parts it is another one."""
 
 import functools
 import gc
+import types
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,6 +102,33 @@ def test_of_other_parts_it_is_traced_anew(two, one, other):
     for captured in (one, other):
         two.run(make(captured), (X,))
         assert repr(TRACES[-1]) == repr(captured)
+
+
+class Twice(functools.partial):
+    def __call__(self, *args):
+        return 2 * super().__call__(*args)
+
+
+def of_function(f, x):
+    return f(x)
+
+
+ANEW = {
+    "partial": lambda: functools.partial(Model.times, MODELS[2], by=1.0),
+    "partial of jax": lambda: jax.tree_util.Partial(Model.times, MODELS[2], by=1.0),
+    "another partial": lambda: Twice(lambda x: x),
+    "method of a function": lambda: types.MethodType(of_function, lambda x: x * 2),
+    "step": lambda: zs.function(MODELS[2].scaled),
+    "step of an object": lambda: zs.function(functools.partial(MODELS[2].times, by=1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::zstrat.program.RetraceWarning")
+@pytest.mark.parametrize("make", ANEW.values(), ids=ANEW)
+def test_one_made_anew_is_traced_for_other_shapes(two, make):
+    for size in range(1, 4):
+        x = np.ones(size)
+        np.testing.assert_array_equal(two.run(make(), (x,)).values[0], 2 * x)
 
 
 def test_an_object_in_a_tuple_is_known_by_itself(two):

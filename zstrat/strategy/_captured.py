@@ -49,6 +49,12 @@ def is_global(fn: types.FunctionType) -> bool:
     return fn.__globals__.get(fn.__name__) is fn
 
 
+def is_partial(fn: Any) -> bool:
+    """Whether it is a partial that calls as any other, such as one of jax."""
+    partial = functools.partial
+    return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
+
+
 def captured_values(fn: types.FunctionType) -> list[Any]:
     """What the function has captured, always in the same order."""
     found = own_values(fn)

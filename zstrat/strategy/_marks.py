@@ -19,7 +19,14 @@ import numpy as np
 
 from zstrat.program import Function
 
-from ._captured import MAX_ITEMS, PLAIN, captured_values, is_global, wrapped_in
+from ._captured import (
+    MAX_ITEMS,
+    PLAIN,
+    captured_values,
+    is_global,
+    is_partial,
+    wrapped_in,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -56,8 +63,9 @@ def named(
             return place, (Function, fn.eager, marks)
         case types.MethodType():
             place, marks = named(fn.__func__, captured, compared, depth)
-            return place, (_mark(fn.__self__, captured, compared, depth), marks)
-        case functools.partial():
+            captured.append(fn.__self__)  # its twin holds that one, and no other
+            return place, (id(fn.__self__), marks)
+        case functools.partial() if is_partial(fn):
             place, marks = named(fn.func, captured, compared, depth)
             given = *fn.args, *fn.keywords.values()
             return place, (

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zstrat.program import Function
 
+from ._captured import is_partial
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -37,8 +39,8 @@ def twin(fn: Callable[..., Any]) -> Callable[..., Any]:
             return twin(fn.body)  # as which it runs in a step
         case types.MethodType():
             return _of_method(fn)
-    if type(fn) is functools.partial:
-        return _of_partial(fn)
+        case functools.partial() if is_partial(fn):
+            return _of_partial(fn)
     return _of_object(fn)
 
 
