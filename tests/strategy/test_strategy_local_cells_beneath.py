@@ -148,6 +148,37 @@ def test_a_cell_that_is_bound_late_is_seen(two, depth):
     assert first(two, fn) == 3.0
 
 
+def keyword(rate):
+    def fn(x, *, rate=rate):
+        return x * rate
+
+    return fn, lambda value: fn.__kwdefaults__.update(rate=value)
+
+
+def inner(rate):
+    def helper(x):
+        return x * rate
+
+    def fn(x):
+        return helper(x)
+
+    def bind(value):
+        nonlocal rate
+        rate = value
+
+    return fn, bind
+
+
+@pytest.mark.parametrize("make", [made, keyword, inner])
+def test_an_equal_function_does_not_run_with_what_another_is_bound_to(two, make):
+    one, bind = make(2.0)
+    other, _ = make(2.0)
+    assert first(two, one) == 2.0
+    bind(3.0)
+    found = two.run(other, (jnp.ones(2),))  # to be traced for another shape
+    np.testing.assert_array_equal(found.values[0], [2.0, 2.0])
+
+
 def test_an_equal_number_in_a_cell_is_the_same(two):
     def fn(x):
         TRACES.append(1)

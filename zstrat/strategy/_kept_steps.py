@@ -138,7 +138,7 @@ class KeptSteps:
             Function(self._wrap(twin(fn))),
             marks,
             Held([*captured, *[each.__code__ for each in compared]]),
-            Watched(x for x in functions if x not in compared),
+            Watched([x for x in functions if x not in compared], compared),
             origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )

@@ -56,7 +56,8 @@ def _of_function(fn: types.FunctionType) -> types.FunctionType:
     made = types.FunctionType(
         fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
-    made.__kwdefaults__ = fn.__kwdefaults__
+    if fn.__kwdefaults__ is not None:
+        made.__kwdefaults__ = dict(fn.__kwdefaults__)
     made.__qualname__, made.__module__ = fn.__qualname__, fn.__module__
     made.__doc__ = fn.__doc__
     return made
