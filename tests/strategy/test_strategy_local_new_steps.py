@@ -3,6 +3,7 @@ what stays of those that are gone."""
 
 import functools
 import gc
+import inspect
 import warnings
 import weakref
 
@@ -152,6 +153,17 @@ def test_it_is_named(two, change):
     with pytest.warns(RetraceWarning) as told:
         change(two, None)
     assert [str(each.message).split("'")[1] for each in told] == [NAMES[change]]
+
+
+def test_the_line_is_told_that_calls_run(two):
+    with pytest.warns(RetraceWarning) as told:
+        cells(two, None)
+    (line,) = [
+        cells.__code__.co_firstlineno + number
+        for number, text in enumerate(inspect.getsourcelines(cells)[0])
+        if "two.run" in text
+    ]
+    assert [(each.filename, each.lineno) for each in told] == [(__file__, line)]
 
 
 def test_many_that_live_are_found_again_in_silence(two):
