@@ -11,13 +11,14 @@ a captured object (an item of a list, a global of another module) is not seen, a
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
 that is made there, and with it what it has captured. What is made again and again is
-told.
+told. Steps are added under a lock; a lookup takes none.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import types
 import warnings
 from collections import OrderedDict
@@ -119,6 +120,7 @@ class KeptSteps:
     ) -> None:
         self._wrap = wrap
         self._places: OrderedDict[int, Place] = OrderedDict()
+        self._lock = threading.RLock()  # what is freed in it may run code
 
     def of(self, fn: Callable[..., Any]) -> KeptStep:
         """The step of a function, made if it is not known.
@@ -144,22 +146,30 @@ class KeptSteps:
             origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
-        place = self._places.setdefault(name, Place())
-        is_instead = place.add(made)
-        before, place.words = place.words, _words(fn, functions)
-        self._places.move_to_end(name)
-        self._forget()
+        return self._add(name, made, _words(fn, functions))
+
+    def _add(self, name: int, made: KeptStep, words: dict[str, str]) -> KeptStep:
+        with self._lock:
+            place = self._places.setdefault(name, Place())
+            found = place.find(made.marks)
+            if found is not None:
+                return found  # another thread made it meanwhile
+            is_instead = place.add(made)
+            before, place.words = place.words, words
+            self._places.move_to_end(name)
+            self._forget()
+            place.replaced += is_instead
+            times = place.replaced + 1
         if is_instead:
-            place.replaced += 1
-            _tell(made.step.name, place.replaced + 1, before, place.words)
+            _tell(made.step.name, times, before, words)
         return made
 
     def _forget(self) -> None:
         while sum(len(place.steps) for place in self._places.values()) > MAX_STEPS:
-            oldest = next(iter(self._places))
-            self._places[oldest].steps.pop(0)
-            if not self._places[oldest].steps:
-                del self._places[oldest]
+            name, oldest = next(iter(self._places.items()))
+            oldest.steps = oldest.steps[1:]  # a lookup may be at it
+            if not oldest.steps:
+                del self._places[name]
 
 
 def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) -> None:
