@@ -205,3 +205,30 @@ def test_threads_that_call_first_trace_once():
     second.join(10)
     assert results == [2.0]
     assert step.trace_count == 1
+
+
+@pytest.mark.parametrize("args", [(), (np.float32(2),)])
+def test_each_kind_of_random_numbers_is_a_program(args):
+    def drawn(scale=1.0):
+        return jax.random.normal(jax.random.PRNGKey(3), (4,)) * scale
+
+    step = zs.function(drawn)
+    for _ in range(2):
+        for kind in ("threefry2x32", "rbg"):
+            with jax.default_prng_impl(kind):
+                np.testing.assert_allclose(step(*args), drawn(*args), rtol=1e-6)
+    assert step.trace_count == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_another_kind_of_random_numbers_is_told():
+    step = zs.function(lambda x: x)
+    for n in range(1, 5):
+        step(np.ones(n, np.float32))
+    words = "jax_default_prng_impl was threefry2x32 and is rbg"
+    with (
+        jax.default_prng_impl("rbg"),
+        pytest.warns(zs.RetraceWarning, match=words) as told,
+    ):
+        step(np.ones(4, np.float32))
+    assert "enable_x64" not in str(told[0].message)

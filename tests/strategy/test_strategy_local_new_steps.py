@@ -3,9 +3,11 @@ what stays of those that are gone."""
 
 import functools
 import gc
+import inspect
 import warnings
 import weakref
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,6 +46,9 @@ class Model:
     def scaled(self, x):
         return x * self.factor
 
+    def __call__(self, x):
+        return x * self.factor
+
 
 def changing(two, monkeypatch):
     for number in range(5):
@@ -79,7 +84,29 @@ def methods(two, _):
         two.run(Model(number).scaled, (jnp.ones(1),))
 
 
+def objects(two, _):
+    for number in range(5):
+        two.run(Model(number), (jnp.ones(1),))
+
+
+def compiled(two, _):
+    for number in range(5):
+        model = Model(number)
+        two.run(jax.jit(lambda x, model=model: model(x)), (jnp.ones(1),))
+
+
+def steps(two, _):
+    def make(rate):
+        return zs.function(lambda x: x * rate)
+
+    for number in range(5):
+        two.run(make(number / 2), (jnp.ones(1),))
+
+
 CHANGES = {
+    objects: "object that is called was <Model at|is another one",
+    compiled: "object that is called was <PjitFunction at|is another one",
+    steps: "captured name 'rate' of .*lambda> was 1.5 and is 2.0",
     methods: "object that it .*is a method of,? (was <Model at|is another one)",
     changing: "global 'RATE' of .* was 1.5 and is 2.0",
     closures: "the default of 'rate' of .*fn was 1.5 and is 2.0",
@@ -96,11 +123,55 @@ def test_the_fifth_is_told_with_what_changed(two, change, monkeypatch):
         change(two, monkeypatch)
 
 
+class Slim:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+
+def slim_objects(two, _):
+    for number in range(5):
+        two.run(Slim(number), (jnp.ones(1),))
+
+
+NAMES = {
+    closures: "closures.fn",
+    partials: "partials.<lambda>",
+    methods: "Model.scaled",
+    objects: "Model",
+    slim_objects: "Slim",
+    steps: "steps.make.<lambda>",
+}
+
+
+@pytest.mark.parametrize("change", NAMES)
+def test_it_is_named(two, change):
+    with pytest.warns(RetraceWarning) as told:
+        change(two, None)
+    assert [str(each.message).split("'")[1] for each in told] == [NAMES[change]]
+
+
+def test_the_line_is_told_that_calls_run(two):
+    with pytest.warns(RetraceWarning) as told:
+        cells(two, None)
+    (line,) = [
+        cells.__code__.co_firstlineno + number
+        for number, text in enumerate(inspect.getsourcelines(cells)[0])
+        if "two.run" in text
+    ]
+    assert [(each.filename, each.lineno) for each in told] == [(__file__, line)]
+
+
 def test_many_that_live_are_found_again_in_silence(two):
     models = [Model(number) for number in range(12)]
     fns = [
         *(model.scaled for model in models),
         *(Model.scaled.__get__(m) for m in models),
+        *models,
     ]
     for _ in range(2):
         for number, fn in enumerate(fns):
@@ -140,11 +211,53 @@ def made_by_method(two, number, _):
     return weakref.ref(model)
 
 
-@pytest.mark.parametrize("made", [made_by_global, made_by_partial, made_by_method])
+def made_by_object(two, number, _):
+    model = Model(number)
+    assert two.run(model, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(model)
+
+
+def made_by_partial_of_object(two, number, _):
+    model = Model(number)
+    assert two.run(functools.partial(model, jnp.ones(1))).values[0][0] == number
+    return weakref.ref(model)
+
+
+def made_by_compiled(two, number, _):
+    fn = jax.jit(lambda x: x * number)
+    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(fn)
+
+
+def made_by_step(two, number, _):
+    fn = zs.function(lambda x: x * number)
+    assert two.run(fn, (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(fn)
+
+
+def made_by_step_of_object(two, number, _):
+    model = Model(number)
+    assert two.run(zs.function(model), (jnp.ones(1),)).values[0][0] == number
+    return weakref.ref(model)
+
+
+MADE = [
+    made_by_global,
+    made_by_partial,
+    made_by_method,
+    made_by_object,
+    made_by_partial_of_object,
+    made_by_compiled,
+    made_by_step,
+    made_by_step_of_object,
+]
+
+
+@pytest.mark.parametrize("made", MADE)
 def test_what_is_gone_does_not_stay(two, made, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RetraceWarning)
-        found = [made(two, number, monkeypatch) for number in range(1, 31)]
+        found = [made(two, number, monkeypatch) for number in range(1, 13)]
     monkeypatch.undo()
     gc.collect()
     assert sum(ref() is not None for ref in found) <= 2  # for the next ones

@@ -1,5 +1,6 @@
 """What makes a strategy's steps be traced anew, and what does not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,3 +71,13 @@ def test_another_variable_that_begins_to_have_copies_does_not(replicas):
     replicas.run(assigning(variable))
     assert step() == 6
     assert step.trace_count == 2
+
+
+def test_another_kind_of_random_numbers_does(replicas):
+    def drawn():
+        return jax.random.normal(jax.random.PRNGKey(3), (4,))
+
+    for kind in ("threefry2x32", "rbg", "threefry2x32"):
+        with jax.default_prng_impl(kind):
+            found = replicas.run(drawn).values[1]
+            np.testing.assert_allclose(found, drawn(), rtol=1e-6)

@@ -15,6 +15,7 @@ This runs for every scheduled step, so it is one pass without allocation per typ
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -60,8 +61,8 @@ class Plain:
 class Call:
     """The arguments of one call, cut.
 
-    ``key`` is ``treedef``, a mark per leaf, whether jax computes in 64 bits, and the
-    strategy around the call.
+    ``key`` is ``treedef``, a mark per leaf, settings of jax, and the strategy around
+    the call.
     ``inputs`` are the leaves that a program takes, ``iterators`` the distinct
     iterators, both in order; ``leaves`` are all leaves.
     """
@@ -74,10 +75,13 @@ class Call:
 
 
 _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
-_BARE_CALLS: Final = {
-    x64: Call((_NO_ARGUMENTS, (), x64, None), _NO_ARGUMENTS, [], [], [])
-    for x64 in (False, True)
-}
+_bare_calls: Final[dict[Hashable, Call]] = {}
+
+_SETTINGS: Final = ("jax_enable_x64", "jax_default_prng_impl")
+"""What programs compute depends on them: types, and random numbers. (jax keeps them per
+thread; to read others here would cost each call.)"""
+
+_settings: Final = operator.attrgetter(*_SETTINGS)
 
 
 def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
@@ -88,8 +92,9 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             being traced by jax.
     """
     around = surrounding()
+    settings = _settings(jax.config)
     if not args and not kwargs and around is None:
-        return _BARE_CALLS[_in_64_bits()]
+        return _bare(settings)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
@@ -120,14 +125,22 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
             marks.append((Optimizer, leaf.id))
         else:
             marks.append((kind, leaf))
-    # The types that jax makes of the same arguments depend on the flag.
-    key = (treedef, tuple(marks), _in_64_bits(), around)
+    key = (treedef, tuple(marks), settings, around)
     try:
         hash(key)
     except TypeError:
         _refuse_unhashable(args, kwargs)
         raise
     return Call(key, treedef, leaves, inputs, iterators)
+
+
+def _bare(settings: Hashable) -> Call:
+    """The call without arguments, which is the same one each time."""
+    found = _bare_calls.get(settings)
+    if found is None:
+        key = (_NO_ARGUMENTS, (), settings, None)
+        found = _bare_calls[settings] = Call(key, _NO_ARGUMENTS, [], [], [])
+    return found
 
 
 def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -155,7 +168,7 @@ def describe(
 ) -> dict[str, str]:
     """The types that name a program, by place, in words."""
     words = {place: _words(leaf) for place, leaf in _places(args, kwargs)}
-    words["jax_enable_x64"] = str(_in_64_bits())
+    words |= zip(_SETTINGS, map(str, _settings(jax.config)), strict=True)
     for number, element in enumerate(elements):
         paths, _ = jax.tree_util.tree_flatten_with_path(
             element.treedef.unflatten(element.leaves)
@@ -181,10 +194,6 @@ def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashabl
     iterators.append(leaf)
     spec = Element(leaf.element_spec).key if leaf.is_abstract else None
     return (StepIterator, len(iterators) - 1, spec)
-
-
-def _in_64_bits() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def _traced(

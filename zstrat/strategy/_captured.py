@@ -16,11 +16,16 @@ import types
 import weakref
 from typing import TYPE_CHECKING, Any, Final
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+import numpy as np
 
-PLAIN: Final = (int, float, str, bytes, bool, type(None), complex)
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
+
+MAX_ITEMS: Final = 32
+"""Items of a tuple that are compared at a call: a shape has fewer."""
 
 _LASTING: Final = (
     type,
@@ -33,41 +38,79 @@ _LASTING: Final = (
 
 _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 
+_MAX_NAMED: Final = 1024
+"""Codes of which the names are kept."""
+
+_GONE: Final = object()
+
 
 def is_global(fn: types.FunctionType) -> bool:
     """Whether it is the very function that its module has under its name."""
     return fn.__globals__.get(fn.__name__) is fn
 
 
-def captured_values(fn: types.FunctionType) -> Iterator[Any]:
+def is_partial(fn: Any) -> bool:
+    """Whether it is a partial that calls as any other, such as one of jax."""
+    partial = functools.partial
+    return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
+
+
+def captured_values(fn: types.FunctionType) -> list[Any]:
     """What the function has captured, always in the same order."""
-    yield from own_values(fn)
+    found = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
-        if name in known:
-            yield known[name]
+        value = known.get(name, _GONE)
+        if value is not _GONE:
+            found.append(value)
+    return found
 
 
-def own_values(fn: types.FunctionType) -> Iterator[Any]:
+def own_values(fn: types.FunctionType) -> list[Any]:
     """The same without the globals."""
+    found: list[Any] = []
     for cell in fn.__closure__ or ():
         try:
-            yield cell.cell_contents
+            found.append(cell.cell_contents)
         except ValueError:
-            yield None  # not bound yet
-    yield from fn.__defaults__ or ()
-    yield from (fn.__kwdefaults__ or {}).values()
+            found.append(_GONE)  # not bound yet
+    if fn.__defaults__:
+        found += fn.__defaults__
+    if fn.__kwdefaults__:
+        found += fn.__kwdefaults__.values()
+    return found
 
 
-@functools.lru_cache(maxsize=1024)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that may be globals, in the function and those defined in it."""
+    found = _named.get(id(code))
+    if found is None or found[0] is not code:
+        if len(_named) >= _MAX_NAMED:
+            _named.clear()
+        found = _named[id(code)] = code, _global_names(code)
+    return found[1]
+
+
+# By identity: the hash of a code is that of all its instructions, at each call.
+_named: Final[dict[int, tuple[types.CodeType, tuple[str, ...]]]] = {}
+
+
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
     inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
     names = [
         each.argval for each in dis.get_instructions(code) if each.opname in _LOADS
     ]
-    names += [name for x in inner for name in global_names(x)]
+    names += [name for x in inner for name in _global_names(x)]
     return tuple(dict.fromkeys(names))
+
+
+def wrapped_in(value: Any) -> Any:
+    """What ``functools.wraps`` was told, as jax does, too."""
+    try:
+        wrapped = vars(value).get("__wrapped__")
+    except TypeError:  # no __dict__
+        return None
+    return wrapped if callable(wrapped) and wrapped is not value else None
 
 
 def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
@@ -78,11 +121,23 @@ def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
 
 def in_words(value: Any) -> str:
     """The same for another object only where it counts as the same."""
-    if type(value) in PLAIN:
+    kind = type(value)
+    if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
+    if value is _GONE:
+        return "not bound"
     if isinstance(value, types.FunctionType) and not is_global(value):
         return f"<function {value.__qualname__}>"  # may be made anew at each call
-    return f"<{type(value).__qualname__} at {id(value):#x}>"
+    if kind is tuple:
+        return f"({', '.join(map(in_words, value[:MAX_ITEMS]))})"
+    if kind is slice:
+        return f"slice{in_words((value.start, value.stop, value.step))}"
+    if kind is types.MethodType:
+        return f"{in_words(value.__func__)} of {in_words(value.__self__)}"
+    if kind is functools.partial:
+        given = *value.args, *value.keywords.values()
+        return f"partial({in_words(value.func)}, {in_words(given)})"
+    return f"<{kind.__qualname__} at {id(value):#x}>"
 
 
 def _places(fn: types.FunctionType) -> Iterator[str]:
@@ -106,21 +161,22 @@ class Held:
     function has seen it.
     """
 
-    __slots__ = ("_strongly", "_weakly")
+    __slots__ = ("_gone", "_strongly", "_weakly")
 
-    def __init__(self, objects: list[Any]) -> None:
+    def __init__(self, objects: Iterable[Any]) -> None:
         self._weakly: list[weakref.ref[Any]] = []
         self._strongly: list[Any] = []
+        self._gone: list[weakref.ref[Any]] = []
         for each in objects:
             if isinstance(each, _LASTING):
                 self._strongly.append(each)
                 continue
             try:
-                self._weakly.append(weakref.ref(each))
+                # Who is gone says so: there is nothing to ask at a call.
+                self._weakly.append(weakref.ref(each, self._gone.append))
             except TypeError:
                 self._strongly.append(each)
 
     def are_there(self) -> bool:
         """Whether all of them are."""
-        gone = [ref for ref in self._weakly if ref() is None]
-        return not gone  # (a generator would cost more, at each call)
+        return not self._gone

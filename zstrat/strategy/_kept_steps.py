@@ -11,26 +11,31 @@ a captured object (an item of a list, a global of another module) is not seen, a
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
 that is made there, and with it what it has captured. What is made again and again is
-told.
+told. Steps are added under a lock; a lookup takes none.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 import types
 import warnings
-import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function, RetraceWarning
 from zstrat.program._programs import WARN_AT
+from zstrat.program._where import is_machinery
 
-from ._captured import PLAIN, Held, captured_values, captured_words, in_words, is_global
+from ._captured import Held, captured_words, in_words
+from ._marks import named
+from ._twin import origin, twin
 from ._watched import Watched, beneath
 
 if TYPE_CHECKING:
+    import weakref
     from collections.abc import Callable, Hashable
 
     Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -42,10 +47,6 @@ MAX_VARIANTS: Final = 8
 """Of one function, whose globals are bound anew."""
 
 _ANOTHER: Final = "an object that it has captured, or is a method of, is another one"
-
-_DEPTH: Final = 3
-"""How deep functions that capture functions are looked into; the objects themselves are
-compared beneath."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +120,7 @@ class KeptSteps:
     ) -> None:
         self._wrap = wrap
         self._places: OrderedDict[int, Place] = OrderedDict()
+        self._lock = threading.RLock()  # what is freed in it may run code
 
     def of(self, fn: Callable[..., Any]) -> KeptStep:
         """The step of a function, made if it is not known.
@@ -128,38 +130,46 @@ class KeptSteps:
                 one of the same place in the source.
         """
         captured: list[Any] = []
-        name, marks = _named(fn, captured)
+        compared: list[types.FunctionType] = []
+        name, marks = named(fn, captured, compared)
         place = self._places.get(name)
         if place is not None:
             found = place.find(marks)
             if found is not None:
                 return found
-        compared = {id(x) for x in captured if isinstance(x, types.CodeType)}
         functions = beneath(fn)
         made = KeptStep(
-            Function(self._wrap(_without_identity(fn))),
+            Function(self._wrap(twin(fn))),
             marks,
-            Held(captured),
-            Watched(x for x in functions if id(x.__code__) not in compared),
-            _origin(fn),
+            Held([*captured, *[each.__code__ for each in compared]]),
+            Watched([x for x in functions if x not in compared], compared),
+            origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
-        place = self._places.setdefault(name, Place())
-        is_instead = place.add(made)
-        before, place.words = place.words, _words(fn, functions)
-        self._places.move_to_end(name)
-        self._forget()
+        return self._add(name, made, _words(fn, functions))
+
+    def _add(self, name: int, made: KeptStep, words: dict[str, str]) -> KeptStep:
+        with self._lock:
+            place = self._places.setdefault(name, Place())
+            found = place.find(made.marks)
+            if found is not None:
+                return found  # another thread made it meanwhile
+            is_instead = place.add(made)
+            before, place.words = place.words, words
+            self._places.move_to_end(name)
+            self._forget()
+            place.replaced += is_instead
+            times = place.replaced + 1
         if is_instead:
-            place.replaced += 1
-            _tell(made.step.name, place.replaced + 1, before, place.words)
+            _tell(made.step.name, times, before, words)
         return made
 
     def _forget(self) -> None:
         while sum(len(place.steps) for place in self._places.values()) > MAX_STEPS:
-            oldest = next(iter(self._places))
-            self._places[oldest].steps.pop(0)
-            if not self._places[oldest].steps:
-                del self._places[oldest]
+            name, oldest = next(iter(self._places.items()))
+            oldest.steps = oldest.steps[1:]  # a lookup may be at it
+            if not oldest.steps:
+                del self._places[name]
 
 
 def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) -> None:
@@ -178,100 +188,34 @@ def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) ->
         "Pass what changes from call to call among the args of run, as an array: a "
         "number as np.float32(...), say",
         RetraceWarning,
-        stacklevel=2,
+        stacklevel=_outside(),
     )
+
+
+def _outside() -> int:
+    """How far the line that called ``run`` is from the caller of this, as warnings
+    count."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and is_machinery(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
     """What a function and those beneath it have captured."""
     words = {place: is_ for each in functions for place, is_ in captured_words(each)}
-    if isinstance(fn, types.MethodType):
-        words["the object that it is a method of"] = in_words(fn.__self__)
-    if isinstance(fn, functools.partial):
-        for number, value in enumerate(fn.args):
-            words[f"args[{number}] of the partial"] = in_words(value)
-        for name, value in fn.keywords.items():
-            words[f"{name!r} of the partial"] = in_words(value)
-    return words
-
-
-def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Whatever says whether the function is still in use."""
-    held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
-    try:
-        return weakref.ref(held)
-    except TypeError:
-        return None
-
-
-def _without_identity(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function as another object, so that the first one may go."""
-    if type(fn) is functools.partial:
-        part = functools.partial(_without_identity(fn.func), *fn.args, **fn.keywords)
-        part.__dict__.update(fn.__dict__)
-        return part
-    if isinstance(fn, types.MethodType):
-        return _of_one_that_lives(fn)
-    if not isinstance(fn, types.FunctionType):
-        return fn
-    made = types.FunctionType(
-        fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
-    )
-    made.__kwdefaults__ = fn.__kwdefaults__
-    made.__qualname__, made.__module__ = fn.__qualname__, fn.__module__
-    made.__doc__ = fn.__doc__
-    return made
-
-
-def _of_one_that_lives(method: types.MethodType) -> Callable[..., Any]:
-    """The same method, which does not hold its object: whoever calls it has that."""
-    try:
-        held = weakref.ref(method.__self__)
-    except TypeError:
-        return method
-    fn = method.__func__
-
-    @functools.wraps(fn)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        return fn(held(), *args, **kwargs)
-
-    del made.__wrapped__  # it has one argument more
-    return made
-
-
-def _named(fn: Any, captured: list[Any], depth: int = 0) -> tuple[int, Hashable]:
-    """Where the function stands in the source, and what it has captured."""
     match fn:
         case Function():
-            place, marks = _named(fn.body, captured, depth)
-            return place, (Function, fn.eager, marks)
+            words |= _words(fn.body, [])
         case types.MethodType():
-            place, marks = _named(fn.__func__, captured, depth)
-            return place, (_mark(fn.__self__, captured, depth), marks)
+            words["the object that it is a method of"] = in_words(fn.__self__)
         case functools.partial():
-            place, marks = _named(fn.func, captured, depth)
-            given = *fn.args, *fn.keywords.values()
-            return place, (
-                tuple(fn.keywords),
-                marks,
-                *[_mark(value, captured, depth) for value in given],
-            )
+            for number, value in enumerate(fn.args):
+                words[f"args[{number}] of the partial"] = in_words(value)
+            for name, value in fn.keywords.items():
+                words[f"{name!r} of the partial"] = in_words(value)
         case types.FunctionType():
-            captured.append(fn.__code__)
-            return id(fn.__code__), tuple(
-                [_mark(value, captured, depth) for value in captured_values(fn)]
-            )
-    captured.append(fn)
-    return id(fn), ()
-
-
-def _mark(value: Any, captured: list[Any], depth: int) -> Hashable:
-    kind = type(value)
-    if kind is float:
-        return kind, repr(value)  # -0.0 is another one than 0.0
-    if kind in PLAIN:
-        return kind, value
-    if kind is types.FunctionType and depth < _DEPTH and not is_global(value):
-        return _named(value, captured, depth + 1)
-    captured.append(value)
-    return id(value)
+            pass
+        case _:
+            words["the object that is called"] = in_words(fn)
+    return words

@@ -1,9 +1,10 @@
-"""Globals beneath a function: those that functions of its module name, which it calls.
+"""What lies beneath a function: the functions of its module that it may call.
 
 The function itself and what it has captured are compared at each call (`_kept_steps`).
-What is beneath them is only watched, in one flat list: whether each name still has the
-object that it had when the function was traced. Beneath are helpers of the module,
-whatever decorates them, and the methods of its classes.
+What is beneath them is only watched, in one flat list: whether each name and each cell
+still has the object that it had when the function was traced, and each function its
+code and defaults. Beneath are helpers of the module, whatever decorates them, and the
+methods of its classes.
 
 Law of the file: a helper is looked into when a step is made, and never at a call.
 """
@@ -12,15 +13,22 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function
 
-from ._captured import PLAIN, captured_values, global_names, is_global, own_values
+from ._captured import (
+    PLAIN,
+    Held,
+    captured_values,
+    global_names,
+    is_global,
+    own_values,
+    wrapped_in,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, KeysView
 
     Module = dict[str, Any]
 
@@ -28,47 +36,112 @@ MAX_FUNCTIONS: Final = 1000
 """How many are looked into beneath one."""
 
 _GONE: Final = object()
-_LASTING: Final = (*PLAIN, types.FunctionType, types.ModuleType, type)
 
 
 class Watched:
-    """The globals of some functions, with the objects that they had."""
+    """Some functions: what their names and cells are bound to, their code and defaults.
 
-    __slots__ = ("_names", "_weakly")
+    A name that nothing is bound to counts, too: one may hide a builtin, later.
 
-    def __init__(self, functions: Iterable[types.FunctionType]) -> None:
-        self._names: list[tuple[Module, str, Any]] = []
-        self._weakly: list[tuple[Module, str, weakref.ref[Any]]] = []
-        found = {(id(fn.__globals__), name): fn for fn in functions for name in _of(fn)}
-        for (_, name), fn in found.items():
-            self._watch(fn.__globals__, name)
+    Args:
+        functions: Those beneath.
+        compared: Those that are compared at each call. Another one may be found equal,
+            and run the code of these: with their cells.
+    """
+
+    __slots__ = ("_absent", "_cells", "_functions", "_given", "_held", "_names")
+
+    def __init__(
+        self,
+        functions: Iterable[types.FunctionType],
+        compared: Iterable[types.FunctionType],
+    ) -> None:
+        of_one = {id(fn): fn for fn in functions}.values()
+        self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in of_one]
+        # Of the others it does not matter.
+        with_keywords = [fn for fn in of_one if fn.__code__.co_kwonlyargcount]
+        self._given = [(fn, fn.__kwdefaults__) for fn in with_keywords]
+        closures = [fn.__closure__ or () for fn in (*of_one, *compared)]
+        cells = {id(cell): cell for closure in closures for cell in closure}
+        named = {(id(x[0]), x[1]): x for fn in of_one for x in _places(fn)}
+        values = [known.get(name, _GONE) for known, name in named.values()]
+        contents = [_contents(cell) for cell in cells.values()]
+        self._names = [
+            (known.get, name, id(value), _plain(value))
+            for (known, name), value in zip(named.values(), values, strict=True)
+            if value is not _GONE
+        ]
+        self._cells = [
+            (cell, id(value), _plain(value))
+            for cell, value in zip(cells.values(), contents, strict=True)
+        ]
+        self._absent = _by_module(
+            place
+            for place, value in zip(named.values(), values, strict=True)
+            if value is _GONE
+        )
+        self._held = Held([*values, *contents])
 
     def are_same(self) -> bool:
-        """Whether each name has what it had."""
-        for known, name, value in self._names:
-            found = known.get(name, _GONE)
-            if found is not value and not _are_alike(found, value):
+        """Whether all is as it was."""
+        if not self._functions and not self._cells:
+            return True
+        for fn, code, defaults in self._functions:
+            if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
-        for known, name, ref in self._weakly:
-            held = ref()
-            if held is None or known.get(name) is not held:
+        for get, name, known, value in self._names:
+            found = get(name, _GONE)
+            if id(found) != known and not _are_alike(found, value):
                 return False
-        return True
+        for cell, known, value in self._cells:
+            found = _contents(cell)
+            if id(found) != known and not _are_alike(found, value):
+                return False
+        for names, absent in self._absent:
+            if not names.isdisjoint(absent):
+                return False
+        if self._given and not self._are_given_the_same():
+            return False
+        return self._held.are_there()  # at last: until here they were
 
     def are_there(self) -> bool:
-        """Whether they can ever be the same again."""
-        return all(ref() is not None for _, _, ref in self._weakly)
+        """Whether it can ever be so again."""
+        return self._held.are_there()
 
-    def _watch(self, known: Module, name: str) -> None:
-        value = known[name]
-        if not isinstance(value, _LASTING):
-            try:
-                self._weakly.append((known, name, weakref.ref(value)))
-            except TypeError:
-                pass  # as the others
-            else:
-                return
-        self._names.append((known, name, value))
+    def _are_given_the_same(self) -> bool:
+        return all(fn.__kwdefaults__ is given for fn, given in self._given)
+
+
+def _places(fn: types.FunctionType) -> Iterator[tuple[Module, str]]:
+    """The globals that a function may name, and those of its defaults that are in a
+    dict."""
+    code = fn.__code__
+    for name in global_names(code):
+        yield fn.__globals__, name
+    if fn.__kwdefaults__ is not None:
+        first = code.co_argcount
+        for name in code.co_varnames[first : first + code.co_kwonlyargcount]:
+            yield fn.__kwdefaults__, name
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _GONE
+
+
+def _by_module(
+    places: Iterable[tuple[Module, str]],
+) -> list[tuple[KeysView[str], set[str]]]:
+    found: dict[int, tuple[KeysView[str], set[str]]] = {}
+    for known, name in places:
+        found.setdefault(id(known), (known.keys(), set()))[1].add(name)
+    return list(found.values())
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in PLAIN else _GONE
 
 
 def beneath(fn: Any) -> list[types.FunctionType]:
@@ -96,10 +169,6 @@ def beneath(fn: Any) -> list[types.FunctionType]:
     return [each for each in found.values() if id(each.__globals__) in homes]
 
 
-def _of(fn: types.FunctionType) -> list[str]:
-    return [name for name in global_names(fn.__code__) if name in fn.__globals__]
-
-
 def _home(fn: Any) -> Module:
     """The globals of the module that the innermost function is of."""
     match fn:
@@ -109,7 +178,7 @@ def _home(fn: Any) -> Module:
             return _home(fn.__func__)
         case functools.partial():
             return _home(fn.func)
-    wrapped = _wrapped(fn)
+    wrapped = wrapped_in(fn)
     if wrapped is not None:
         return _home(wrapped)
     call = fn if isinstance(fn, types.FunctionType) else type(fn).__call__
@@ -134,20 +203,11 @@ def _functions(value: Any, known: Module) -> Iterator[types.FunctionType]:
             yield from _methods(value, known)
         case _:
             yield from _methods(type(value), known)
-    wrapped = _wrapped(value)
+    wrapped = wrapped_in(value)
     if wrapped is not None:
         for each in _functions(wrapped, known):
             if each.__globals__ is known:
                 yield each
-
-
-def _wrapped(value: Any) -> Any:
-    """What ``functools.wraps`` was told, as jax does, too."""
-    try:
-        wrapped = vars(value).get("__wrapped__")
-    except TypeError:  # no __dict__
-        return None
-    return wrapped if callable(wrapped) and wrapped is not value else None
 
 
 def _methods(kind: type, known: Module) -> Iterator[types.FunctionType]:

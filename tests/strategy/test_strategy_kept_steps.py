@@ -1,0 +1,55 @@
+"""Threads that share the steps of one strategy."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from zstrat.strategy import _kept_steps
+from zstrat.strategy._kept_steps import KeptSteps
+
+THREADS = 4
+
+
+@pytest.fixture
+def hurried():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_two_that_begin_at_once_share_one_step():
+    both = threading.Barrier(2)
+
+    def wrap(fn):
+        both.wait(10)
+        return fn
+
+    def fn():
+        pass
+
+    kept = KeptSteps(wrap)
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(kept.of, [fn, fn])
+    assert one is other is kept.of(fn)
+
+
+def test_all_may_forget_the_oldest(hurried, monkeypatch):
+    monkeypatch.setattr(_kept_steps, "MAX_STEPS", 1)
+    all_of_them = threading.Barrier(THREADS)
+
+    def wrap(fn):
+        all_of_them.wait(10)
+        return fn
+
+    kept = KeptSteps(wrap)
+
+    def run(number):
+        fns = [eval(f"lambda: {number}") for _ in range(50)]  # each has its own code
+        return {kept.of(fn).step.body() for fn in fns}
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = list(threads.map(run, range(THREADS)))
+    assert found == [{number} for number in range(THREADS)]
