@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Residence, Variable
 
     from ._plan import Plan
+    from ._programs import Draws
 
 
 class Outdated(Exception):
@@ -145,15 +146,18 @@ class Held:
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
-    def put(self, values: Sequence[Any], slots: Sequence[list[Any]]) -> None:
+    def put(
+        self, values: Sequence[Any], slots: Sequence[list[Any]], draws: Draws
+    ) -> None:
         """The next values, and the leaves of the next slots, in the order of the
-        plan."""
+        plan. The elements that they were made of are spent."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
         for (home, rule), leaves in zip(self._slot_homes, slots, strict=True):
             home.take_over_slots(rule, leaves)
         for residence in self._residences:
             residence.steps += bool(self._moved)
+        draws.is_spent = True
 
 
 def _home(variable: Variable) -> DeviceHome:

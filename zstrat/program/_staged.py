@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ._cross import Channel
     from ._plan import Plan
+    from ._programs import Draws
     from ._retrace import Staged
     from ._stages import Crossing, Stage
 
@@ -94,10 +95,11 @@ class StagedProgram:
         return len(self._stages)
 
     def run(
-        self, inputs: Sequence[Any], leaves: Sequence[Any]
+        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns the operands of the plan's updates, too.
+        """Runs the step on inputs and the leaves of the elements of ``draws``, which
+        are spent when new values are kept; the arrays of the result may not be ready
+        yet. Returns the operands of the plan's updates, too.
 
         Raises:
             PeerLostError, CollectiveTimeoutError: In a collective; nothing has changed.
@@ -124,8 +126,8 @@ class StagedProgram:
             if held.travels:
                 settled(outputs, outputs)
             # While the devices compute; what they took is let go here, too.
-            held.put(values, slots)
-            _settled_or_lost(outputs)
+            held.put(values, slots, draws)
+            _settled_or_lost(outputs, draws)
         return results, rest[1 + len(self._slots) :]
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
@@ -198,14 +200,15 @@ class StagedProgram:
         return []
 
 
-def _settled_or_lost(outputs: Sequence[jax.Array]) -> None:
+def _settled_or_lost(outputs: Sequence[jax.Array], draws: Draws) -> None:
     """Waits for what is kept already. If it fails, all of it is as lost as what it was
-    made of."""
+    made of, and the elements are for the next try."""
     try:
         settled(outputs, outputs)
     except Exception:  # to the caller
         for array in outputs:
             array.delete()
+        draws.is_spent = False
         raise
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ._plan import Plan
+    from ._programs import Draws
     from ._retrace import Staged
 
 # jax's stubs leave these untyped.
@@ -68,10 +69,11 @@ class WholeProgram:
         return 1
 
     def run(
-        self, inputs: Sequence[Any], leaves: Sequence[Any]
+        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns the operands of the plan's updates, too.
+        """Runs the step on inputs and the leaves of the elements of ``draws``, which
+        are spent when new values are kept; the arrays of the result may not be ready
+        yet. Returns the operands of the plan's updates, too.
 
         Raises:
             DataLossError: An earlier step failed, and a value is gone.
@@ -98,7 +100,7 @@ class WholeProgram:
                 self._traced = True
             results, values, slots, operands = outputs
             settled(outputs, results or values)
-            held.put(values, [jax.tree.leaves(tree) for tree in slots])
+            held.put(values, [jax.tree.leaves(tree) for tree in slots], draws)
         plan = self.plan
         mine = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
