@@ -1,9 +1,15 @@
 """Ctrl-C in a step: an element is used once, or not at all; a step is made as a whole,
 or not at all; and no thread waits for one that has been interrupted."""
 
+import ast
+import functools
+import itertools
 import os
 import signal
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +17,10 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.program import _settled
+from zstrat.program import _settled, _staged
+
+HERE = Path(zs.__file__).parent
+PLACES = str(HERE / "program"), str(HERE / "variables")
 
 
 @pytest.fixture
@@ -66,3 +75,106 @@ def test_an_element_is_used_once_if_the_devices_compute(two, monkeypatch):
     assert list(seen.numpy()) == [2, 2, 2, 0, 0, 0]
     assert int(step(elements)) == 3
     assert list(seen.numpy()) == [2, 2, 2, 2, 0, 0]
+
+
+@functools.cache
+def leaving(path):
+    """Lines of ``with``: a line comes a second time on the way out, where Python
+    handles no signal before the lock of C is released."""
+    tree = ast.parse(Path(path).read_text())
+    return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.With)}
+
+
+class Lines:
+    """Raises KeyboardInterrupt at one line of zstrat, counted from the call of
+    `StagedProgram.run`."""
+
+    def __init__(self, number):
+        self.left, self.where = number, None
+        self._inside, self._entered = False, set()
+
+    def __enter__(self):
+        sys.settrace(self._trace)
+
+    def __exit__(self, *exc):
+        sys.settrace(None)
+
+    def _trace(self, frame, event, arg):
+        code = frame.f_code
+        if code is _staged.StagedProgram.run.__code__:
+            self._inside = True
+        path = code.co_filename
+        if not self._inside or not path.startswith(PLACES):
+            return None
+        if event == "line" and not self._is_leaving(frame):
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{path}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        if event == "return" and code is _staged.StagedProgram.run.__code__:
+            self._inside = False
+        return self._trace
+
+    def _is_leaving(self, frame):
+        at = frame, frame.f_lineno
+        if frame.f_lineno not in leaving(frame.f_code.co_filename):
+            return False
+        is_second = at in self._entered
+        self._entered ^= {at}
+        return is_second
+
+
+class Pair:
+    """Two variables that a step moves together, by the elements of a dataset."""
+
+    def __init__(self, strategy):
+        mean = zs.VariableAggregation.MEAN
+        with strategy.scope():
+            self.first = zs.Variable(np.zeros(200, np.float32), aggregation=mean)
+            self.second = zs.Variable(np.zeros(200, np.float32), aggregation=mean)
+        self.elements = zs.StepIterator(iter(np.arange(1, 5000, dtype=np.float32)))
+
+        def replica(x):
+            self.first.assign_add(jnp.full(200, x))
+            self.second.assign_add(jnp.full(200, x))
+
+        @zs.function
+        def step(elements):
+            element = next(elements)
+            strategy.run(replica, args=(element,))
+            return element
+
+        self.step = step
+
+    def values(self):
+        return float(self.first.numpy()[0]), float(self.second.numpy()[0])
+
+
+def strategies():
+    return {
+        "one": zs.OneDeviceStrategy("CPU:0"),
+        "two": zs.MirroredStrategy(["CPU:0", "CPU:1"]),
+        "central": zs.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:3"),
+    }
+
+
+@pytest.mark.parametrize("name", ["one", "two", "central"])
+def test_no_thread_waits_for_a_step_that_was_interrupted(name):
+    pair = Pair(strategies()[name])
+    pair.step(pair.elements)
+    with ThreadPoolExecutor(1) as other:
+        for number in itertools.count(1):
+            lines = Lines(number)
+            with lines:
+                try:
+                    pair.step(pair.elements)
+                    break
+                except KeyboardInterrupt:
+                    pass
+            lock = pair.first.home.residence.lock
+            is_free = other.submit(lock.acquire, blocking=False).result()
+            assert is_free, lines.where
+            other.submit(lock.release).result()
+            for variable in (pair.first, pair.second):
+                variable.assign(np.zeros(200, np.float32))
+    assert number > 20

@@ -7,13 +7,13 @@ and inside, a step is what it was traced for (`Outdated`).
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zstrat.variables import DeviceHome, read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Hashable, Sequence
+    from threading import RLock
 
     from jax.sharding import Mesh, Sharding
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
     from ._plan import Plan
     from ._programs import Draws
+
+
+T = TypeVar("T")
 
 
 class Outdated(Exception):
@@ -88,10 +91,28 @@ class Held:
         """Whether values are kept elsewhere, where a step that fails leaves them."""
         return any(residence.travels for residence in self._residences)
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Nobody else reads or updates the variables inside. What is raised inside is
-        taken for the failure of a step."""
-        return _Locked(self._residences)
+    def alone(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else reads or updates the variables. What is raised inside
+        is taken for the failure of a step."""
+        # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
+        # raised between the body of a `with` and the release of a lock of C's.
+        found = self._residences
+        if len(found) == 1:
+            with found[0].lock:
+                return self._settled(act)
+        if not found:
+            return act()
+        return _holding([each.lock for each in found], lambda: self._settled(act))
+
+    def _settled(self, act: Callable[[], T]) -> T:
+        try:
+            for residence in self._residences:
+                residence.settle()
+            return act()
+        except BaseException:  # to the caller
+            for residence in self._residences:
+                residence.has_failed = True
+            raise
 
     def require_kept(self) -> None:
         """Refuses a step after one that failed, if what it takes is gone.
@@ -166,30 +187,9 @@ def _home(variable: Variable) -> DeviceHome:
     return home
 
 
-class _Locked:
-    """Holds the locks of residences. Entered for each step, so it is no generator."""
-
-    __slots__ = ("_residences",)
-
-    def __init__(self, residences: Sequence[Residence]) -> None:
-        self._residences = residences
-
-    def __enter__(self) -> None:
-        held = []
-        try:
-            for residence in self._residences:
-                residence.lock.acquire()
-                held.append(residence)
-                residence.settle()
-        except BaseException:  # to the caller, who holds no lock then
-            for residence in reversed(held):
-                residence.lock.release()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        for residence in reversed(self._residences):
-            residence.has_failed |= kind is not None
-            residence.lock.release()
+def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
+    with locks[0]:
+        return act() if len(locks) == 1 else _holding(locks[1:], act)
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:

@@ -114,20 +114,25 @@ class StagedProgram:
             # Before the lock: what computes them may be waiting for it, as a function
             # of jax's that reads a variable when it runs.
             _wait([*inputs, *leaves])
-        with held.locked():
-            if not self.is_current:
-                raise Outdated
-            held.require_kept()
-            given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
-            outputs = self._computed(given)
-            del given
-            results, *rest = cut_at(outputs, self._counts)
-            values, slots = rest[0], rest[1 : 1 + len(self._slots)]
-            if held.travels:
-                settled(outputs, outputs)
-            # While the devices compute; what they took is let go here, too.
-            held.put(values, slots, draws)
-            _settled_or_lost(outputs, draws)
+        return held.alone(lambda: self._run(inputs, leaves, draws))
+
+    def _run(
+        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
+    ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
+        held = self._held
+        if not self.is_current:
+            raise Outdated
+        held.require_kept()
+        given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
+        outputs = self._computed(given)
+        del given
+        results, *rest = cut_at(outputs, self._counts)
+        values, slots = rest[0], rest[1 : 1 + len(self._slots)]
+        if held.travels:
+            settled(outputs, outputs)
+        # While the devices compute; what they took is let go here, too.
+        held.put(values, slots, draws)
+        _settled_or_lost(outputs, draws)
         return results, rest[1 + len(self._slots) :]
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:

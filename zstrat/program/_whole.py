@@ -82,25 +82,7 @@ class WholeProgram:
         held = self._held
         # Before the lock: what computes them may be waiting for it.
         given = [self._given(x) for x in (*inputs, *leaves)]
-        with held.locked():
-            if not self.is_current:
-                raise Outdated
-            held.require_kept()
-            values = held.values()
-            moved = [values[n] for n in self._moved]
-            read = [values[n] for n in self._read]
-            away = [values[n] for n in self._away]
-            del values
-            given += [self._given(x) for x in away]
-            if self._traced:
-                outputs = self._jitted(moved, held.slots(), read, given)
-            else:
-                with _refusals.in_our_words(self.plan.function):
-                    outputs = self._jitted(moved, held.slots(), read, given)
-                self._traced = True
-            results, values, slots, operands = outputs
-            settled(outputs, results or values)
-            held.put(values, [jax.tree.leaves(tree) for tree in slots], draws)
+        results, operands = held.alone(lambda: self._run(given, draws))
         plan = self.plan
         mine = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
@@ -110,6 +92,28 @@ class WholeProgram:
             _mine(x, like) for x, like in zip(results, plan.out_specs, strict=True)
         ]
         return own_results, mine
+
+    def _run(self, given: list[Any], draws: Draws) -> tuple[Any, Any]:
+        held = self._held
+        if not self.is_current:
+            raise Outdated
+        held.require_kept()
+        values = held.values()
+        moved = [values[n] for n in self._moved]
+        read = [values[n] for n in self._read]
+        away = [values[n] for n in self._away]
+        del values
+        given += [self._given(x) for x in away]
+        if self._traced:
+            outputs = self._jitted(moved, held.slots(), read, given)
+        else:
+            with _refusals.in_our_words(self.plan.function):
+                outputs = self._jitted(moved, held.slots(), read, given)
+            self._traced = True
+        results, values, slots, operands = outputs
+        settled(outputs, results or values)
+        held.put(values, [jax.tree.leaves(tree) for tree in slots], draws)
+        return results, operands
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
         """The values of the plan's reads, in their order."""
