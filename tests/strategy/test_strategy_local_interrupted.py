@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
+from zstrat.errors import DataLossError
 from zstrat.program import _settled, _staged
 
 HERE = Path(zs.__file__).parent
@@ -149,6 +150,12 @@ class Pair:
     def values(self):
         return float(self.first.numpy()[0]), float(self.second.numpy()[0])
 
+    def next(self):
+        """The next element, which stays the next."""
+        element = self.elements.draw()
+        self.elements.unread(element)
+        return float(element)
+
 
 def strategies():
     return {
@@ -158,23 +165,58 @@ def strategies():
     }
 
 
+def interrupted(pair, number):
+    """Makes a step, and presses Ctrl-C at one line of it; None if it has fewer."""
+    lines = Lines(number)
+    with lines:
+        try:
+            pair.step(pair.elements)
+        except KeyboardInterrupt:
+            return lines.where
+    return None
+
+
 @pytest.mark.parametrize("name", ["one", "two", "central"])
 def test_no_thread_waits_for_a_step_that_was_interrupted(name):
     pair = Pair(strategies()[name])
     pair.step(pair.elements)
     with ThreadPoolExecutor(1) as other:
         for number in itertools.count(1):
-            lines = Lines(number)
-            with lines:
-                try:
-                    pair.step(pair.elements)
-                    break
-                except KeyboardInterrupt:
-                    pass
+            where = interrupted(pair, number)
+            if where is None:
+                break
             lock = pair.first.home.residence.lock
             is_free = other.submit(lock.acquire, blocking=False).result()
-            assert is_free, lines.where
+            assert is_free, where
             other.submit(lock.release).result()
             for variable in (pair.first, pair.second):
                 variable.assign(np.zeros(200, np.float32))
+    assert number > 20
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+@pytest.mark.parametrize("name", ["one", "two", "central"])
+def test_a_step_that_is_interrupted_is_made_as_a_whole_or_not(name, is_looked_at):
+    pair = Pair(strategies()[name])
+    pair.step(pair.elements)
+    for number in itertools.count(1):
+        before, element = pair.values(), pair.next()
+        steps = pair.first.home.residence.steps
+        # XLA makes no new value in memory that somebody looks at.
+        seen = [pair.first.numpy(), pair.second.numpy()] if is_looked_at else []
+        where = interrupted(pair, number)
+        if where is None:
+            break
+        try:
+            first, second = pair.values()
+        except DataLossError:
+            for variable in (pair.first, pair.second):
+                variable.assign(np.zeros(200, np.float32))
+            pair.values()
+        else:
+            assert first == second, where
+            is_made = first != before[0]
+            assert pair.next() == element + is_made, where
+            assert pair.first.home.residence.steps == steps + is_made, where
+        del seen
     assert number > 20

@@ -43,6 +43,7 @@ class Held:
     ) -> None:
         self._plan = plan
         self._moved = moved
+        self._moves = bool(moved)
         self._moved_homes = [_home(variable) for variable in moved]
         self._slot_homes = [(_home(variable), rule) for variable, rule in slots]
         self._homes = [variable.home for variable in plan.variables]
@@ -172,13 +173,28 @@ class Held:
     ) -> None:
         """The next values, and the leaves of the next slots, in the order of the
         plan. The elements that they were made of are spent."""
+        steps = [residence.steps + self._moves for residence in self._residences]
+        try:
+            self._put(values, slots, steps)
+            draws.is_spent = True
+        except BaseException:  # to the caller; of a Ctrl-C, between two of them
+            self._put(values, slots, steps)
+            draws.is_spent = True
+            raise
+
+    def _put(
+        self,
+        values: Sequence[Any],
+        slots: Sequence[list[Any]],
+        steps: Sequence[int],
+    ) -> None:
+        """Twice is as once."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
         for (home, rule), leaves in zip(self._slot_homes, slots, strict=True):
             home.take_over_slots(rule, leaves)
-        for residence in self._residences:
-            residence.steps += bool(self._moved)
-        draws.is_spent = True
+        for residence, number in zip(self._residences, steps, strict=True):
+            residence.steps = number
 
 
 def _home(variable: Variable) -> DeviceHome:

@@ -123,17 +123,36 @@ class StagedProgram:
         if not self.is_current:
             raise Outdated
         held.require_kept()
-        given = [*inputs, *leaves, *held.values(), *held.slot_leaves()]
-        outputs = self._computed(given)
-        del given
-        results, *rest = cut_at(outputs, self._counts)
-        values, slots = rest[0], rest[1 : 1 + len(self._slots)]
-        if held.travels:
-            settled(outputs, outputs)
-        # While the devices compute; what they took is let go here, too.
-        held.put(values, slots, draws)
+        last = self._stages[-1]
+        store = self._before_last(
+            [*inputs, *leaves, *held.values(), *held.slot_leaves()]
+        )
+        given_up = [store[number] for number in last.given_up]
+        kept = [store[number] for number in last.kept]
+        store.clear()
+        outputs, results, operands = self._last(given_up, kept, draws)
         _settled_or_lost(outputs, draws)
-        return results, rest[1 + len(self._slots) :]
+        return results, operands
+
+    def _last(
+        self, given_up: list[Any], kept: list[Any], draws: Draws
+    ) -> tuple[list[Any], list[Any], list[list[Any]]]:
+        """The last stage: what comes of it takes the place of what it is given."""
+        held = self._held
+        try:
+            outputs = self._compute(self._stages[-1], given_up, kept)
+            kept.clear()
+            results, *rest = cut_at(outputs, self._counts)
+            values, slots = rest[0], rest[1 : 1 + len(self._slots)]
+            if held.travels:
+                settled(outputs, outputs)
+            # While the devices compute.
+            held.put(values, slots, draws)
+        except BaseException:  # to the caller
+            if not draws.is_spent:
+                _lose_what_is_gone(given_up)
+            raise
+        return outputs, results, rest[1 + len(self._slots) :]
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
         try:
@@ -146,17 +165,18 @@ class StagedProgram:
                 raise Outdated from error
             raise
 
-    def _computed(self, given: list[Any]) -> list[Any]:
+    def _before_last(self, given: list[Any]) -> dict[int, Any] | list[Any]:
+        """What the last stage takes is in it, by number."""
         if self._is_whole:
-            return self._compute(self._stages[0], given)
+            return given
         store = dict(enumerate(given))
         given.clear()
         store.update(self._constants)
         for number in self._shared:
             store[number] = jax.device_put(store[number])
-        for part in self._stages:
-            outputs = self._compute(part, store)
-        return outputs
+        for part in self._stages[:-1]:
+            self._cross(part, store)
+        return store
 
     def _brought(self, array: Any) -> Any:
         """An argument, on the devices of this step if it is bound to others."""
@@ -179,21 +199,23 @@ class StagedProgram:
             found += [sharding] * len(jax.tree.leaves(tree))
         return found + [None] * len(jax.tree.leaves(operands))
 
-    def _compute(self, part: _Compiled, store: dict[int, Any] | list[Any]) -> list[Any]:
-        given_up = [store[number] for number in part.given_up]
-        kept = [store[number] for number in part.kept]
+    def _compute(
+        self, part: _Compiled, given_up: list[Any], kept: list[Any]
+    ) -> list[Any]:
         if self._traced:
             outputs: list[Any] = part.run(given_up, kept)
-        else:
-            with _refusals.in_our_words(self.plan.function):
-                outputs = part.run(given_up, kept)
-            self._traced = part is self._stages[-1]
-        if part is self._stages[-1]:
             return outputs
+        with _refusals.in_our_words(self.plan.function):
+            outputs = part.run(given_up, kept)
+        self._traced = part is self._stages[-1]
+        return outputs
+
+    def _cross(self, part: _Compiled, store: dict[int, Any]) -> None:
+        """A stage before the last, and the collectives after it."""
+        outputs = self._compute(part, [], [store[number] for number in part.kept])
         settled(outputs, outputs)
-        assert isinstance(store, dict)
         store.update(zip(part.stage.gives, outputs, strict=True))
-        del given_up, kept, outputs
+        del outputs
         for channel, kind, crossings in part.calls:
             operands = [store[n] for x in crossings for n in x.operands]
             results = [n for x in crossings for n in x.results]
@@ -202,7 +224,20 @@ class StagedProgram:
             store.update(zip(results, reduced, strict=True))
         for number in part.dead:
             del store[number]
-        return []
+
+
+def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
+    """After a stage that was given these, and of which nothing is kept. If it has taken
+    some of the memory, the values are lost together: they belong to one step."""
+    try:
+        # Waiting tells of a value that has lost its memory on some devices alone.
+        _wait(given_up)
+        is_whole = not any(x.is_deleted() for x in given_up)
+    except Exception:  # of jax; they are deleted, which each step asks for
+        is_whole = False
+    if not is_whole:
+        for array in given_up:
+            array.delete()
 
 
 def _settled_or_lost(outputs: Sequence[jax.Array], draws: Draws) -> None:
