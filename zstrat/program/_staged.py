@@ -1,8 +1,8 @@
 """A step in stages, compiled and run: program, collectives, program, ...
 
 Theory of operation. Values and slots of variables that live on the devices go in as
-they are. The last stage makes the next ones in their memory (they are donated), so
-nothing has changed until all collectives are done: a step that fails in one of them may
+they are. The last stage makes the next ones in their memory (they are donated, unless
+they are kept elsewhere), so nothing has changed until all collectives are done: a step that fails in one of them may
 be run again. Whatever a stage leaves for a later one stays on the device; only the
 operands of collectives are looked at by the host, and let go when they are done.
 """
@@ -66,6 +66,8 @@ class StagedProgram:
         moved = [given + n for n in self._held.moved_reads()]
         inputs = len(closed.in_avals)
         moved += range(inputs - len(jax.tree.leaves(self._slots)), inputs)
+        if self._held.travels:
+            moved = []  # on one of the devices it may be the memory that is kept
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
         self._stages = _compiled(cut, name, moved, inputs, self._out_shardings())

@@ -276,8 +276,8 @@ class _Store(Residence):
         """Everything is here."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        # Copies: the step overwrites them, and may fail.
-        return jax.device_put(trees, shardings, may_alias=False)
+        # No copies where they are kept: a step does not overwrite what travels.
+        return jax.device_put(trees, shardings)
 
     def returned(self, trees: Any) -> Any:
         return jax.device_put(trees, self._device)
