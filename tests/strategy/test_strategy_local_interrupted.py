@@ -185,10 +185,11 @@ def test_no_thread_waits_for_a_step_that_was_interrupted(name):
             where = interrupted(pair, number)
             if where is None:
                 break
-            lock = pair.first.home.residence.lock
-            is_free = other.submit(lock.acquire, blocking=False).result()
-            assert is_free, where
-            other.submit(lock.release).result()
+            home = pair.first.home.residence
+            for lock in (home.turn, home.lock):
+                is_free = other.submit(lock.acquire, blocking=False).result()
+                assert is_free, where
+                other.submit(lock.release).result()
             for variable in (pair.first, pair.second):
                 variable.assign(np.zeros(200, np.float32))
     assert number > 20

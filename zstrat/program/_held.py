@@ -1,7 +1,7 @@
 """What a step takes of the variables that live here, and what it puts back.
 
-Law of the file: from the first read of a variable to its new value, its lock is held;
-and inside, a step is what it was traced for (`Outdated`).
+Law of the file: from the first look at a variable to its new value, a step has its
+turn (`Residence`); and inside, it is what it was traced for (`Outdated`).
 """
 
 from __future__ import annotations
@@ -92,18 +92,24 @@ class Held:
         """Whether values are kept elsewhere, where a step that fails leaves them."""
         return any(residence.travels for residence in self._residences)
 
-    def alone(self, act: Callable[[], T]) -> T:
-        """Acts while nobody else reads or updates the variables. What is raised inside
-        is taken for the failure of a step."""
+    def in_turn(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else makes next values of the variables. What is raised
+        inside is taken for the failure of a step."""
         # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
         # raised between the body of a `with` and the release of a lock of C's.
         found = self._residences
         if len(found) == 1:
-            with found[0].lock:
+            with found[0].turn:
                 return self._settled(act)
-        if not found:
-            return act()
-        return _holding([each.lock for each in found], lambda: self._settled(act))
+        return _holding([each.turn for each in found], lambda: self._settled(act))
+
+    def alone(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else even reads the variables; in turn."""
+        found = self._residences
+        if len(found) == 1:
+            with found[0].lock:
+                return act()
+        return _holding([each.lock for each in found], act)
 
     def _settled(self, act: Callable[[], T]) -> T:
         try:
@@ -204,8 +210,10 @@ def _home(variable: Variable) -> DeviceHome:
 
 
 def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
+    if not locks:
+        return act()
     with locks[0]:
-        return act() if len(locks) == 1 else _holding(locks[1:], act)
+        return _holding(locks[1:], act)
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:

@@ -2,20 +2,20 @@
 
 Theory of operation. Values and slots of variables that live on the devices go in as
 they are. The last stage makes the next ones in their memory (they are donated, unless
-they are kept elsewhere), so nothing has changed until all collectives are done: a step that fails in one of them may
-be run again. Whatever a stage leaves for a later one stays on the device; only the
-operands of collectives are looked at by the host, and let go when they are done.
+they are kept elsewhere), so nothing has changed until all collectives are done: a step
+that fails in one of them may be run again. Whatever a stage leaves for a later one
+stays on the device; only the operands of collectives are looked at by the host, and let
+go when they are done.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from . import _refusals
-from ._compile import own
+from ._compiled_stages import compiled, shared
 from ._cross import Kind
 from ._held import Outdated, cut_at
 from ._settled import is_waited_for, settled
@@ -24,27 +24,14 @@ from ._stages import stages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ._compiled_stages import Compiled
     from ._cross import Channel
     from ._plan import Plan
     from ._programs import Draws
     from ._retrace import Staged
-    from ._stages import Crossing, Stage
 
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """A stage as jax runs it: of the values ``given_up``, whose memory it may use, and
-    ``kept``. ``dead`` are values that nobody needs after it."""
-
-    stage: Stage
-    run: Any
-    given_up: tuple[int, ...]
-    kept: tuple[int, ...]
-    dead: tuple[int, ...]
-    calls: tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]
 
 
 class StagedProgram:
@@ -70,12 +57,14 @@ class StagedProgram:
             moved = []  # on one of the devices it may be the memory that is kept
         name = plan.function.rpartition(".")[2]
         self._sharding = self._held.sharding
-        self._stages = _compiled(cut, name, moved, inputs, self._out_shardings())
-        self._shared = _shared(cut, given)
+        self._stages = compiled(cut, name, moved, inputs, self._out_shardings())
+        self._shared = shared(cut, given)
         results, values, beside, operands = self._shape
-        self._counts = [len(results), len(values)]
-        self._counts += [len(jax.tree.leaves(tree)) for tree in beside]
-        self._counts += [len(each) for each in operands]
+        made = [len(values), *[len(jax.tree.leaves(tree)) for tree in beside]]
+        self._made = made
+        self._made_from = len(results)
+        self._operands = [len(each) for each in operands]
+        self._operands_from = len(results) + sum(made)
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
         self._is_waited_for = len(cut) > 1 or (
@@ -113,10 +102,10 @@ class StagedProgram:
             inputs = [self._brought(x) for x in inputs]
             leaves = [self._brought(x) for x in leaves]
         if self._is_waited_for:
-            # Before the lock: what computes them may be waiting for it, as a function
+            # Before its turn: what computes them may be waiting for it, as a function
             # of jax's that reads a variable when it runs.
             _wait([*inputs, *leaves])
-        return held.alone(lambda: self._run(inputs, leaves, draws))
+        return held.in_turn(lambda: self._run(inputs, leaves, draws))
 
     def _run(
         self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
@@ -132,29 +121,42 @@ class StagedProgram:
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
-        outputs, results, operands = self._last(given_up, kept, draws)
-        _settled_or_lost(outputs, draws)
-        return results, operands
+        if held.travels:
+            outputs = self._compute(last, given_up, kept)
+            settled(outputs, outputs)  # until then the old values stay
+            held.alone(lambda: self._put(outputs, draws))
+        else:
+            outputs = held.alone(lambda: self._last(given_up, kept, draws))
+            if self._is_waited_for:
+                self._settled_or_lost(outputs, draws)
+        operands = cut_at(outputs[self._operands_from :], self._operands)
+        return outputs[: self._made_from], operands
 
-    def _last(
-        self, given_up: list[Any], kept: list[Any], draws: Draws
-    ) -> tuple[list[Any], list[Any], list[list[Any]]]:
+    def _last(self, given_up: list[Any], kept: list[Any], draws: Draws) -> list[Any]:
         """The last stage: what comes of it takes the place of what it is given."""
-        held = self._held
         try:
             outputs = self._compute(self._stages[-1], given_up, kept)
             kept.clear()
-            results, *rest = cut_at(outputs, self._counts)
-            values, slots = rest[0], rest[1 : 1 + len(self._slots)]
-            if held.travels:
-                settled(outputs, outputs)
-            # While the devices compute.
-            held.put(values, slots, draws)
+            self._put(outputs, draws)  # while the devices compute
         except BaseException:  # to the caller
             if not draws.is_spent:
                 _lose_what_is_gone(given_up)
             raise
-        return outputs, results, rest[1 + len(self._slots) :]
+        return outputs
+
+    def _put(self, outputs: Sequence[Any], draws: Draws) -> None:
+        values, *slots = cut_at(outputs[self._made_from :], self._made)
+        self._held.put(values, slots, draws)
+
+    def _settled_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
+        """Waits for what is kept already. If it fails, all of it is as lost as what it
+        was made of, and the elements are for the next try."""
+        try:
+            settled(outputs, outputs)
+        except Exception:  # to the caller
+            self._held.alone(lambda: _delete(outputs))
+            draws.is_spent = False
+            raise
 
     def _traced_body(self, staged: Staged) -> tuple[Any, Any]:
         try:
@@ -202,7 +204,7 @@ class StagedProgram:
         return found + [None] * len(jax.tree.leaves(operands))
 
     def _compute(
-        self, part: _Compiled, given_up: list[Any], kept: list[Any]
+        self, part: Compiled, given_up: list[Any], kept: list[Any]
     ) -> list[Any]:
         if self._traced:
             outputs: list[Any] = part.run(given_up, kept)
@@ -212,7 +214,7 @@ class StagedProgram:
         self._traced = part is self._stages[-1]
         return outputs
 
-    def _cross(self, part: _Compiled, store: dict[int, Any]) -> None:
+    def _cross(self, part: Compiled, store: dict[int, Any]) -> None:
         """A stage before the last, and the collectives after it."""
         outputs = self._compute(part, [], [store[number] for number in part.kept])
         settled(outputs, outputs)
@@ -228,6 +230,11 @@ class StagedProgram:
             del store[number]
 
 
+def _delete(arrays: Sequence[jax.Array]) -> None:
+    for array in arrays:
+        array.delete()
+
+
 def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
     """After a stage that was given these, and of which nothing is kept. If it has taken
     some of the memory, the values are lost together: they belong to one step."""
@@ -238,91 +245,7 @@ def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
     except Exception:  # of jax; they are deleted, which each step asks for
         is_whole = False
     if not is_whole:
-        for array in given_up:
-            array.delete()
-
-
-def _settled_or_lost(outputs: Sequence[jax.Array], draws: Draws) -> None:
-    """Waits for what is kept already. If it fails, all of it is as lost as what it was
-    made of, and the elements are for the next try."""
-    try:
-        settled(outputs, outputs)
-    except Exception:  # to the caller
-        for array in outputs:
-            array.delete()
-        draws.is_spent = False
-        raise
-
-
-def _compiled(
-    cut: Sequence[Stage],
-    name: str,
-    moved: Sequence[int],
-    inputs: int,
-    out_shardings: list[Any] | None,
-) -> list[_Compiled]:
-    found = []
-    for number, stage in enumerate(cut):
-        is_last = number == len(cut) - 1
-        given_up = [n for n in moved if is_last and n in stage.takes]
-        kept = [n for n in stage.takes if n not in set(given_up)]
-        later = {n for other in cut[number + 1 :] for n in other.takes}
-        later |= {n for x in cut[number + 1 :] for c in x.crossings for n in c.operands}
-        here = {n for x in stage.crossings for n in (*x.operands, *x.results)}
-        dead = ({*stage.takes, *stage.gives, *here} - later) if not is_last else set()
-        found.append(
-            _Compiled(
-                stage,
-                _jitted(
-                    stage,
-                    f"{name}_{number}" if number else name,
-                    given_up,
-                    kept,
-                    out_shardings if is_last else None,
-                ),
-                tuple(given_up),
-                tuple(kept),
-                tuple(sorted(n for n in dead if n >= inputs)),
-                _calls(stage.crossings),
-            )
-        )
-    return found
-
-
-def _jitted(
-    stage: Stage,
-    name: str,
-    given_up: list[int],
-    kept: list[int],
-    out_shardings: list[Any] | None,
-) -> Any:
-    def program(first: list[Any], second: list[Any]) -> list[Any]:
-        known = dict(zip((*given_up, *kept), (*first, *second), strict=True))
-        made = stage.run(*[known[n] for n in stage.takes])
-        # What is handed on as it came would be the same memory twice.
-        given = {id(value) for value in known.values()}
-        return [own(array, given) for array in made]
-
-    program.__name__ = program.__qualname__ = name
-    if out_shardings is None:
-        return jax.jit(program, donate_argnums=0)
-    return jax.jit(program, donate_argnums=0, out_shardings=out_shardings)
-
-
-def _calls(
-    crossings: Sequence[Crossing],
-) -> tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]:
-    """Those that can be done as one, in the order of the program."""
-    groups: dict[tuple[Channel, Kind], list[Crossing]] = {}
-    for each in crossings:
-        groups.setdefault((each.channel, each.kind), []).append(each)
-    return tuple([(*key, tuple(found)) for key, found in groups.items()])
-
-
-def _shared(cut: Sequence[Stage], inputs: int) -> list[int]:
-    """Arguments that several stages take: they go to the device once."""
-    taken = [n for stage in cut for n in stage.takes if n < inputs]
-    return sorted({n for n in taken if taken.count(n) > 1})
+        _delete(given_up)
 
 
 def _require_same(

@@ -80,9 +80,9 @@ class WholeProgram:
             Outdated: See there.
         """
         held = self._held
-        # Before the lock: what computes them may be waiting for it.
+        # Before its turn: what computes them may be waiting for it.
         given = [self._given(x) for x in (*inputs, *leaves)]
-        results, operands = held.alone(lambda: self._run(given, draws))
+        results, operands = held.in_turn(lambda: self._run(given, draws))
         plan = self.plan
         mine = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
@@ -104,6 +104,12 @@ class WholeProgram:
         away = [values[n] for n in self._away]
         del values
         given += [self._given(x) for x in away]
+        return held.alone(lambda: self._computed(moved, read, given, draws))
+
+    def _computed(
+        self, moved: list[Any], read: list[Any], given: list[Any], draws: Draws
+    ) -> tuple[Any, Any]:
+        held = self._held
         if self._traced:
             outputs = self._jitted(moved, held.slots(), read, given)
         else:

@@ -217,9 +217,9 @@ class _Own:
             raise update_inside(variable.spec, op.name)
         home = variable.home
         assert isinstance(home, DeviceHome)
-        # In numpy: a program that is under way may wait for the lock.
+        # In numpy: a program that is under way may wait for the turn.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
-        with home.residence.lock:
+        with home.residence.turn:
             home.prepare(op)
             apart_from_now(variable)
             rows, number = np.array(home.copies(variable)), self._turn.number

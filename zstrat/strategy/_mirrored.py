@@ -93,7 +93,7 @@ class MirroredVariables:
         """
         if self._channel is None:
             return
-        with self.residence.lock:
+        with self.residence.turn:
             found = [(n, each()) for n, each in enumerate(self._created)]
             self.residence.steps = taken_over(
                 self._channel.collective,
@@ -105,7 +105,9 @@ class MirroredVariables:
 
     def _settle(self) -> None:
         if self._is_late:
-            self.take_over()
+            with self.residence.turn:
+                if self._is_late:  # no other thread was here first
+                    self.take_over()
 
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""

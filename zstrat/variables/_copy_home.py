@@ -52,7 +52,7 @@ class CopyHome:
         if optimizer is not None:
             raise self.not_optimized(variable)
         home = self._home
-        with home.residence.lock:
+        with home.residence.turn:
             home.prepare(op)
             copies = np.array(home.copies(self.container))
             copies[self.number] = apply(op, copies[self.number], operands)

@@ -10,14 +10,15 @@ which each device has its row. From outside of the replicas the value of such a 
 is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
 of all of them.
 
-Law of the file: whoever takes the value holds the lock until he has put back another
-one, or nothing of it was given away.
+Law of the file: whoever makes a next value has the turn (`Residence`), and holds the
+lock, too, while the present one is given away, or while several fields change.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from ._optimizer import Optimizer
     from ._residence import Residence
     from ._variable import Variable
+
+# jax's stubs leave it untyped.
+_wait: Final[Any] = jax.block_until_ready
 
 
 class DeviceHome:
@@ -62,7 +66,7 @@ class DeviceHome:
         else:
             self._value = residence.place(value)
 
-    # ---- for steps, which hold the lock --------------------------------------------
+    # ---- for steps, in their turn -------------------------------------------------
 
     def value(self) -> jax.Array:
         """The value, where steps run."""
@@ -88,13 +92,14 @@ class DeviceHome:
 
     def part(self) -> None:
         """Keeps one copy for each replica from now on, all equal so far."""
-        with self.residence.lock:
+        with self.residence.turn:
             self.residence.settle()
             if self.is_apart:
                 return  # another thread was here first
             copies = self._equal(np.asarray(self._value))
-            self._value = self.residence.place_apart(copies)
-            self.is_apart = True
+            placed = self.residence.place_apart(copies)
+            with self.residence.lock:
+                self._value, self.is_apart = placed, True
             # Last: who traces without the lock and finds this number finds the copies.
             self.residence.parted += 1
 
@@ -134,8 +139,9 @@ class DeviceHome:
     @property
     def is_lost(self) -> bool:
         """Whether a step was given value or slots, and put nothing back."""
+        # A copy of the slots: who holds the lock alone may look while others come.
         return self._value.is_deleted() or any(
-            beside.is_lost for beside in self._slots.values()
+            beside.is_lost for beside in [*self._slots.values()]
         )
 
     def like(self) -> np.ndarray:
@@ -178,10 +184,7 @@ class DeviceHome:
         return names[copy if len(names) > 1 else 0]
 
     def read(self, variable: Variable) -> np.ndarray:
-        with self.residence.lock:
-            self.residence.settle()
-            self.require_kept(variable.name)
-            return self._seen()
+        return self._looked_at(variable.name, self._seen)
 
     def copies(self, variable: Variable) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
@@ -190,11 +193,7 @@ class DeviceHome:
         Raises:
             DataLossError: They are lost.
         """
-        with self.residence.lock:
-            self.residence.settle()
-            self.require_kept(variable.name)
-            value = np.asarray(self._value)
-            return value if self.is_apart else self._equal(value)
+        return self._looked_at(variable.name, self._all_copies)
 
     def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
         """The key of each copy as a variable, the same whenever somebody asks: steps
@@ -206,7 +205,7 @@ class DeviceHome:
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
-        with self.residence.lock:
+        with self.residence.turn:
             if not self.is_apart:
                 self.part()
             self._value = self.residence.place_apart(copies)
@@ -221,7 +220,7 @@ class DeviceHome:
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None:
-        with self.residence.lock:
+        with self.residence.turn:
             self.prepare(op)
             before = self.read(variable)
             kept = None if optimizer is None else self.slots(optimizer)
@@ -238,9 +237,10 @@ class DeviceHome:
             else:
                 value, slots = moved(before, kept, op, operands, optimizer)
                 made = np.asarray(value, dtype)
-            self._value = self.placed(made)
+            placed = self.placed(made)
             if optimizer is not None:
                 self._slots[optimizer.id] = self._placed(slots)
+            self._value = placed
 
     async def update_async(
         self,
@@ -254,7 +254,7 @@ class DeviceHome:
     def prepare(self, op: UpdateOp) -> None:
         """Before an update: what is lost is made anew, as zeros, for an assignment,
         which does not depend on it. Of several copies each waits for its own."""
-        with self.residence.lock:
+        with self.residence.turn:
             self.residence.settle()  # first: slots may come with the value
             if self.is_lost and op is UpdateOp.ASSIGN:
                 self.take_over_shown(self.like())
@@ -280,7 +280,7 @@ class DeviceHome:
         Raises:
             DataLossError: A step failed while it was computing the next ones.
         """
-        with self.residence.lock:
+        with self.residence.turn:
             self.residence.settle()
             self.require_kept(name)
             slots = {n: named_slots(each.tree()) for n, each in self._slots.items()}
@@ -297,7 +297,7 @@ class DeviceHome:
         Raises:
             ValueError: The slots are not those of the optimizer.
         """
-        with self.residence.lock:
+        with self.residence.turn:
             # Values of other processes that are still to come would replace these.
             self.residence.settle()
             # Of the value the form alone: it may be gone, and is made anew here.
@@ -313,6 +313,29 @@ class DeviceHome:
                 self._slots.pop(number, None)
                 if beside is not None:
                     self._slots[number] = beside
+
+    def _looked_at(self, name: str, seen: Callable[[], np.ndarray]) -> np.ndarray:
+        """What is seen of the value. Who waits for it holds no lock: what computes it
+        may read other variables."""
+        here = self.residence
+        here.settle()
+        with here.lock:
+            self.require_kept(name)
+            value = self._value
+        with suppress(
+            Exception
+        ):  # if it is given away now, or is none: it is seen below
+            _wait(value)
+        with here.lock:
+            if self._value is value and not self.is_lost:
+                return seen()
+        with here.turn:
+            self.require_kept(name)
+            return seen()
+
+    def _all_copies(self) -> np.ndarray:
+        value = np.asarray(self._value)
+        return value if self.is_apart else self._equal(value)
 
     def _placed(self, slots: Any) -> Beside:
         leaves, treedef = jax.tree.flatten(slots)
