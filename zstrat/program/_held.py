@@ -56,6 +56,8 @@ class Held:
             if not isinstance(variable.home, DeviceHome)
         ]
         self._residences: list[Residence] = [found[key] for key in sorted(found)]
+        self.travels = any(each.travels for each in self._residences)
+        """Whether values are kept elsewhere, where a step that fails leaves them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
 
     @property
@@ -86,11 +88,6 @@ class Held:
                 "strategies, each of which has all devices: create them in one scope"
             )
         return next(iter(meshes), None)
-
-    @property
-    def travels(self) -> bool:
-        """Whether values are kept elsewhere, where a step that fails leaves them."""
-        return any(residence.travels for residence in self._residences)
 
     def in_turn(self, act: Callable[[], T]) -> T:
         """Acts while nobody else makes next values of the variables. What is raised
@@ -127,7 +124,7 @@ class Held:
         Raises:
             DataLossError: Names the variable, and says what to do.
         """
-        if not any(residence.has_failed for residence in self._residences):
+        if True not in [residence.has_failed for residence in self._residences]:
             return
         for variable in (*self._plan.variables, *self._moved):
             if isinstance(variable.home, DeviceHome):

@@ -67,17 +67,17 @@ class StagedProgram:
         self._operands_from = len(results) + sum(made)
         self._is_whole = len(cut) == 1 and not self._constants
         sharding = self._sharding
-        self._is_waited_for = len(cut) > 1 or (
-            sharding is not None and is_waited_for(sharding)
-        )
+        self._ends_here = sharding is not None and is_waited_for(sharding)
+        self._is_waited_for = len(cut) > 1 or self._ends_here
         _wait(self._constants)
         self._traced = False
 
     @property
     def is_current(self) -> bool:
         """Whether variables and processes are as it was traced for."""
-        return self._held.mark == self._mark and all(
-            channel.mark == mark for channel, mark in self._channels.items()
+        return self._held.mark == self._mark and (
+            not self._channels
+            or all(channel.mark == mark for channel, mark in self._channels.items())
         )
 
     @property
@@ -127,8 +127,10 @@ class StagedProgram:
             held.alone(lambda: self._put(outputs, draws))
         else:
             outputs = held.alone(lambda: self._last(given_up, kept, draws))
-            if self._is_waited_for:
-                self._settled_or_lost(outputs, draws)
+            if self._ends_here and outputs:
+                self._ended_or_lost(outputs, draws)
+        if not self._operands:
+            return outputs[: self._made_from], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
         return outputs[: self._made_from], operands
 
@@ -148,11 +150,11 @@ class StagedProgram:
         values, *slots = cut_at(outputs[self._made_from :], self._made)
         self._held.put(values, slots, draws)
 
-    def _settled_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
+    def _ended_or_lost(self, outputs: Sequence[jax.Array], draws: Draws) -> None:
         """Waits for what is kept already. If it fails, all of it is as lost as what it
         was made of, and the elements are for the next try."""
         try:
-            settled(outputs, outputs)
+            _wait(outputs[0])  # the program ends with all that it returns
         except Exception:  # to the caller
             self._held.alone(lambda: _delete(outputs))
             draws.is_spent = False
