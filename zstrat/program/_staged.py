@@ -121,30 +121,41 @@ class StagedProgram:
         given_up = [store[number] for number in last.given_up]
         kept = [store[number] for number in last.kept]
         store.clear()
+        made: list[list[Any]] = []
         if held.travels:
-            outputs = self._compute(last, given_up, kept)
-            settled(outputs, outputs)  # until then the old values stay
-            held.alone(lambda: self._put(outputs, draws))
+            self._compute(last, given_up, kept, made)
+            settled(made[0], made[0])  # until then the old values stay
+            held.alone(lambda: self._put(made[0], draws))
         else:
-            outputs = held.alone(lambda: self._last(given_up, kept, draws))
-            if self._ends_here and outputs:
-                self._ended_or_lost(outputs, draws)
+            try:
+                held.alone(lambda: self._last(given_up, kept, made, draws))
+            finally:  # of a Ctrl-C, too: no other program is to begin meanwhile
+                if self._ends_here and made and made[0]:
+                    self._ended_or_lost(made[0], draws)
+        outputs = made[0]
         if not self._operands:
             return outputs[: self._made_from], []
         operands = cut_at(outputs[self._operands_from :], self._operands)
         return outputs[: self._made_from], operands
 
-    def _last(self, given_up: list[Any], kept: list[Any], draws: Draws) -> list[Any]:
+    def _last(
+        self,
+        given_up: list[Any],
+        kept: list[Any],
+        made: list[list[Any]],
+        draws: Draws,
+    ) -> None:
         """The last stage: what comes of it takes the place of what it is given."""
         try:
-            outputs = self._compute(self._stages[-1], given_up, kept)
+            self._compute(self._stages[-1], given_up, kept, made)
             kept.clear()
-            self._put(outputs, draws)  # while the devices compute
+            self._put(made[0], draws)  # while the devices compute
         except BaseException:  # to the caller
-            if not draws.is_spent:
+            if made and not draws.is_spent:
+                self._put(made[0], draws)
+            elif not made:
                 _lose_what_is_gone(given_up)
             raise
-        return outputs
 
     def _put(self, outputs: Sequence[Any], draws: Draws) -> None:
         values, *slots = cut_at(outputs[self._made_from :], self._made)
@@ -206,19 +217,26 @@ class StagedProgram:
         return found + [None] * len(jax.tree.leaves(operands))
 
     def _compute(
-        self, part: Compiled, given_up: list[Any], kept: list[Any]
-    ) -> list[Any]:
+        self,
+        part: Compiled,
+        given_up: list[Any],
+        kept: list[Any],
+        made: list[list[Any]],
+    ) -> None:
+        """Adds the outputs to ``made``: from C, so that a Ctrl-C that comes while the
+        stage is called finds them there."""
         if self._traced:
-            outputs: list[Any] = part.run(given_up, kept)
-            return outputs
+            made.extend(map(part.run, (given_up,), (kept,)))
+            return
         with _refusals.in_our_words(self.plan.function):
-            outputs = part.run(given_up, kept)
+            made.extend(map(part.run, (given_up,), (kept,)))
         self._traced = part is self._stages[-1]
-        return outputs
 
     def _cross(self, part: Compiled, store: dict[int, Any]) -> None:
         """A stage before the last, and the collectives after it."""
-        outputs = self._compute(part, [], [store[number] for number in part.kept])
+        made: list[list[Any]] = []
+        self._compute(part, [], [store[number] for number in part.kept], made)
+        outputs = made.pop()
         settled(outputs, outputs)
         store.update(zip(part.stage.gives, outputs, strict=True))
         del outputs
