@@ -215,3 +215,39 @@ def test_a_step_that_is_interrupted_is_made_as_a_whole_or_not(name, is_looked_at
         assert pair.first.home.residence.steps == steps + is_made, where
         del seen
     assert number > 20
+
+
+def test_so_does_one_with_variables_of_two_strategies():
+    found = []
+    for device in ("CPU:0", "CPU:0"):
+        with zs.OneDeviceStrategy(device).scope():
+            found.append(zs.Variable(np.zeros(3, np.float32)))
+
+    class Both(Pair):
+        def __init__(self):
+            self.first, self.second = found
+            self.elements = zs.StepIterator(iter(np.arange(1, 900, dtype=np.float32)))
+
+            @zs.function
+            def step(elements):
+                element = next(elements)
+                self.first.assign_add(jnp.full(3, element))
+                self.second.assign_add(jnp.full(3, element))
+
+            self.step = step
+
+    pair = Both()
+    pair.step(pair.elements)
+    with ThreadPoolExecutor(1) as other:
+        for number in itertools.count(1):
+            where = interrupted(pair, number)
+            if where is None:
+                break
+            first, second = other.submit(pair.values).result(60)
+            assert first == second, where
+            homes = [variable.home.residence for variable in found]
+            for lock in [x for home in homes for x in (home.turn, home.lock)]:
+                is_free = other.submit(lock.acquire, blocking=False).result()
+                assert is_free, where
+                other.submit(lock.release).result()
+    assert number > 20
