@@ -6,6 +6,9 @@ from zstrat.cluster import (
     collective_leader,
     coordination_leader,
     id_in_cluster,
+    is_chief,
+    should_save_checkpoint,
+    should_save_summary,
     worker_count,
 )
 
@@ -39,3 +42,17 @@ def test_the_leaders_are_tasks_that_are_there():
     chief = {"chief": ["c:1"], "worker": {3: "w:3"}}
     assert collective_leader(chief, "worker", 3) == "/job:chief/replica:0/task:0"
     assert coordination_leader({"ps": ["p:1"], **chief}) == "/job:ps/replica:0/task:0"
+
+
+@pytest.mark.parametrize("cluster", SPARSE)
+@pytest.mark.parametrize("saves", [should_save_checkpoint, should_save_summary])
+def test_one_of_those_that_train_saves(cluster, saves):
+    tasks = [("chief", 0)] if "chief" in cluster else []
+    tasks += [("worker", index) for index in sorted(cluster["worker"])]
+    assert [saves(cluster, *task) for task in tasks] == [True] + [False] * (
+        len(tasks) - 1
+    )
+
+
+def test_the_chief_is_tensorflows():
+    assert not is_chief({"worker": {2: "w:2", 1: "w:1"}}, "worker", 1)

@@ -101,8 +101,10 @@ def test_slots_that_a_failed_step_had_overwritten_begin_anew_with_the_value(capf
     capfd.readouterr()
 
 
-def test_values_that_are_kept_elsewhere_stay(capfd):
-    strategy, disk = zs.CentralStorageStrategy(["CPU:1", "CPU:2"], "CPU:0"), Disk()
+@pytest.mark.parametrize("store", [0, 1, 2])
+def test_values_that_are_kept_elsewhere_stay(store, capfd):
+    devices = ["CPU:1", "CPU:2"]
+    strategy, disk = zs.CentralStorageStrategy(devices, f"CPU:{store}"), Disk()
     variable = created(strategy, "central")
     step = doubling(strategy, variable, disk)
     step()

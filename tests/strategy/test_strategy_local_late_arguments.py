@@ -44,7 +44,7 @@ def test_a_step_waits_for_them_before_it_takes_the_variables(count):
 
     def gate(array):
         assert goes_on.wait(60)
-        return array + variable.numpy()  # takes the lock, in another thread
+        return array + variable.numpy()  # in another thread
 
     def replica(x):
         return jax.pure_callback(gate, x, x)
@@ -59,8 +59,8 @@ def test_a_step_waits_for_them_before_it_takes_the_variables(count):
         return x + variable.value()
 
     whole = late(jnp.arange(3.0 * count))
-    spy = Noting(variable.home.residence.lock, whole)
-    variable.home.residence.lock = spy
+    spy = Noting(variable.home.residence.turn, whole)
+    variable.home.residence.turn = spy
     timer = threading.Timer(0.2, goes_on.set)
     timer.start()
     result = strategy.run(step, (zs.PerReplica.of_whole(whole, count),))

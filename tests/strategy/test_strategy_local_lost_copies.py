@@ -77,3 +77,40 @@ def test_assignments_to_the_copies_repair_it(two, lost):
 def test_an_assignment_outside_repairs_it(two, lost):
     lost.assign([3, 3])
     np.testing.assert_array_equal(lost.numpy(), [3, 3])
+
+
+def test_an_assignment_to_one_copy_repairs_that_one_alone(two, lost):
+    first, second = two.experimental_local_results(lost)
+    first.assign([9, 9])
+    np.testing.assert_array_equal(first.numpy(), [9, 9])
+    first.assign_add([1, 1])
+    np.testing.assert_array_equal(first.numpy(), [10, 10])
+    step = zs.function(lambda: two.run(lost.value))
+    for use in (second.numpy, lambda: second.assign_add([1, 1]), lost.numpy, step):
+        with pytest.raises(DataLossError, match="gone"):
+            use()
+    second.assign([3, 4])
+    copies = [10, 10], [3, 4]
+    np.testing.assert_array_equal([first.numpy(), second.numpy()], copies)
+    on_read = lost.synchronization is ON_READ
+    np.testing.assert_array_equal(lost.numpy(), [13, 14] if on_read else [10, 10])
+    results = two.experimental_local_results(step())
+    np.testing.assert_array_equal(results, copies)
+
+
+def test_a_replica_reads_its_own_copy_when_it_has_assigned_it(two, lost):
+    def replica():
+        meet()
+        if number() == 0 or is_last:
+            lost.assign(jnp.full(2, number() + 1.0))
+        return lost.value() if number() == 0 or is_last else jnp.zeros(2)
+
+    is_last = False
+    results = two.experimental_local_results(two.run(replica))
+    np.testing.assert_array_equal(results[0], [1, 1])
+    for copy in two.experimental_local_results(lost)[1:]:
+        with pytest.raises(DataLossError, match="gone"):
+            copy.numpy()
+    is_last = True
+    results = two.experimental_local_results(two.run(replica))
+    np.testing.assert_array_equal(results, [[1, 1], [2, 2]])

@@ -70,7 +70,7 @@ def test_after_the_program_was_found(replicas, variable, is_moved):
 
     step()
     home = variable.home.residence
-    home.lock = Before(home.lock, parting(replicas, variable))
+    home.turn = Before(home.turn, parting(replicas, variable))
     first = 20 * is_moved + 1  # that of replica 0, as TF reads it
     np.testing.assert_array_equal(step(), np.full(SHAPE, first + 100))
     np.testing.assert_array_equal(variable.numpy(), np.full(SHAPE, first))
@@ -104,15 +104,15 @@ def test_what_was_drawn_is_drawn_again(replicas, variable):
     elements = zs.StepIterator(iter([np.float32(n) for n in (10, 20)]))
     step(elements)
     home = variable.home.residence
-    home.lock = Before(home.lock, parting(replicas, variable))
+    home.turn = Before(home.turn, parting(replicas, variable))
     np.testing.assert_array_equal(step(elements), np.full(SHAPE, 21))
 
 
 def test_two_threads_part_it_once(replicas, variable):
     part = parting(replicas, variable)
     home = variable.home
-    home.residence.lock = Before(home.residence.lock, part)
-    home.part()  # it has found it whole, and waits for the lock
+    home.residence.turn = Before(home.residence.turn, part)
+    home.part()  # it has found it whole, and waits for its turn
     copies = [np.full(SHAPE, 1, np.float32), np.full(SHAPE, 2, np.float32)]
     np.testing.assert_array_equal(home.copies(variable), copies)
 

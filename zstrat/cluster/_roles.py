@@ -100,12 +100,13 @@ def has_worker(cluster_spec: object) -> bool:
 def should_save_checkpoint(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether what the task saves is kept. The others may have to take part.
+    """Whether what the task saves is kept: what the first of those that are there does,
+    and every evaluator. The others may have to take part.
 
     Raises:
         ValueError: As `validate_cluster_spec`.
     """
-    return is_chief(cluster_spec, task_type, task_id)
+    return _acts(cluster_spec, task_type, task_id)
 
 
 def should_load_checkpoint(
@@ -123,10 +124,20 @@ def should_load_checkpoint(
 def should_save_summary(
     cluster_spec: object, task_type: str | None, task_id: int | None
 ) -> bool:
-    """Whether the task writes summaries; one of those that train does, and every
+    """Whether the task writes summaries; the first of those that train does, and every
     evaluator.
 
     Raises:
         ValueError: As `validate_cluster_spec`.
     """
-    return is_chief(cluster_spec, task_type, task_id)
+    return _acts(cluster_spec, task_type, task_id)
+
+
+def _acts(cluster_spec: object, task_type: str | None, task_id: int | None) -> bool:
+    """As `is_chief`; but where worker 0 is not there, the first one that is."""
+    if is_chief(cluster_spec, task_type, task_id):
+        return True
+    if task_type != "worker" or task_id is None:
+        return False
+    spec = normalize_cluster_spec(cluster_spec)
+    return "worker" in spec.jobs and id_in_cluster(spec, task_type, task_id) == 0

@@ -305,7 +305,7 @@ class Capture:
         if known is not None:
             return known
         if key in self._optimized:
-            raise _refusals.read_after_optimizer(variable.spec, self._optimized[key])
+            raise _refusals.read_after_optimizer(variable, self._optimized[key])
         value = self._computed(variable)
         if self._is_home():
             # A value computed under a transformation belongs to that inner trace.

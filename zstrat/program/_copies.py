@@ -82,7 +82,7 @@ def apart_from_now(variable: Variable) -> None:
     """
     home = variable.home
     assert isinstance(home, DeviceHome)
-    with home.residence.lock:  # another thread may come here, too
+    with home.residence.turn:  # another thread may come here, too
         if home.is_apart:
             return
         home.require_kept(variable.name)

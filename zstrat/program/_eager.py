@@ -76,6 +76,10 @@ class Immediate:
         """All copies of a variable of which each replica has its own."""
         return jnp.asarray(_apart(variable).copies(variable))
 
+    def copy(self, variable: Variable, number: int) -> jax.Array:
+        """One of them."""
+        return jnp.asarray(_apart(variable).copy(variable, number))
+
     def put_copies(self, variable: Variable, copies: jax.Array) -> None:
         """The copies from now on."""
         _apart(variable).put_copies(np.asarray(copies))
@@ -124,7 +128,7 @@ class Immediate:
 def own_copy_later(variable: Variable, number: int) -> jax.Array:
     """A replica's own copy, in what jax transforms: it is read whenever that runs."""
     home = _apart(variable)
-    return _later(variable, lambda: home.copies(variable)[number])
+    return _later(variable, lambda: home.copy(variable, number))
 
 
 def _later(variable: Variable, read: Callable[[], np.ndarray]) -> jax.Array:

@@ -228,8 +228,8 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     if plan.narrowed:
         require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
     try:
-        results, operands = program.run(inputs, elements)
-    except BaseException:  # to the caller: nothing has changed, it may be run again
+        results, operands = program.run(inputs, elements, draws)
+    except BaseException:  # to the caller: it may be run again if nothing has changed
         draws.unread()
         raise
     # The variables that live here have moved: what was drawn is used up.

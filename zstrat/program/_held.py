@@ -1,25 +1,29 @@
 """What a step takes of the variables that live here, and what it puts back.
 
-Law of the file: from the first read of a variable to its new value, its lock is held;
-and inside, a step is what it was traced for (`Outdated`).
+Law of the file: from the first look at a variable to its new value, a step has its
+turn (`Residence`); and inside, it is what it was traced for (`Outdated`).
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zstrat.variables import DeviceHome, read_all
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Hashable, Sequence
+    from threading import RLock
 
     from jax.sharding import Mesh, Sharding
 
     from zstrat.variables import Optimizer, Residence, Variable
 
     from ._plan import Plan
+    from ._programs import Draws
+
+
+T = TypeVar("T")
 
 
 class Outdated(Exception):
@@ -39,6 +43,7 @@ class Held:
     ) -> None:
         self._plan = plan
         self._moved = moved
+        self._moves = bool(moved)
         self._moved_homes = [_home(variable) for variable in moved]
         self._slot_homes = [(_home(variable), rule) for variable, rule in slots]
         self._homes = [variable.home for variable in plan.variables]
@@ -51,6 +56,8 @@ class Held:
             if not isinstance(variable.home, DeviceHome)
         ]
         self._residences: list[Residence] = [found[key] for key in sorted(found)]
+        self.travels = any(each.travels for each in self._residences)
+        """Whether values are kept elsewhere, where a step that fails leaves them."""
         self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
 
     @property
@@ -82,15 +89,34 @@ class Held:
             )
         return next(iter(meshes), None)
 
-    @property
-    def travels(self) -> bool:
-        """Whether values are kept elsewhere, where a step that fails leaves them."""
-        return any(residence.travels for residence in self._residences)
+    def in_turn(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else makes next values of the variables. What is raised
+        inside is taken for the failure of a step."""
+        # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
+        # raised between the body of a `with` and the release of a lock of C's.
+        found = self._residences
+        if len(found) == 1:
+            with found[0].turn:
+                return self._settled(act)
+        return _holding([each.turn for each in found], lambda: self._settled(act))
 
-    def locked(self) -> AbstractContextManager[None]:
-        """Nobody else reads or updates the variables inside. What is raised inside is
-        taken for the failure of a step."""
-        return _Locked(self._residences)
+    def alone(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else even reads the variables; in turn."""
+        found = self._residences
+        if len(found) == 1:
+            with found[0].lock:
+                return act()
+        return _holding([each.lock for each in found], act)
+
+    def _settled(self, act: Callable[[], T]) -> T:
+        try:
+            for residence in self._residences:
+                residence.settle()
+            return act()
+        except BaseException:  # to the caller
+            for residence in self._residences:
+                residence.has_failed = True
+            raise
 
     def require_kept(self) -> None:
         """Refuses a step after one that failed, if what it takes is gone.
@@ -98,7 +124,7 @@ class Held:
         Raises:
             DataLossError: Names the variable, and says what to do.
         """
-        if not any(residence.has_failed for residence in self._residences):
+        if True not in [residence.has_failed for residence in self._residences]:
             return
         for variable in (*self._plan.variables, *self._moved):
             if isinstance(variable.home, DeviceHome):
@@ -145,15 +171,33 @@ class Held:
         keys = [variable.spec.key for variable in self._moved]
         return [numbers[key] for key in keys if key in numbers]
 
-    def put(self, values: Sequence[Any], slots: Sequence[list[Any]]) -> None:
+    def put(
+        self, values: Sequence[Any], slots: Sequence[list[Any]], draws: Draws
+    ) -> None:
         """The next values, and the leaves of the next slots, in the order of the
-        plan."""
+        plan. The elements that they were made of are spent."""
+        steps = [residence.steps + self._moves for residence in self._residences]
+        try:
+            self._put(values, slots, steps)
+            draws.is_spent = True
+        except BaseException:  # to the caller; of a Ctrl-C, between two of them
+            self._put(values, slots, steps)
+            draws.is_spent = True
+            raise
+
+    def _put(
+        self,
+        values: Sequence[Any],
+        slots: Sequence[list[Any]],
+        steps: Sequence[int],
+    ) -> None:
+        """Twice is as once."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
         for (home, rule), leaves in zip(self._slot_homes, slots, strict=True):
             home.take_over_slots(rule, leaves)
-        for residence in self._residences:
-            residence.steps += bool(self._moved)
+        for residence, number in zip(self._residences, steps, strict=True):
+            residence.steps = number
 
 
 def _home(variable: Variable) -> DeviceHome:
@@ -162,30 +206,11 @@ def _home(variable: Variable) -> DeviceHome:
     return home
 
 
-class _Locked:
-    """Holds the locks of residences. Entered for each step, so it is no generator."""
-
-    __slots__ = ("_residences",)
-
-    def __init__(self, residences: Sequence[Residence]) -> None:
-        self._residences = residences
-
-    def __enter__(self) -> None:
-        held = []
-        try:
-            for residence in self._residences:
-                residence.lock.acquire()
-                held.append(residence)
-                residence.settle()
-        except BaseException:  # to the caller, who holds no lock then
-            for residence in reversed(held):
-                residence.lock.release()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        for residence in reversed(self._residences):
-            residence.has_failed |= kind is not None
-            residence.lock.release()
+def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
+    if not locks:
+        return act()
+    with locks[0]:
+        return _holding(locks[1:], act)
 
 
 def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:

@@ -91,6 +91,8 @@ class Draws:
         self._iterators = iterators
         self._drawn: list[tuple[int, Any, Element]] = []
         self._used = 0
+        self.is_spent = False
+        """Whether what was made of them is kept: then nothing is given back."""
 
     @property
     def elements(self) -> list[Element]:
@@ -153,8 +155,9 @@ class Draws:
         self._give_back(self._used)
 
     def unread(self) -> None:
-        """Gives everything back."""
-        self._give_back(0)
+        """Gives everything back that is not spent."""
+        if not self.is_spent:
+            self._give_back(0)
 
     def _give_back(self, start: int) -> None:
         while len(self._drawn) > start:

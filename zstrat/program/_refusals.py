@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 from jax import errors as jax_errors
 
+from zstrat.variables import DeviceHome, LocalHome
+
 from ._where import here, raised_at
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from zstrat.variables import Variable
 
     from ._lookups import PlannedLookup
 
@@ -182,12 +186,22 @@ def lookup_not_ready(table: object) -> RuntimeError:
     )
 
 
-def read_after_optimizer(variable: object, where: str) -> RuntimeError:
-    """The new value exists only on the ps."""
+def read_after_optimizer(variable: Variable, where: str) -> RuntimeError:
+    """The new value is not known yet where the variable is read."""
+    if isinstance(variable.home, DeviceHome):
+        made = (
+            "by the optimizer, of the gradients of all replicas. Read it before "
+            "apply_gradients, after strategy.run, or in the next step"
+        )
+    else:
+        by = "optimizer" if isinstance(variable.home, LocalHome) else "parameter server"
+        made = (
+            f"by the {by}, after the step. Read it before apply_gradients, or in the "
+            "next step"
+        )
     return RuntimeError(
-        f"{here()}: {variable} is read after an optimizer updated it in the same step "
-        f"(at {where}): its new value is computed on the parameter server, after the "
-        "step. Read it before apply_gradients, or in the next step"
+        f"{here()}: {variable.spec} is read after an optimizer updated it in the same "
+        f"step (at {where}): its new value is computed {made}"
     )
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from ._plan import Plan
+    from ._programs import Draws
     from ._retrace import Staged
 
 # jax's stubs leave these untyped.
@@ -68,37 +69,20 @@ class WholeProgram:
         return 1
 
     def run(
-        self, inputs: Sequence[Any], leaves: Sequence[Any]
+        self, inputs: Sequence[Any], leaves: Sequence[Any], draws: Draws
     ) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-        """Runs the step on inputs and the leaves of elements; the arrays of the result
-        may not be ready yet. Returns the operands of the plan's updates, too.
+        """Runs the step on inputs and the leaves of the elements of ``draws``, which
+        are spent when new values are kept; the arrays of the result may not be ready
+        yet. Returns the operands of the plan's updates, too.
 
         Raises:
             DataLossError: An earlier step failed, and a value is gone.
             Outdated: See there.
         """
         held = self._held
-        # Before the lock: what computes them may be waiting for it.
+        # Before its turn: what computes them may be waiting for it.
         given = [self._given(x) for x in (*inputs, *leaves)]
-        with held.locked():
-            if not self.is_current:
-                raise Outdated
-            held.require_kept()
-            values = held.values()
-            moved = [values[n] for n in self._moved]
-            read = [values[n] for n in self._read]
-            away = [values[n] for n in self._away]
-            del values
-            given += [self._given(x) for x in away]
-            if self._traced:
-                outputs = self._jitted(moved, held.slots(), read, given)
-            else:
-                with _refusals.in_our_words(self.plan.function):
-                    outputs = self._jitted(moved, held.slots(), read, given)
-                self._traced = True
-            results, values, slots, operands = outputs
-            settled(outputs, results or values)
-            held.put(values, [jax.tree.leaves(tree) for tree in slots])
+        results, operands = held.in_turn(lambda: self._run(given, draws))
         plan = self.plan
         mine = [
             [_mine(x, like) for x, like in zip(arrays, update.operands, strict=True)]
@@ -108,6 +92,34 @@ class WholeProgram:
             _mine(x, like) for x, like in zip(results, plan.out_specs, strict=True)
         ]
         return own_results, mine
+
+    def _run(self, given: list[Any], draws: Draws) -> tuple[Any, Any]:
+        held = self._held
+        if not self.is_current:
+            raise Outdated
+        held.require_kept()
+        values = held.values()
+        moved = [values[n] for n in self._moved]
+        read = [values[n] for n in self._read]
+        away = [values[n] for n in self._away]
+        del values
+        given += [self._given(x) for x in away]
+        return held.alone(lambda: self._computed(moved, read, given, draws))
+
+    def _computed(
+        self, moved: list[Any], read: list[Any], given: list[Any], draws: Draws
+    ) -> tuple[Any, Any]:
+        held = self._held
+        if self._traced:
+            outputs = self._jitted(moved, held.slots(), read, given)
+        else:
+            with _refusals.in_our_words(self.plan.function):
+                outputs = self._jitted(moved, held.slots(), read, given)
+            self._traced = True
+        results, values, slots, operands = outputs
+        settled(outputs, results or values)
+        held.put(values, [jax.tree.leaves(tree) for tree in slots], draws)
+        return results, operands
 
     def _joined(self, moved: Any, read: Any, away: Any) -> list[Any]:
         """The values of the plan's reads, in their order."""

@@ -1,9 +1,9 @@
 """Programs that share parameter servers: TF's between-graph training.
 
-Every worker runs the whole program, and none coordinates: the chief (worker 0 where
-there is none) creates the variables, and the others, which create the same ones in the
-same order, wait for them. From then on each reads and updates as it comes. The replicas
-of one program are in sync; those of different programs are not.
+Every worker runs the whole program, and none coordinates: the chief (the first worker
+where there is none) creates the variables, and the others, which create the same ones
+in the same order, wait for them. From then on each reads and updates as it comes. The
+replicas of one program are in sync; those of different programs are not.
 
 Law of the file: a variable is told by its place in the order of creation, which must be
 the same in all programs. A creation that failed has no place in it, in any of them.
@@ -19,7 +19,6 @@ import jax
 from zstrat.cluster import (
     TFConfigClusterResolver,
     id_in_cluster,
-    is_chief,
     normalize_cluster_spec,
     task_count,
     worker_count,
@@ -149,14 +148,13 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         resolver = cluster_resolver or TFConfigClusterResolver()
         spec, job, index = _task(resolver)
         settings = settings_from(environment()) if settings is None else settings
-        is_first = is_chief(spec, job, index)
+        number = id_in_cluster(spec, job, index)
+        is_first = number == 0  # worker 0 may be one of those that are missing
         self._resolver = resolver
         found = jax.local_devices() if devices is None else devices
         self._mesh = LocalMesh(self, list(found))
         self._pipeline = InputContext(
-            worker_count(spec, job),
-            id_in_cluster(spec, job, index),
-            self._mesh.replicas,
+            worker_count(spec, job), number, self._mesh.replicas
         )
         self._session = connect(spec, settings, is_first, index)
         ps_count = task_count(spec, "ps")

@@ -29,7 +29,6 @@ from zstrat.program._substitution import is_live
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
-    apply,
     creator,
     is_staging,
     recorder,
@@ -142,6 +141,8 @@ class _Own:
             # Another object than what the other replicas read: results are merged by
             # identity.
             return value if self.live else jnp.copy(value)
+        if isinstance(self._outer, Immediate):
+            return self._outer.copy(variable, self._turn.number)
         return self._copies(variable)[self._turn.number]
 
     def update(
@@ -215,17 +216,15 @@ class _Own:
             return
         if any(isinstance(x, jax.core.Tracer) for x in operands):
             raise update_inside(variable.spec, op.name)
+        if not isinstance(self._outer, Immediate):  # but of what is differentiated
+            raise update_inside(variable.spec, op.name)
         home = variable.home
         assert isinstance(home, DeviceHome)
-        # In numpy: a program that is under way may wait for the lock.
+        # In numpy: a program that is under way may wait for the turn.
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
-        with home.residence.lock:
-            home.prepare(op)
-            apart_from_now(variable)
-            rows, number = np.array(home.copies(variable)), self._turn.number
-            for moves in updates:
-                rows[number] = apply(op, rows[number], moves)
-            self._put(variable, rows)
+        # In a trace, too: what happens to the value is no part of the program.
+        with jax.ensure_compile_time_eval():
+            home.update_copy(variable, self._turn.number, op, updates)
 
     def _put(self, variable: Variable, copies: Any) -> None:
         assert isinstance(self._outer, KeepsCopies)

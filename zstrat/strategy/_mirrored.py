@@ -93,7 +93,7 @@ class MirroredVariables:
         """
         if self._channel is None:
             return
-        with self.residence.lock:
+        with self.residence.turn:
             found = [(n, each()) for n, each in enumerate(self._created)]
             self.residence.steps = taken_over(
                 self._channel.collective,
@@ -105,7 +105,9 @@ class MirroredVariables:
 
     def _settle(self) -> None:
         if self._is_late:
-            self.take_over()
+            with self.residence.turn:
+                if self._is_late:  # no other thread was here first
+                    self.take_over()
 
     def owns(self, variable: Variable) -> bool:
         """Whether the variable was created here."""
@@ -276,8 +278,8 @@ class _Store(Residence):
         """Everything is here."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:
-        # Copies: the step overwrites them, and may fail.
-        return jax.device_put(trees, shardings, may_alias=False)
+        # No copies where they are kept: a step does not overwrite what travels.
+        return jax.device_put(trees, shardings)
 
     def returned(self, trees: Any) -> Any:
         return jax.device_put(trees, self._device)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from ._apply import apply
 from ._device import DeviceHome
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
 
     from zstrat.wire import UpdateOp
 
@@ -36,8 +35,7 @@ class CopyHome:
 
     def read(self, variable: Variable) -> np.ndarray:
         del variable  # one home, one copy
-        copy: np.ndarray = self._home.copies(self.container)[self.number]
-        return copy
+        return self._home.copy(self.container, self.number)
 
     async def read_async(self, variable: Variable) -> np.ndarray:
         return self.read(variable)
@@ -51,12 +49,7 @@ class CopyHome:
     ) -> None:
         if optimizer is not None:
             raise self.not_optimized(variable)
-        home = self._home
-        with home.residence.lock:
-            home.prepare(op)
-            copies = np.array(home.copies(self.container))
-            copies[self.number] = apply(op, copies[self.number], operands)
-            home.put_copies(copies)
+        self._home.update_copy(self.container, self.number, op, [operands])
 
     async def update_async(
         self,

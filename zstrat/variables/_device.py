@@ -1,176 +1,37 @@
 """A variable whose value stays on this process's devices between steps.
 
 A step takes value and slots as they are, gives them to XLA to be overwritten, and puts
-back what came out. Outside of steps the variable is read and updated as any other of
-this process.
+back what came out (`DeviceValue`). Outside of steps the variable is read and updated as
+any other of this process.
 
-Where several devices have a replica each, the value is one array that all of them have;
-or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
-which each device has its row. From outside of the replicas the value of such a variable
-is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
-of all of them.
-
-Law of the file: whoever takes the value holds the lock until he has put back another
-one, or nothing of it was given away.
+Law of the file: who changes it has the turn (`Residence`).
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
-from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
-from ._copies import aggregated, shares_of
+from ._apply import apply
+from ._device_value import DeviceValue
 from ._local import moved
-from ._slots import Beside, named_slots, slots_from
-from ._spec import VariableAggregation
+from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from jax.sharding import Sharding
-
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
-    from ._residence import Residence
     from ._variable import Variable
 
 
-class DeviceHome:
+class DeviceHome(DeviceValue):
     """One variable on the devices of this process, with the slots of the optimizers
     that moved it."""
-
-    def __init__(
-        self,
-        value: np.ndarray,
-        residence: Residence,
-        on_read: VariableAggregation | None = None,
-    ) -> None:
-        self.residence = residence
-        # Not counted as parted: no program was traced before it was there.
-        self.is_apart = on_read is not None and residence.copies > 1
-        self._on_read = on_read
-        self._copy_keys: tuple[int, ...] = ()
-        self._slots: dict[int, Beside] = {}
-        if self.is_apart:
-            self._value = residence.place_apart(self._equal(value))
-        else:
-            self._value = residence.place(value)
-
-    # ---- for steps, which hold the lock --------------------------------------------
-
-    def value(self) -> jax.Array:
-        """The value, where steps run."""
-        here = self.residence
-        return here.sent(self._value, self.sharding) if here.travels else self._value
-
-    def slots(self, optimizer: Optimizer) -> Any:
-        """What the optimizer keeps beside it, made if it is not there yet."""
-        leaves = self.slot_leaves(optimizer)
-        return self._slots[optimizer.id].treedef.unflatten(leaves)
-
-    def slot_leaves(self, optimizer: Optimizer) -> list[Any]:
-        """Its leaves. The list is not to be changed."""
-        beside = self._slots.get(optimizer.id)
-        if beside is None:
-            made = optimizer.transformation.init(self._first())
-            beside = self._slots[optimizer.id] = self._placed(made)
-        here = self.residence
-        if not here.travels:
-            return beside.leaves
-        sent: list[Any] = here.sent(beside.leaves, here.sharding)
-        return sent
-
-    def part(self) -> None:
-        """Keeps one copy for each replica from now on, all equal so far."""
-        with self.residence.lock:
-            self.residence.settle()
-            if self.is_apart:
-                return  # another thread was here first
-            copies = self._equal(np.asarray(self._value))
-            self._value = self.residence.place_apart(copies)
-            self.is_apart = True
-            # Last: who traces without the lock and finds this number finds the copies.
-            self.residence.parted += 1
-
-    @property
-    def sharding(self) -> Sharding | None:
-        """That of the value, None if it lives on one device."""
-        here = self.residence
-        return here.sharding_apart if self.is_apart else here.sharding
-
-    @property
-    def kept(self) -> Sharding:
-        """Where the value lies between steps."""
-        where: Sharding = self._value.sharding
-        return where
-
-    def placed(self, array: Any) -> jax.Array:
-        """A copy of an array of the value's form, where the value lives."""
-        here = self.residence
-        return here.place_apart(array) if self.is_apart else here.place(array)
-
-    def take_over(self, value: jax.Array) -> None:
-        """The value from now on. It is nobody else's."""
-        here = self.residence
-        self._value = here.returned(value) if here.travels else value
-
-    def shown(self) -> np.ndarray:
-        """The value from outside of the replicas."""
-        return self._seen()
-
-    def take_over_shown(self, value: np.ndarray) -> None:
-        """The inverse: every copy begins anew, and so do optimizers whose slots are
-        lost."""
-        self._value = self.placed(self._shared_out(value))
-        for number in [n for n, each in self._slots.items() if each.is_lost]:
-            del self._slots[number]
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether a step was given value or slots, and put nothing back."""
-        return self._value.is_deleted() or any(
-            beside.is_lost for beside in self._slots.values()
-        )
-
-    def like(self) -> np.ndarray:
-        """Zeros of the form of what is shown, whatever became of the value."""
-        shape = self._value.shape[1:] if self.is_apart else self._value.shape
-        return np.zeros(shape, self._value.dtype)
-
-    def require_kept(self, name: str) -> None:
-        """Refuses a value that is gone.
-
-        Raises:
-            DataLossError: Names the variable, and says what to do.
-        """
-        if self.is_lost:
-            raise DataLossError(
-                "this process",
-                name,
-                "its value is gone, because a step failed while it was computing the "
-                "next one: restore a checkpoint, take the values of another process "
-                "(MultiWorkerMirroredStrategy.reform), or assign a value",
-            )
-
-    def take_over_slots(self, optimizer: Optimizer, leaves: list[Any]) -> None:
-        """The leaves of what the optimizer keeps from now on; it keeps something
-        already. They are nobody else's."""
-        here = self.residence
-        made = here.returned(leaves) if here.travels else leaves
-        treedef = self._slots[optimizer.id].treedef
-        self._slots[optimizer.id] = Beside(made, treedef)
-
-    def optimizers(self) -> frozenset[int]:
-        """The numbers of those that keep something beside it."""
-        return frozenset(self._slots)
-
-    # ---- the home of a variable ----------------------------------------------------
 
     def device_name(self, copy: int = 0) -> str:
         """TF's name of the device that keeps a copy; without a number, the first."""
@@ -178,10 +39,7 @@ class DeviceHome:
         return names[copy if len(names) > 1 else 0]
 
     def read(self, variable: Variable) -> np.ndarray:
-        with self.residence.lock:
-            self.residence.settle()
-            self.require_kept(variable.name)
-            return self._seen()
+        return self._looked_at(variable.name, self._seen)
 
     def copies(self, variable: Variable) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
@@ -190,11 +48,17 @@ class DeviceHome:
         Raises:
             DataLossError: They are lost.
         """
-        with self.residence.lock:
-            self.residence.settle()
-            self.require_kept(variable.name)
-            value = np.asarray(self._value)
-            return value if self.is_apart else self._equal(value)
+        return self._looked_at(variable.name, self._all_copies)
+
+    def copy(self, variable: Variable, number: int) -> np.ndarray:
+        """One of them.
+
+        Raises:
+            DataLossError: It is lost.
+        """
+        found = self._looked_at(variable.name, self._all_copies, number)
+        row: np.ndarray = found[number]
+        return row
 
     def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
         """The key of each copy as a variable, the same whenever somebody asks: steps
@@ -206,10 +70,36 @@ class DeviceHome:
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
-        with self.residence.lock:
-            if not self.is_apart:
-                self.part()
-            self._value = self.residence.place_apart(copies)
+        with self.residence.turn:
+            self._put_apart(copies)
+
+    def update_copy(
+        self,
+        variable: Variable,
+        number: int,
+        op: UpdateOp,
+        updates: Sequence[Operands],
+    ) -> None:
+        """Updates one copy alone. If all are lost, an assignment brings this one back,
+        and the others wait for theirs.
+
+        Raises:
+            DataLossError: The copy is lost, and the update depends on it.
+        """
+        with self.residence.turn:
+            self.residence.settle()
+            if op is UpdateOp.ASSIGN and self._is_void:
+                copies = np.array(self._equal(self.like()))
+                missing = frozenset(range(len(copies)))
+                self.residence.has_failed = True  # steps ask for what is missing
+                self._forget_void_slots()
+            else:
+                if op is not UpdateOp.ASSIGN:
+                    self.require_kept(variable.name, number)
+                copies, missing = np.array(self._all_copies()), self._missing
+            for moves in updates:
+                copies[number] = apply(op, copies[number], moves)
+            self._put_apart(copies, missing - {number})
 
     async def read_async(self, variable: Variable) -> np.ndarray:
         return self.read(variable)
@@ -221,26 +111,35 @@ class DeviceHome:
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None:
-        with self.residence.lock:
-            self.prepare(op)
-            before = self.read(variable)
+        dtype = variable.spec.numpy_dtype
+        with self.residence.turn:
+            self.residence.settle()  # first: slots may come with the value
+            is_anew = op is UpdateOp.ASSIGN
+            if not is_anew:
+                self.require_kept(variable.name)
             kept = None if optimizer is None else self.slots(optimizer)
-            dtype = variable.spec.numpy_dtype
             if self.is_apart:
                 apart = operands[0].ndim > len(variable.shape)  # a share for each copy
                 given = zip(operands[0]) if apart else itertools.repeat(operands)
+                # An assignment does not look at what may be lost, or came to nothing.
+                old = self._equal(self.like()) if is_anew else np.asarray(self._value)
                 moves = [
                     moved(row, kept, op, own, optimizer)
-                    for row, own in zip(self.copies(variable), given, strict=False)
+                    for row, own in zip(old, given, strict=False)
                 ]
                 made = np.stack([np.asarray(value, dtype) for value, _ in moves])
                 slots = moves[0][1]
             else:
-                value, slots = moved(before, kept, op, operands, optimizer)
+                value = self.like() if is_anew else np.asarray(self._value)
+                value, slots = moved(value, kept, op, operands, optimizer)
                 made = np.asarray(value, dtype)
-            self._value = self.placed(made)
+            if is_anew:
+                self._begin_anew(self.placed(made))
+                return
+            placed = self.placed(made)
             if optimizer is not None:
                 self._slots[optimizer.id] = self._placed(slots)
+            self._value = placed
 
     async def update_async(
         self,
@@ -250,14 +149,6 @@ class DeviceHome:
         optimizer: Optimizer | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
-
-    def prepare(self, op: UpdateOp) -> None:
-        """Before an update: what is lost is made anew, as zeros, for an assignment,
-        which does not depend on it. Of several copies each waits for its own."""
-        with self.residence.lock:
-            self.residence.settle()  # first: slots may come with the value
-            if self.is_lost and op is UpdateOp.ASSIGN:
-                self.take_over_shown(self.like())
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [self.read(variable)[indices] for variable, indices in parts]
@@ -280,7 +171,7 @@ class DeviceHome:
         Raises:
             DataLossError: A step failed while it was computing the next ones.
         """
-        with self.residence.lock:
+        with self.residence.turn:
             self.residence.settle()
             self.require_kept(name)
             slots = {n: named_slots(each.tree()) for n, each in self._slots.items()}
@@ -297,7 +188,7 @@ class DeviceHome:
         Raises:
             ValueError: The slots are not those of the optimizer.
         """
-        with self.residence.lock:
+        with self.residence.turn:
             # Values of other processes that are still to come would replace these.
             self.residence.settle()
             # Of the value the form alone: it may be gone, and is made anew here.
@@ -313,31 +204,3 @@ class DeviceHome:
                 self._slots.pop(number, None)
                 if beside is not None:
                     self._slots[number] = beside
-
-    def _placed(self, slots: Any) -> Beside:
-        leaves, treedef = jax.tree.flatten(slots)
-        return Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
-
-    def _first(self) -> np.ndarray:
-        """The value, or the first copy."""
-        # Of memory that numpy looks at XLA makes no new value in place.
-        value = np.asarray(self._value)
-        return np.asarray(value[0]) if self.is_apart else value
-
-    def _seen(self) -> np.ndarray:
-        """The value from outside of the replicas."""
-        if not self.is_apart or self._on_read is None:
-            return self._first()
-        return np.asarray(aggregated(np.asarray(self._value), self._on_read))
-
-    def _shared_out(self, value: np.ndarray) -> np.ndarray:
-        """Copies that make up the value, with those of other processes."""
-        copies = self._equal(value)
-        if self._on_read is VariableAggregation.SUM:
-            first, total = self.residence.replicas()
-            copies = shares_of(value, total)[first : first + len(copies)]
-        return np.asarray(copies if self.is_apart else copies[0])
-
-    def _equal(self, value: np.ndarray) -> np.ndarray:
-        """Copies of a value, ``[copies, ...]``."""
-        return np.broadcast_to(value, (self.residence.copies, *value.shape))

@@ -18,11 +18,17 @@ class Residence(abc.ABC):
 
     ``names`` are TF's names of the devices that keep the copies of the replicas, in
     their order, or of the one that keeps all of them. ``mesh`` are the devices of all
-    processes, if values are arrays over them. Steps hold the ``lock``; ``steps`` is how
-    many of them have put back new values. ``copies`` is how many replicas of this
+    processes, if values are arrays over them. ``steps`` is how many steps have put back
+    new values. ``copies`` is how many replicas of this
     process may have a copy each, ``parted`` how many variables have begun to have them.
     ``travels``: values are kept elsewhere than steps run. ``has_failed``: a step did,
     so that values may be gone.
+
+    Who makes next values of the present ones has the ``turn``, from the first look to
+    the last value put back; a step over several parts of the CPU, until they have
+    computed. Who reads takes the ``lock``, which a step holds only while the values are
+    given away: what computes a step may read a variable, in another thread. The turn is
+    taken before the lock, and nobody waits for a value while holding the lock.
     """
 
     travels: bool = False
@@ -36,6 +42,7 @@ class Residence(abc.ABC):
         self.parted = 0
         self.steps = 0
         self.has_failed = False
+        self.turn = threading.RLock()
         self.lock = threading.RLock()
 
     @abc.abstractmethod
@@ -69,7 +76,7 @@ class Residence(abc.ABC):
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Called with the lock held before values are used: they may have to come from
+        """Called before values are used, without the lock: they may have to come from
         other processes first."""
 
     def sent(self, trees: Any, shardings: Any) -> Any:

@@ -42,6 +42,15 @@ class Beside:
     def is_lost(self) -> bool:
         return any(leaf.is_deleted() for leaf in self.leaves)
 
+    @property
+    def is_void(self) -> bool:
+        """Whether it is lost, or the step that makes it has failed. Waits for it."""
+        try:
+            jax.block_until_ready(self.leaves)  # type: ignore[no-untyped-call]
+        except Exception:  # of that step: it says here that there is nothing
+            return True
+        return self.is_lost
+
 
 def slot_infos(
     optimizer: Optimizer, shape: tuple[int, ...], dtype: Any

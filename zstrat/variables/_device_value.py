@@ -1,0 +1,251 @@
+"""The value of a variable that stays on this process's devices, and what is beside it.
+
+Where several devices have a replica each, the value is one array that all of them have;
+or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
+which each device has its row. From outside of the replicas the value of such a variable
+is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
+of all of them.
+
+Law of the file: whoever makes a next value has the turn (`Residence`), and holds the
+lock, too, while the present one is given away, or while several fields change.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+
+from zstrat.errors import DataLossError
+
+from ._copies import aggregated, shares_of
+from ._slots import Beside
+from ._spec import VariableAggregation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax.sharding import Sharding
+
+    from ._optimizer import Optimizer
+    from ._residence import Residence
+
+# jax's stubs leave it untyped.
+_wait: Final[Any] = jax.block_until_ready
+
+
+class DeviceValue:
+    """The value of one variable, and the slots of the optimizers that moved it, as
+    steps take them and put them back."""
+
+    def __init__(
+        self,
+        value: np.ndarray,
+        residence: Residence,
+        on_read: VariableAggregation | None = None,
+    ) -> None:
+        self.residence = residence
+        # Not counted as parted: no program was traced before it was there.
+        self.is_apart = on_read is not None and residence.copies > 1
+        self._on_read = on_read
+        self._copy_keys: tuple[int, ...] = ()
+        # Copies that are not assigned yet, since all were lost.
+        self._missing: frozenset[int] = frozenset()
+        self._slots: dict[int, Beside] = {}
+        if self.is_apart:
+            self._value = residence.place_apart(self._equal(value))
+        else:
+            self._value = residence.place(value)
+
+    def value(self) -> jax.Array:
+        """The value, where steps run."""
+        here = self.residence
+        return here.sent(self._value, self.sharding) if here.travels else self._value
+
+    def slots(self, optimizer: Optimizer) -> Any:
+        """What the optimizer keeps beside it, made if it is not there yet."""
+        leaves = self.slot_leaves(optimizer)
+        return self._slots[optimizer.id].treedef.unflatten(leaves)
+
+    def slot_leaves(self, optimizer: Optimizer) -> list[Any]:
+        """Its leaves. The list is not to be changed."""
+        beside = self._slots.get(optimizer.id)
+        if beside is None:
+            made = optimizer.transformation.init(self._first())
+            beside = self._slots[optimizer.id] = self._placed(made)
+        here = self.residence
+        if not here.travels:
+            return beside.leaves
+        sent: list[Any] = here.sent(beside.leaves, here.sharding)
+        return sent
+
+    def part(self) -> None:
+        """Keeps one copy for each replica from now on, all equal so far."""
+        with self.residence.turn:
+            self.residence.settle()
+            if self.is_apart:
+                return  # another thread was here first
+            copies = self._equal(np.asarray(self._value))
+            self._put_apart(copies)
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of the value, None if it lives on one device."""
+        here = self.residence
+        return here.sharding_apart if self.is_apart else here.sharding
+
+    @property
+    def kept(self) -> Sharding:
+        """Where the value lies between steps."""
+        where: Sharding = self._value.sharding
+        return where
+
+    def placed(self, array: Any) -> jax.Array:
+        """A copy of an array of the value's form, where the value lives."""
+        here = self.residence
+        return here.place_apart(array) if self.is_apart else here.place(array)
+
+    def take_over(self, value: jax.Array) -> None:
+        """The value from now on. It is nobody else's."""
+        here = self.residence
+        self._value = here.returned(value) if here.travels else value
+
+    def shown(self) -> np.ndarray:
+        """The value from outside of the replicas."""
+        return self._seen()
+
+    def take_over_shown(self, value: np.ndarray) -> None:
+        """The inverse: every copy begins anew, and so do optimizers whose slots are
+        lost."""
+        self._begin_anew(self.placed(self._shared_out(value)))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step was given value or slots, and put nothing back; or a copy is
+        still missing after that."""
+        return self._is_gone or bool(self._missing)
+
+    @property
+    def _is_gone(self) -> bool:
+        # A copy of the slots: who holds the lock alone may look while others come.
+        return self._value.is_deleted() or any(
+            beside.is_lost for beside in [*self._slots.values()]
+        )
+
+    def like(self) -> np.ndarray:
+        """Zeros of the form of what is shown, whatever became of the value."""
+        shape = self._value.shape[1:] if self.is_apart else self._value.shape
+        return np.zeros(shape, self._value.dtype)
+
+    def require_kept(self, name: str, copy: int | None = None) -> None:
+        """Refuses a value that is gone; or one copy of it.
+
+        Raises:
+            DataLossError: Names the variable, and says what to do.
+        """
+        if self._lacks(copy):
+            raise DataLossError(
+                "this process",
+                name,
+                "its value is gone, because a step failed while it was computing the "
+                "next one: restore a checkpoint, take the values of another process "
+                "(MultiWorkerMirroredStrategy.reform), or assign a value",
+            )
+
+    def take_over_slots(self, optimizer: Optimizer, leaves: list[Any]) -> None:
+        """The leaves of what the optimizer keeps from now on; it keeps something
+        already. They are nobody else's."""
+        here = self.residence
+        made = here.returned(leaves) if here.travels else leaves
+        treedef = self._slots[optimizer.id].treedef
+        self._slots[optimizer.id] = Beside(made, treedef)
+
+    def optimizers(self) -> frozenset[int]:
+        """The numbers of those that keep something beside it."""
+        return frozenset(self._slots)
+
+    def _lacks(self, copy: int | None) -> bool:
+        return self.is_lost if copy is None else self._is_gone or copy in self._missing
+
+    def _looked_at(
+        self, name: str, seen: Callable[[], np.ndarray], copy: int | None = None
+    ) -> np.ndarray:
+        """What is seen of the value. Who waits for it holds no lock: what computes it
+        may read other variables."""
+        here = self.residence
+        here.settle()
+        with here.lock:
+            self.require_kept(name, copy)
+            value = self._value
+        with suppress(
+            Exception
+        ):  # if it is given away now, or is none: it is seen below
+            _wait(value)
+        with here.lock:
+            if self._value is value and not self._lacks(copy):
+                return seen()
+        with here.turn:
+            self.require_kept(name, copy)
+            return seen()
+
+    def _all_copies(self) -> np.ndarray:
+        value = np.asarray(self._value)
+        return value if self.is_apart else self._equal(value)
+
+    def _put_apart(
+        self, copies: np.ndarray, missing: frozenset[int] = frozenset()
+    ) -> None:
+        """A copy for each replica, from now on."""
+        placed = self.residence.place_apart(copies)
+        with self.residence.lock:
+            was_apart = self.is_apart
+            self._value, self._missing, self.is_apart = placed, missing, True
+        if not was_apart:
+            # Last: who traces without the lock and finds this number finds the copies.
+            self.residence.parted += 1
+
+    def _begin_anew(self, placed: jax.Array) -> None:
+        """A value that depends on nothing: of slots those stay that are whole."""
+        self._forget_void_slots()
+        with self.residence.lock:
+            self._value, self._missing = placed, frozenset()
+
+    def _forget_void_slots(self) -> None:
+        for number in [n for n, each in self._slots.items() if each.is_void]:
+            del self._slots[number]
+
+    @property
+    def _is_void(self) -> bool:
+        """Whether nothing can be made of value or slots. Waits for them."""
+        found = [Beside([self._value], None), *self._slots.values()]
+        return any(each.is_void for each in found)
+
+    def _placed(self, slots: Any) -> Beside:
+        leaves, treedef = jax.tree.flatten(slots)
+        return Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
+
+    def _first(self) -> np.ndarray:
+        """The value, or the first copy."""
+        # Of memory that numpy looks at XLA makes no new value in place.
+        value = np.asarray(self._value)
+        return np.asarray(value[0]) if self.is_apart else value
+
+    def _seen(self) -> np.ndarray:
+        """The value from outside of the replicas."""
+        if not self.is_apart or self._on_read is None:
+            return self._first()
+        return np.asarray(aggregated(np.asarray(self._value), self._on_read))
+
+    def _shared_out(self, value: np.ndarray) -> np.ndarray:
+        """Copies that make up the value, with those of other processes."""
+        copies = self._equal(value)
+        if self._on_read is VariableAggregation.SUM:
+            first, total = self.residence.replicas()
+            copies = shares_of(value, total)[first : first + len(copies)]
+        return np.asarray(copies if self.is_apart else copies[0])
+
+    def _equal(self, value: np.ndarray) -> np.ndarray:
+        """Copies of a value, ``[copies, ...]``."""
+        return np.broadcast_to(value, (self.residence.copies, *value.shape))
