@@ -166,7 +166,7 @@ def test_text_is_data(text):
         bytearray(b"ab"),
         memoryview(b"ab"),
     ],
-    ids=repr,
+    ids=lambda leaf: type(leaf).__name__,
 )
 def test_numbers_are_data(leaf):
     (found,) = generated(leaf)

@@ -1,4 +1,4 @@
-"""Text in batches: nothing else becomes text because there is text beside it."""
+"""Text, bytes, dates in batches: nothing becomes one because there is one beside it."""
 
 import numpy as np
 import pytest
@@ -18,6 +18,16 @@ def of(*elements):
         ((np.ones(2), np.array(["a", "b"])), "element 1 is text"),
         ((np.array([b"x"]), np.array([1])), "element 1 is an array"),
         (("a", b"a"), "the first is text, element 1 is a record of bytes"),
+        ((np.array([b"x"]), np.array(["y"])), "text of bytes, element 1 is text"),
+        ((np.array([b"\xff"]), np.array(["y"])), "text of bytes, element 1 is text"),
+        ((1, None), "the first is an array, element 1 is None"),
+        ((1, {"a": 1}), r"element 1 is a dict with the keys \['a'\]"),
+        ((np.array([b"x"], object), np.array([3])), "the first is objects, element 1"),
+        ((np.datetime64("2020-01-01"), 1), "the first is dates, element 1 is an array"),
+        (
+            (np.datetime64("2020-01-01"), np.timedelta64(3, "D")),
+            "the first is dates, element 1 is spans of time",
+        ),
     ],
 )
 def test_what_is_no_text_is_no_batch_with_text(elements, told):
@@ -61,6 +71,12 @@ def test_files_of_text_and_of_numbers_are_no_batch(files):
     assert [batch.tolist() for batch in dataset.batch(2)] == [[0, 1], ["x", "yz"]]
     with pytest.raises(ValueError, match=r"1\.npy, which has rows \[\] of text, with"):
         list(dataset.batch(3))
+
+
+def test_files_of_text_and_of_bytes_are_no_batch(files):
+    dataset = Dataset.from_npy(files(np.array(["x"]), np.array([b"y"])))
+    with pytest.raises(ValueError, match=r"rows \[\] of text of bytes, with those of"):
+        list(dataset.batch(2))
 
 
 def test_files_of_several_dtypes_still_find_one(files):

@@ -20,7 +20,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import Element, as_element, is_text, leaves, mapped, own
+from ._tree import Element, as_element, kind_of, leaves, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -261,7 +261,7 @@ def _require_alike(tables: Sequence[_Table]) -> None:
 
     Raises:
         ValueError: The files differ in their arrays, in the shapes of their rows, or
-            in what is text.
+            in what these hold: numbers, text, bytes, dates.
     """
     first, *others = tables
     wanted = first.columns()
@@ -275,8 +275,8 @@ def _require_alike(tables: Sequence[_Table]) -> None:
 
 
 def _column(array: np.ndarray) -> str:
-    shape = list(np.shape(array)[1:])
-    return f"{shape} of text" if is_text(array) else f"{shape}"
+    shape, kind = list(np.shape(array)[1:]), kind_of(array)
+    return f"{shape}" if kind == "an array" else f"{shape} of {kind}"
 
 
 def _told(columns: dict[str, str]) -> str:

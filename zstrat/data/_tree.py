@@ -9,7 +9,7 @@ TensorFlow's strings do: numpy's own strings drop the zeros at their ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def stacked(elements: Sequence[Element], path: str = "") -> Element:
 
     Raises:
         ValueError: The elements differ in structure, in the shape of a leaf, or in
-            whether a leaf is text.
+            what a leaf holds: numbers, text, bytes, dates.
     """
     first = elements[0]
     if isinstance(first, dict):
@@ -142,20 +142,24 @@ def _stacked_leaf(arrays: Sequence[Any], path: str) -> np.ndarray:
         return column
     try:
         found = np.stack(arrays)
-        if found.dtype.kind in "SU":  # numbers and records become text there
-            kind = _kind(arrays[0])
-            _same(arrays, lambda each: _kind(each) == kind, path)
-        return found
-    except ValueError:
-        first = np.shape(arrays[0])
-        for number, array in enumerate(arrays):
-            if np.shape(array) != first:
-                raise ValueError(
-                    "Cannot batch tensors with different shapes in component "
-                    f"{path or 0}. First element had shape {list(first)} and element "
-                    f"{number} had shape {list(np.shape(array))}."
-                ) from None
+    except (TypeError, ValueError):
+        _same_kind(arrays, path)
+        _same_shape(arrays, path)
         raise
+    if found.dtype.kind in _KINDS:  # what is beside such becomes one
+        _same_kind(arrays, path)
+    return found
+
+
+def _same_shape(arrays: Sequence[Any], path: str) -> None:
+    first = np.shape(arrays[0])
+    for number, array in enumerate(arrays):
+        if np.shape(array) != first:
+            raise ValueError(
+                "Cannot batch tensors with different shapes in component "
+                f"{path or 0}. First element had shape {list(first)} and element "
+                f"{number} had shape {list(np.shape(array))}."
+            ) from None
 
 
 def _is_record(leaf: object) -> bool:
@@ -163,9 +167,24 @@ def _is_record(leaf: object) -> bool:
     return isinstance(leaf, bytes) and not isinstance(leaf, np.generic)
 
 
-def is_text(leaf: object) -> bool:
-    """Whether it is text as numpy has it, which whatever is put beside it becomes."""
-    return np.asarray(leaf).dtype.kind in "SU"
+_KINDS: Final = {
+    "U": "text",
+    "S": "text of bytes",
+    "M": "dates",
+    "m": "spans of time",
+    "O": "objects",
+}
+"""What is no number, by the kind of dtype."""
+
+
+def kind_of(leaf: object) -> str:
+    """What sort of values an array has: those of two sorts are no batch together."""
+    return _KINDS.get(np.asarray(leaf).dtype.kind, "an array")
+
+
+def _same_kind(arrays: Sequence[Any], path: str) -> None:
+    kind = _kind(arrays[0])
+    _same(arrays, lambda each: _kind(each) == kind, path)
 
 
 def _same(
@@ -189,4 +208,4 @@ def _kind(element: Element) -> str:
         return "a record of bytes"
     if element is None:
         return "None"
-    return "text" if is_text(element) else "an array"
+    return kind_of(element)
