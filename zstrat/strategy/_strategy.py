@@ -127,15 +127,15 @@ class Strategy(FirstVersion):
         All replicas run as one program if ``fn`` is a pure function of arrays: it is
         traced once. In a step (`zs.function`) it is part of the step. The strategies of
         one process compile it elsewhere, too, and find it again by its code and what it
-        has captured. A global that it names, or that a function or class of its module
-        names that it calls by its name, may be bound anew: it is compiled again, then.
-        What changes inside of an object, or lies in a container or another module, is
-        not seen, and what Python does in it beside computing (prints, lists that grow)
-        happens when it is traced, as in ``tf.function``. Python numbers among its
-        arguments stay numbers in it, there, and each value is compiled as a program of
-        its own: pass one that changes from call to call (the number of the step, a
-        learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning` tells.
-        Numbers in a `PerReplica` that differ between the replicas are arrays.
+        has captured. A global or captured name, of its own or of a function or class of
+        its module that it calls by its name, may be bound anew: it is compiled again,
+        then. What changes inside of an object, or lies in a container or another
+        module, is not seen, and what Python does in it beside computing (prints, lists
+        that grow) happens when it is traced, as in ``tf.function``. Python numbers
+        among its arguments stay numbers in it, there, and each value is compiled as a
+        program of its own: pass one that changes from call to call (the number of the
+        step, a learning rate) as an array, ``np.float32(rate)``, say. `RetraceWarning`
+        tells. Numbers in a `PerReplica` that differ between the replicas are arrays.
 
         Replicas run one after the other, in turns, if ``fn`` is not pure, that is, if
 
