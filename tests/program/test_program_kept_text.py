@@ -22,11 +22,11 @@ STEPS = 4
 
 def value(kind, number):
     """What `refilled` writes for a number, as the array has it."""
-    as_text = {"records": str(number).encode(), "text": str(number)}
     dtype = KINDS[kind].dtype
     if kind in ("dates", "spans"):
         return np.array(number, dtype).item()
-    return as_text.get(kind, number)
+    text = str(number)
+    return {"records": text.encode(), "text": text, "objects": text}.get(kind, number)
 
 
 def refilled(kind):
