@@ -13,21 +13,20 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from zstrat.collectives import Loans, Progress, Schedule
+    from zstrat.collectives import Progress, Schedule
 
 
 def deliver(
     calls: Sequence[Progress],
     order: random.Random | None = None,
     done: Callable[[int], None] = lambda rank: None,
-    loans: Sequence[Loans] = (),
 ) -> int:
     """Starts all ranks and carries their hops until nothing moves; how many they were.
 
     Per pair of ranks hops arrive in order, as on a connection; which pair is next is
     drawn from ``order``. A hop is read when it arrives: nobody may have changed its
     memory while it was on its way. ``done`` is told which rank is through, and may
-    change the memory that the rank gave; with ``loans``, when all is back, too.
+    change the memory that the rank gave.
     """
     through: set[int] = set()
     lines: dict[tuple[int, int], deque] = {}
@@ -42,8 +41,7 @@ def deliver(
             line.append((send.place, send.data, send.data.tobytes()))
 
     def look(rank: int) -> None:
-        is_out = loans and not loans[rank].are_back()
-        if calls[rank].is_done and not is_out and rank not in through:
+        if calls[rank].is_done and rank not in through:
             through.add(rank)
             done(rank)
 
@@ -57,15 +55,11 @@ def deliver(
                 look(chosen)
             else:
                 post(chosen, [send])
-                del send
             continue
         place, data, was = lines[chosen].popleft()
         assert data.tobytes() == was, "live memory was changed under way"
         received = np.frombuffer(was, np.uint8)  # read-only, as frames are
-        del data
         hops += 1
-        if loans:
-            look(chosen[0])
         post(chosen[1], calls[chosen[1]].arrived(place, received))
         look(chosen[1])
     assert through == set(range(len(calls)))

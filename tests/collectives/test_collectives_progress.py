@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.collectives as zc
-from zstrat.collectives import Loans, Progress, parts, reduction_of
+from zstrat.collectives import Progress, parts, reduction_of
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
@@ -47,19 +47,12 @@ class Memory:
                 arrays[rank].view(np.uint8)[:] = 0xAA
 
 
-def lenders(size: int, lends: bool) -> list[Loans]:
-    return [Loans(lambda: None) for _ in range(size if lends else 0)]
-
-
-def all_reduce(
-    schedule, values, op, chunk, seed, in_place=False, lends=False
-) -> list[np.ndarray]:
+def all_reduce(schedule, values, op, chunk, seed, in_place=False) -> list[np.ndarray]:
     size, dtype = len(values), values[0].dtype
     sources = [value.copy() for value in values]
     results = sources if in_place else [np.zeros_like(each) for each in sources]
     ranks = [schedule(rank, size) for rank in range(size)]
     blocks = len(ranks[0].blocks)
-    loans = lenders(size, lends)
     calls = [
         Progress(
             ranks[rank],
@@ -67,12 +60,11 @@ def all_reduce(
             parts(results[rank], blocks),
             reduction=reduction_of(op, dtype, size),
             chunk_bytes=chunk,
-            loans=loans[rank] if lends else None,
         )
         for rank in range(size)
     ]
     memory = Memory(results, sources)
-    deliver(calls, random.Random(seed), memory.wipe, loans)
+    deliver(calls, random.Random(seed), memory.wipe)
     return memory.kept
 
 
@@ -83,12 +75,9 @@ def all_reduce(
     chunk=chunks,
     op=st.sampled_from(OPS),
     in_place=st.booleans(),
-    lends=st.booleans(),
     seed=seeds,
 )
-def test_all_reduce_is_exact(
-    schedule, size, count, chunk, op, in_place, lends, seed
-) -> None:
+def test_all_reduce_is_exact(schedule, size, count, chunk, op, in_place, seed) -> None:
     draw = np.random.default_rng(seed)
     values = draw.integers(-1000, 1000, (size, count)).astype(np.float64)
     expected = {
@@ -97,7 +86,7 @@ def test_all_reduce_is_exact(
         "MIN": values.min(0),
         "MAX": values.max(0),
     }[op]
-    for result in all_reduce(schedule, values, op, chunk, seed, in_place, lends):
+    for result in all_reduce(schedule, values, op, chunk, seed, in_place):
         np.testing.assert_array_equal(result, expected)
 
 
@@ -118,7 +107,7 @@ def test_all_ranks_have_the_same_bits(
     values = draw.standard_normal((size, count)).astype(DTYPES[dtype])
     first = all_reduce(schedule, values, op, chunk, seed)
     assert len({result.tobytes() for result in first}) == 1
-    again = all_reduce(schedule, values, op, chunk, seed + 1, in_place=True, lends=True)
+    again = all_reduce(schedule, values, op, chunk, seed + 1, in_place=True)
     assert again[0].tobytes() == first[0].tobytes()  # in another order of arrival
     expected = values.astype(np.complex128 if "complex" in dtype else np.float64).sum(0)
     expected /= size if op == "MEAN" else 1
@@ -129,20 +118,12 @@ def test_all_ranks_have_the_same_bits(
 
 
 @pytest.mark.parametrize("schedule", [zc.ring_reduce_scatter, zc.direct_reduce_scatter])
-@given(
-    size=sizes,
-    count=counts,
-    chunk=chunks,
-    frozen=st.booleans(),
-    lends=st.booleans(),
-    seed=seeds,
-)
-def test_reduce_scatter(schedule, size, count, chunk, frozen, lends, seed) -> None:
+@given(size=sizes, count=counts, chunk=chunks, frozen=st.booleans(), seed=seeds)
+def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
     draw = np.random.default_rng(seed)
     values = draw.integers(-99, 99, (size, count)).astype(np.int32)
     expected = [each.copy() for each in parts(values.sum(0, dtype=np.int32), size)]
     results = [np.zeros_like(each) for each in expected]
-    loans = lenders(size, lends)
     calls = [
         Progress(
             schedule(rank, size),
@@ -151,12 +132,11 @@ def test_reduce_scatter(schedule, size, count, chunk, frozen, lends, seed) -> No
             reduction=reduction_of("SUM", values.dtype, size),
             chunk_bytes=chunk,
             frozen=frozen,
-            loans=loans[rank] if lends else None,
         )
         for rank in range(size)
     ]
     memory = Memory(results, () if frozen else values)
-    deliver(calls, random.Random(seed), memory.wipe, loans)
+    deliver(calls, random.Random(seed), memory.wipe)
     for found, wanted in zip(memory.kept, expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
 
@@ -164,24 +144,14 @@ def test_reduce_scatter(schedule, size, count, chunk, frozen, lends, seed) -> No
 @pytest.mark.parametrize(
     "schedule", [zc.ring_all_gather, zc.doubling_all_gather, zc.direct_all_gather]
 )
-@given(
-    data=st.data(),
-    size=sizes,
-    chunk=chunks,
-    frozen=st.booleans(),
-    lends=st.booleans(),
-    seed=seeds,
-)
-def test_all_gather_of_uneven_blocks(
-    schedule, data, size, chunk, frozen, lends, seed
-) -> None:
+@given(data=st.data(), size=sizes, chunk=chunks, frozen=st.booleans(), seed=seeds)
+def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) -> None:
     lengths = data.draw(st.lists(st.integers(0, 90), min_size=size, max_size=size))
     ends = np.cumsum(lengths)[:-1]
     draw = np.random.default_rng(seed)
     expected = draw.integers(0, 255, sum(lengths)).astype(np.uint8)
     gives = [block.copy() for block in np.split(expected, ends)]
     results = [np.zeros_like(expected) for _ in range(size)]
-    loans = lenders(size, lends)
     calls = [
         Progress(
             schedule(rank, size),
@@ -189,12 +159,11 @@ def test_all_gather_of_uneven_blocks(
             np.split(results[rank], ends),
             chunk_bytes=chunk,
             frozen=frozen,
-            loans=loans[rank] if lends else None,
         )
         for rank in range(size)
     ]
     memory = Memory(results, () if frozen else gives)
-    deliver(calls, random.Random(seed), memory.wipe, loans)
+    deliver(calls, random.Random(seed), memory.wipe)
     for result in memory.kept:
         np.testing.assert_array_equal(result, expected)
 
@@ -202,29 +171,21 @@ def test_all_gather_of_uneven_blocks(
 @pytest.mark.parametrize(
     "schedule", [zc.tree_broadcast, zc.scatter_broadcast, zc.chain_broadcast]
 )
-@given(
-    data=st.data(),
-    size=sizes,
-    count=counts,
-    chunk=chunks,
-    lends=st.booleans(),
-    seed=seeds,
-)
-def test_broadcast(schedule, data, size, count, chunk, lends, seed) -> None:
+@given(data=st.data(), size=sizes, count=counts, chunk=chunks, seed=seeds)
+def test_broadcast(schedule, data, size, count, chunk, seed) -> None:
     """The root's own array is its result as well."""
     root = data.draw(st.integers(0, size - 1))
     expected = np.random.default_rng(seed).standard_normal(count)
     results = [np.zeros_like(expected) for _ in range(size)]
     results[root][:] = expected
-    calls, loans = [], lenders(size, lends)
+    calls = []
     for rank in range(size):
         made = schedule(rank, size, root)
         cuts = parts(results[rank], len(made.blocks))
         sources = cuts if rank == root else [None] * len(cuts)
-        lender = loans[rank] if lends else None
-        calls.append(Progress(made, sources, cuts, chunk_bytes=chunk, loans=lender))
+        calls.append(Progress(made, sources, cuts, chunk_bytes=chunk))
     memory = Memory(results)
-    deliver(calls, random.Random(seed), memory.wipe, loans)
+    deliver(calls, random.Random(seed), memory.wipe)
     for result in memory.kept:
         np.testing.assert_array_equal(result, expected)
 

@@ -28,7 +28,6 @@ from ._exchanges import direct_reduce_scatter as direct_reduce_scatter
 from ._exchanges import pairwise_all_to_all as pairwise_all_to_all
 from ._exchanges import scatter_broadcast as scatter_broadcast
 from ._group import Group as Group
-from ._loans import Loans as Loans
 from ._memory import SharedMemory as SharedMemory
 from ._node import GROUP_MESSAGES as GROUP_MESSAGES
 from ._node import Node as Node

@@ -29,10 +29,8 @@ class Block:
         "at",
         "count",
         "forwards",
-        "gives",
         "have",
         "is_direct",
-        "is_lent",
         "is_same",
         "is_taken",
         "number",
@@ -58,15 +56,11 @@ class Block:
         """The action that makes it finished."""
         self.forwards = Act.SEND in acts[self.turn :]
         """It is sent once it is finished."""
-        self.gives = Act.SEND in acts[: self.turn]
-        """It is sent before it is finished."""
         self.is_taken = Act.TAKE in acts
         """It comes back as finished: until then it may be sent from live memory."""
         self.is_same = _is_same(source, result)
         self.is_direct = False
         """Partial sums are made where the result goes."""
-        self.is_lent = False
-        """Finished, it is sent from memory of the call, which nothing else protects."""
         self.step = 0
         """Elements per chunk."""
         self.at: list[int] = []

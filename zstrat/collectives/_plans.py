@@ -19,15 +19,10 @@ from ._reduction import Reduction, reduction_of
 
 if TYPE_CHECKING:
     from ._compression import Compressor
-    from ._loans import Loans
     from ._schedule import Schedule
     from ._values import Codec
 
 _EXPERIENCE: Final = Choices()
-
-LENT: Final = 4 * MiB
-"""Blocks of so many bytes are sent from the memory of the call. Of smaller ones private
-copies are made: they cost less than to hear of the end of a loan."""
 
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -47,14 +42,12 @@ def progress_of(
     one_host: bool = False,
     compressor: Compressor | None = None,
     choices: Choices = _EXPERIENCE,
-    loans: Loans | None = None,
 ) -> Progress:
     """What rank ``rank`` of ``size`` does in a call.
 
     Args:
         one_host: All ranks are on one machine, and share its cores.
         choices: The group's table of algorithms.
-        loans: See `Progress`; used if the blocks are large.
 
     Raises:
         TypeError, ValueError: The call cannot be made, in words for its caller.
@@ -78,7 +71,6 @@ def progress_of(
         codec=codec,
         chunk_bytes=chunk if codec is None else min(chunk, _TRICKY),
         frozen=call.is_frozen,
-        loans=loans if largest >= LENT else None,
     )
 
 

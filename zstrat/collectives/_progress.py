@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._loans import Loans
     from ._reduction import Reduction
     from ._schedule import Schedule
     from ._values import Codec
@@ -52,8 +51,6 @@ class Progress:
         codec: Makes all that travels smaller; None: it travels as it is.
         chunk_bytes: Largest hop.
         frozen: The sources are never changed, not even after the call.
-        loans: Who lends memory of the call instead of copying it; nothing of sources
-            and results may be changed before all is back, though `is_done`.
 
     Raises:
         ValueError: There are not as many sources and results as blocks.
@@ -69,14 +66,13 @@ class Progress:
         codec: Codec | None = None,
         chunk_bytes: int = MiB,
         frozen: bool = False,
-        loans: Loans | None = None,
     ) -> None:
         if not len(sources) == len(results) == len(schedule.blocks):
             raise ValueError(
                 f"{len(sources)} sources and {len(results)} results "
                 f"for a schedule of {len(schedule.blocks)} blocks"
             )
-        self._values = Values(reduction, codec, frozen, schedule.places, loans)
+        self._values = Values(reduction, codec, frozen, schedule.places)
         self._blocks: list[Block] = []
         self._receipts: dict[int, tuple[Block, int]] = {}
         self._early: dict[int, np.ndarray] = {}

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from zstrat.config import MiB
@@ -23,7 +21,6 @@ from ._blame import FORGOTTEN
 from ._choice import Choices, choices_from
 from ._compression import Compression, Compressor
 from ._keys import number_of
-from ._loans import Loans
 from ._plans import progress_of
 
 if TYPE_CHECKING:
@@ -54,18 +51,16 @@ _REMEMBERED: Final = 4096
 class Running:
     """A call under way."""
 
-    __slots__ = ("call", "draws", "ended", "loans", "progress", "ranks", "timer")
+    __slots__ = ("call", "draws", "ended", "progress", "ranks", "timer")
 
     def __init__(
         self,
         call: Call,
         progress: Progress,
-        loans: Loans,
         ranks: Sequence[int],
         ended: Callable[[Exception | None], None],
     ) -> None:
         self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
-        self.loans = loans
         self.draws: Iterator[Send] | None = progress.start()
         self.timer: asyncio.TimerHandle | None = None
 
@@ -119,7 +114,6 @@ class Traffic:
             ended(owner.refusal())
             return
         who = range(owner.size) if ranks is None else ranks
-        loans = Loans(partial(self._on_loop, self._returned, call.key))
         try:
             progress = progress_of(
                 call,
@@ -128,12 +122,11 @@ class Traffic:
                 one_host=self._one_host,
                 compressor=self._compressor_of(call),
                 choices=self.choices,
-                loans=loans,
             )
         except (TypeError, ValueError) as error:  # to the caller
             ended(error)
             return
-        running = Running(call, progress, loans, who, ended)
+        running = Running(call, progress, who, ended)
         self.running[call.key] = running
         running.timer = self._loop.call_at(
             call.deadline, self._overdue, call.key, call.words
@@ -171,7 +164,7 @@ class Traffic:
                     self._drawing.popleft()
                 running.draws = None
                 if running.progress.is_done and self._owner.broken is None:
-                    self._through(running)
+                    self._end(running, None)
         finally:
             self._is_drawing = False
 
@@ -228,7 +221,7 @@ class Traffic:
         if sends:
             self._send(running, sends)
         if running.draws is None and running.progress.is_done:
-            self._through(running)
+            self._end(running, None)
 
     def _send(self, running: Running, sends: Sequence[Send]) -> None:
         call, ranks = running.call, running.ranks
@@ -248,20 +241,6 @@ class Traffic:
             if self._mesh.backlog(running.ranks[send.peer]) >= BACKLOG:
                 return False
         return True
-
-    def _through(self, running: Running) -> None:
-        """All has been made; some of it may still be on its way out."""
-        if running.loans.are_back():
-            self._end(running, None)
-
-    def _returned(self, key: int) -> None:
-        running = self.running.get(key)
-        if running is not None:
-            self._through(running)
-
-    def _on_loop(self, call: Callable[[int], None], key: int) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and the call with it
-            self._loop.call_soon_threadsafe(call, key)
 
     def _end(self, running: Running, error: Exception | None) -> None:
         key = running.call.key

@@ -2,11 +2,11 @@
 
 Arrays are reduced from the memory that they were received in.
 
-**Which memory is sent.** Only what nobody changes before it has left: a frame as it was
-received; memory of the call (the user's own) if this rank later takes the block as
-finished, for then all whom it was sent to have had it before (the last law of
-`Schedule`); else a private copy of the chunk, made while it is in the cache, or, in
-large calls, memory of the call that is lent: the call ends when it is back (`Loans`).
+**Which memory is sent.** A sender does not hear when its bytes have left, so it may
+send only what nobody changes afterwards: a frame as it was received; a private copy of
+the chunk, made while it is in the cache; or memory of the call (the user's own) if this
+rank later takes the block as finished, for then all whom it was sent to have had it
+before (the last law of `Schedule`).
 
 **What is sent.** A contribution travels in its own dtype, a partial sum in that of the
 accumulator, a finished block in that of the result. Contribution and result have the
@@ -27,7 +27,6 @@ from ._schedule import Act
 
 if TYPE_CHECKING:
     from ._blocks import Block
-    from ._loans import Loans
     from ._reduction import Reduction
 
 _REDUCE: Final = Act.REDUCE
@@ -57,7 +56,7 @@ class Values:
     ``places`` is that of the schedule: what a codec encodes last is named beyond it.
     """
 
-    __slots__ = ("_codec", "_frozen", "_loans", "_places", "_reduction")
+    __slots__ = ("_codec", "_frozen", "_places", "_reduction")
 
     def __init__(
         self,
@@ -65,11 +64,9 @@ class Values:
         codec: Codec | None,
         frozen: bool,
         places: int,
-        loans: Loans | None = None,
     ) -> None:
         self._reduction, self._codec, self._frozen = reduction, codec, frozen
-        # What was encoded is sent from memory of its own.
-        self._places, self._loans = places, None if codec is not None else loans
+        self._places = places
 
     def prepare(self, block: Block) -> int:
         """Decides where partial sums of a block are made; bytes per element on the
@@ -80,15 +77,10 @@ class Values:
         if self._reduction is not None:
             width = self._reduction.accumulator.itemsize
             block.is_direct &= not self._reduction.rounds
-        is_finished_here = block.forwards and not block.is_taken
-        may_lend = is_finished_here and self._loans is not None
+        # What was encoded is sent from memory of its own.
         block.is_direct &= (
-            not is_finished_here
-            or self._codec is not None
-            or (may_lend and not block.gives)
+            block.is_taken or not block.forwards or self._codec is not None
         )
-        is_of_call = not self._frozen if self._reduction is None else block.is_direct
-        block.is_lent = may_lend and is_of_call
         return width
 
     def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
@@ -96,13 +88,11 @@ class Values:
         have = block.have[chunk]
         if block.at[chunk] > block.turn:
             assert have is not None
-            return self._lent(have) if block.is_lent else have.view(np.uint8)
+            return have.view(np.uint8)
         values = self._latest(block, chunk)
         if self._codec is not None:
             return self._codec.encode(place, self._wide(values))
         if have is None and not (block.is_taken or self._frozen):
-            if self._loans is not None and block.result is None:
-                return self._lent(values)
             values = values.copy()
         return values.view(np.uint8)
 
@@ -139,10 +129,7 @@ class Values:
                 self._take(data, result, place)  # as all others will have it
             return
         block.have[chunk] = finished
-        is_there = block.is_same
-        if self._reduction is not None:
-            is_there = block.is_direct and have is not None
-        if result is not None and not is_there:
+        if result is not None and not (block.is_same and self._reduction is None):
             result[...] = finished
 
     def _take(self, data: np.ndarray, result: np.ndarray, place: int) -> None:
@@ -168,10 +155,6 @@ class Values:
             block.have[chunk] = have
         self._reduction.reduce(some, more, have)
 
-    def _lent(self, values: np.ndarray) -> np.ndarray:
-        assert self._loans is not None
-        return self._loans.lend(values.view(np.uint8))
-
     def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:
         """A contribution or partial sum, from the wire."""
         assert self._reduction is not None
@@ -183,10 +166,10 @@ class Values:
         raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
 
     def _finished(self, block: Block, chunk: int) -> np.ndarray:
-        """The final values, in memory that nobody changes, or that is lent."""
+        """The final values, in memory that nobody changes."""
         values = self._latest(block, chunk)
         if self._reduction is None:
-            return values if self._frozen or block.is_lent else values.copy()
+            return values if self._frozen else values.copy()
         if block.have[chunk] is not None and not self._reduction.rounds:
             finished = values
         else:

@@ -11,7 +11,6 @@ from ._link import Link as Link
 from ._loop import new_event_loop as new_event_loop
 from ._loop import run as run
 from ._pool import POOL as POOL
-from ._pool import lend as lend
 from ._portal import Portal as Portal
 from ._portal import outcome as outcome
 from ._remote import Remote as Remote
