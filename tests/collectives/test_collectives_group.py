@@ -237,8 +237,15 @@ def test_all_to_all(on_all, rows):
         equal(result, np.concatenate([cut[sender][rank] for sender in range(3)]))
 
 
-def test_all_to_all_of_uneven_parts(on_all):
-    splits = [[1, 0, 4], [2, 2, 0], [0, 3, 1]]
+@pytest.mark.parametrize(
+    "splits",
+    [
+        [[1, 0, 4], [2, 2, 0], [0, 3, 1]],
+        # Not all ranks see the largest part; all cut theirs alike.
+        [[0, 1_300_000, 0], [0, 0, 92_160], [10, 10, 10]],
+    ],
+)
+def test_all_to_all_of_uneven_parts(on_all, splits):
     data = [numbers(rank, "float64", sum(splits[rank])) for rank in range(3)]
     cut = [np.split(d, np.cumsum(s)[:-1]) for d, s in zip(data, splits, strict=True)]
     results = on_all(lambda g: g.all_to_all(data[g.rank], splits=splits[g.rank]))

@@ -210,6 +210,7 @@ def test_dense_ones_pass():
     Ids = collections.namedtuple("Ids", "values indices")
     elements = [
         (1, "a", None, Ids(np.ones(2), np.zeros(2))),
+        collections.namedtuple("Rows", "values row_splits")(1.0, 2.0),
         Pair(jax.numpy.ones(1), 2),
     ]
     assert list(dense(iter(elements), "")) == elements

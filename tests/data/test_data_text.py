@@ -22,7 +22,7 @@ def of(*elements):
         ((np.array([b"\xff"]), np.array(["y"])), "text of bytes, element 1 is text"),
         ((1, None), "the first is an array, element 1 is None"),
         ((1, {"a": 1}), r"element 1 is a dict with the keys \['a'\]"),
-        ((np.array([b"x"], object), np.array([3])), "the first is objects, element 1"),
+        ((np.array([b"x"], object), np.array([3])), "text of bytes, element 1 is an"),
         ((np.datetime64("2020-01-01"), 1), "the first is dates, element 1 is an array"),
         (
             (np.datetime64("2020-01-01"), np.timedelta64(3, "D")),
@@ -46,6 +46,15 @@ def test_text_of_any_length_is_a_batch():
     assert batch.tolist() == ["a", "bcd"]
     (batch,) = of(np.array(["a", "b"]), np.array(["cd", ""])).batch(2)
     assert batch.tolist() == [["a", "b"], ["cd", ""]]
+
+
+def test_text_that_is_missing_is_a_batch_with_text():
+    rows = np.array(["a", "b"]), np.array(["c", None], object)
+    (batch,) = of(*rows).batch(2)
+    assert batch.tolist() == [["a", "b"], ["c", None]]
+    rows = np.array([b"a"]), np.array([None], object), np.array([b"c"], object)
+    (batch,) = of(*rows).batch(3)
+    assert batch.tolist() == [[b"a"], [None], [b"c"]]
 
 
 def test_numbers_of_several_dtypes_still_find_one():

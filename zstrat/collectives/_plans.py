@@ -62,6 +62,8 @@ def progress_of(
     largest = max(
         (each.nbytes for each in (*sources, *results) if each is not None), default=0
     )
+    if call.kind is Kind.ALL_TO_ALL:  # each rank sees but its own row and column
+        largest = max(call.sizes) * call.source.itemsize
     chunk = chunk_of(largest)
     return Progress(
         schedule,

@@ -225,5 +225,11 @@ def _is_iterator(node: object) -> bool:
     return isinstance(node, Iterator)
 
 
+_TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")
+"""TensorFlow's."""
+
+
 def _is_sparse(node: object) -> bool:
+    if isinstance(node, tuple) and type(node).__name__ not in _TUPLES:
+        return False  # a structure of somebody's own, whatever its fields are called
     return isinstance(node, Slices | Ragged | Densable)

@@ -57,11 +57,13 @@ class _Buffer:
     may close the buffer whatever its thread is doing.
     """
 
-    __slots__ = ("_end", "_is_closed", "_items", "_room")
+    __slots__ = ("_end", "_is_closed", "_items", "_room", "_taken")
 
     def __init__(self, size: int) -> None:
         self._items: Final[SimpleQueue[Any]] = SimpleQueue()
         self._room: Final[SimpleQueue[bool]] = SimpleQueue()
+        self._taken: Final[list[Any]] = []
+        """What has left the queue, and not this object."""
         self._is_closed = False
         self._end: _End | None = None
         for _ in range(size):
@@ -84,14 +86,20 @@ class _Buffer:
             raise StopIteration
         if self._end is not None:
             return self._end  # every later read ends likewise
-        # No deadline: the source is the user's and may take as long as it likes.
-        item = self._items.get()
+        taken = self._taken
+        if not taken:
+            # No deadline: the source is the user's and may take as long as it likes.
+            # From C, so that a Ctrl-C finds the item in the queue or here: one that
+            # was lost on the way would have taken its room with it, for ever.
+            taken.extend(map(SimpleQueue.get, (self._items,)))
+        item = taken[0]
         if isinstance(item, _Closed):
             raise StopIteration
         if isinstance(item, _End):
             self._end = item
         else:
             self._room.put(True)
+        taken.clear()
         return item
 
     def close(self) -> None:

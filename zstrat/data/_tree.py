@@ -179,7 +179,13 @@ _KINDS: Final = {
 
 def kind_of(leaf: object) -> str:
     """What sort of values an array has: those of two sorts are no batch together."""
-    return _KINDS.get(np.asarray(leaf).dtype.kind, "an array")
+    array = np.asarray(leaf)
+    if array.dtype.kind == "O":  # of text, of which some may be missing
+        kinds = {type(item) for item in array.flat} - {type(None)}
+        for kind, told in ((str, "U"), (bytes, "S")):
+            if kinds <= {kind}:
+                return _KINDS[told]
+    return _KINDS.get(array.dtype.kind, "an array")
 
 
 def _same_kind(arrays: Sequence[Any], path: str) -> None:
