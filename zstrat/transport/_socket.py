@@ -67,7 +67,10 @@ async def return_context() -> None:
 
 
 async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    """Waits until the closed sockets of ``context`` are gone: at most `LINGER`."""
+    """Waits until the closed sockets of ``context`` are gone: at most `LINGER`.
+
+    The loop goes on meanwhile, but at the end of the program.
+    """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -77,7 +80,11 @@ async def end_context(context: zmq.Context[zmq.Socket[bytes]]) -> None:
             loop.call_soon_threadsafe(ended.set)
 
     thread = threading.Thread(target=term, name="zstrat-zmq-term", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12 on makes none any more when a program ends
+        context.term()
+        return
     await ended.wait()
     thread.join()
 
