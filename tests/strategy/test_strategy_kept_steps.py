@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zstrat.strategy import _kept_steps
+from zstrat.strategy._given import given, run_as
 from zstrat.strategy._kept_steps import KeptSteps
 
 THREADS = 4
@@ -23,14 +24,14 @@ def hurried():
 def test_two_that_begin_at_once_share_one_step():
     both = threading.Barrier(2)
 
-    def wrap(fn):
+    def make():
         both.wait(10)
-        return fn
+        return lambda: None
 
     def fn():
         pass
 
-    kept = KeptSteps(wrap)
+    kept = KeptSteps(make)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(kept.of, [fn, fn])
     assert one is other is kept.of(fn)
@@ -40,15 +41,15 @@ def test_all_may_forget_the_oldest(hurried, monkeypatch):
     monkeypatch.setattr(_kept_steps, "MAX_STEPS", 1)
     all_of_them = threading.Barrier(THREADS)
 
-    def wrap(fn):
+    def make():
         all_of_them.wait(10)
-        return fn
+        return lambda: given()()
 
-    kept = KeptSteps(wrap)
+    kept = KeptSteps(make)
 
     def run(number):
         fns = [eval(f"lambda: {number}") for _ in range(50)]  # each has its own code
-        return {kept.of(fn).step.body() for fn in fns}
+        return {run_as(kept.of(fn).step, fn, (), {}) for fn in fns}
 
     with ThreadPoolExecutor(THREADS) as threads:
         found = list(threads.map(run, range(THREADS)))

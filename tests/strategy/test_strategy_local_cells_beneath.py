@@ -203,3 +203,37 @@ def test_signs_of_complex_zeros_are_told_apart(two, imaginary):
     run(complex(-1, -imaginary))
     number = complex(-1, imaginary)
     assert run(number) == np.float32(cmath.phase(number))
+
+
+def phases(two):
+    found = []
+    for phase in (2.0, 3.0):  # bound anew in the cell of both, and of those before
+
+        def step(x):
+            TRACES.append(1)
+            return x * phase  # noqa: B023 - that is what is tested
+
+        found.append(first(two, step))
+    return found
+
+
+def counted(two):
+    number = 2.0
+
+    def step(x):
+        TRACES.append(1)
+        return x * number
+
+    found = [first(two, step)]
+    number = 3.0
+    return [*found, first(two, step)]
+
+
+@pytest.mark.parametrize("train", [phases, counted])
+def test_functions_made_anew_find_the_steps_of_their_like(two, train):
+    """Though what those that were there first have captured is other by now."""
+    assert train(two) == [2.0, 3.0]
+    count = len(TRACES)
+    for _ in range(10):
+        assert train(two) == [2.0, 3.0]
+    assert len(TRACES) == count

@@ -30,15 +30,13 @@ from zstrat.program._programs import WARN_AT
 from zstrat.program._where import is_machinery
 
 from ._captured import Held, captured_words, in_words
+from ._given import called_like, origin
 from ._marks import named
-from ._twin import origin, twin
 from ._watched import Watched, beneath
 
 if TYPE_CHECKING:
     import weakref
     from collections.abc import Callable, Hashable
-
-    Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 MAX_STEPS: Final = 256
 """Functions of one strategy. Each keeps programs of about a megabyte."""
@@ -113,12 +111,10 @@ class Place:
 
 
 class KeptSteps:
-    """Those of one strategy; ``wrap`` makes the body of a step of a function."""
+    """Those of one strategy; ``make`` makes the body of a step, which runs `given`."""
 
-    def __init__(
-        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
-        self._wrap = wrap
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
+        self._make = make
         self._places: OrderedDict[int, Place] = OrderedDict()
         self._lock = threading.RLock()  # what is freed in it may run code
 
@@ -139,10 +135,10 @@ class KeptSteps:
                 return found
         functions = beneath(fn)
         made = KeptStep(
-            Function(self._wrap(twin(fn))),
+            Function(called_like(self._make(), fn)),
             marks,
             Held([*captured, *[each.__code__ for each in compared]]),
-            Watched([x for x in functions if x not in compared], compared),
+            Watched(x for x in functions if x not in compared),
             origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )

@@ -14,7 +14,6 @@ Law of the file: which way it is, is found out by tracing, never by running twic
 
 from __future__ import annotations
 
-import functools
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
@@ -39,6 +38,7 @@ from ._arguments import (
     require_one_each,
     unwrapped,
 )
+from ._given import given, run_as
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
 from ._one_program import alone, as_one_program
@@ -222,9 +222,9 @@ class LocalMesh:
         kept = self._kept.of(fn)
         if kept.why_not is None:
             try:
-                given, named = self._given((tuple(args), dict(kwargs)))
+                values, named = self._given((tuple(args), dict(kwargs)))
                 with self._there():
-                    return kept.step(*given, **named)
+                    return run_as(kept.step, fn, values, named)
             except NeedsTurns as found:
                 if self._is_compiled:
                     raise TypeError(
@@ -282,11 +282,10 @@ class LocalMesh:
             return leaf
         return loose(leaf.addressable_shards[0].data, weak=is_weak(leaf))
 
-    def _as_step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
+    def _as_step(self) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             way = self._staged if self._is_compiled else self._traced
-            return jax.tree.map(returned, way(fn, args, kwargs))
+            return jax.tree.map(returned, way(given(), args, kwargs))
 
         return step
 

@@ -63,7 +63,7 @@ def named(
             return place, (Function, fn.eager, marks)
         case types.MethodType():
             place, marks = named(fn.__func__, captured, compared, depth)
-            captured.append(fn.__self__)  # its twin holds that one, and no other
+            captured.append(fn.__self__)
             return place, (id(fn.__self__), marks)
         case functools.partial() if is_partial(fn):
             place, marks = named(fn.func, captured, compared, depth)

@@ -42,27 +42,17 @@ class Watched:
     """Some functions: what their names and cells are bound to, their code and defaults.
 
     A name that nothing is bound to counts, too: one may hide a builtin, later.
-
-    Args:
-        functions: Those beneath.
-        compared: Those that are compared at each call. Another one may be found equal,
-            and run the code of these: with their cells.
     """
 
     __slots__ = ("_absent", "_cells", "_functions", "_given", "_held", "_names")
 
-    def __init__(
-        self,
-        functions: Iterable[types.FunctionType],
-        compared: Iterable[types.FunctionType],
-    ) -> None:
+    def __init__(self, functions: Iterable[types.FunctionType]) -> None:
         of_one = {id(fn): fn for fn in functions}.values()
         self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in of_one]
         # Of the others it does not matter.
         with_keywords = [fn for fn in of_one if fn.__code__.co_kwonlyargcount]
         self._given = [(fn, fn.__kwdefaults__) for fn in with_keywords]
-        closures = [fn.__closure__ or () for fn in (*of_one, *compared)]
-        cells = {id(cell): cell for closure in closures for cell in closure}
+        cells = {id(x): x for fn in of_one for x in fn.__closure__ or ()}
         named = {(id(x[0]), x[1]): x for fn in of_one for x in _places(fn)}
         values = [known.get(name, _GONE) for known, name in named.values()]
         contents = [_contents(cell) for cell in cells.values()]
