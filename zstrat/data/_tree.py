@@ -176,21 +176,30 @@ _KINDS: Final = {
 }
 """What is no number, by the kind of dtype."""
 
+_MISSING: Final = "text that is missing"
+
+_OBJECTS: Final[dict[frozenset[object], str]] = {
+    frozenset([str]): _KINDS["U"],
+    frozenset([bytes]): _KINDS["S"],
+    frozenset(): _MISSING,
+}
+"""The same of arrays of objects, by the types of these."""
+
 
 def kind_of(leaf: object) -> str:
     """What sort of values an array has: those of two sorts are no batch together."""
     array = np.asarray(leaf)
     if array.dtype.kind == "O":  # of text, of which some may be missing
-        kinds = {type(item) for item in array.flat} - {type(None)}
-        for kind, told in ((str, "U"), (bytes, "S")):
-            if kinds <= {kind}:
-                return _KINDS[told]
+        found: set[object] = {type(item) for item in array.flat}
+        return _OBJECTS.get(frozenset(found - {type(None)}), _KINDS["O"])
     return _KINDS.get(array.dtype.kind, "an array")
 
 
 def _same_kind(arrays: Sequence[Any], path: str) -> None:
-    kind = _kind(arrays[0])
-    _same(arrays, lambda each: _kind(each) == kind, path)
+    kinds = [_kind(array) for array in arrays]
+    kind = next((each for each in kinds if each != _MISSING), _MISSING)
+    alike = {kind, _MISSING} if kind in _OBJECTS.values() else {kind}
+    _same(arrays, lambda each: _kind(each) in alike, path)
 
 
 def _same(
