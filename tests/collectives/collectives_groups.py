@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,10 @@ class Ranks:
         )
         self._job = jobs
         self._threads = ThreadPoolExecutor(size + 2, "rank")
+        # All of them now: one that a pool adds later would belong to some test.
+        all_there = threading.Barrier(size + 2)
+        for _ in range(size + 2):
+            self._threads.submit(all_there.wait, 30)
         self._groups = []
 
     def resolver(self, rank):
