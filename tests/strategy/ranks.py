@@ -1,7 +1,9 @@
 """Several ranks as threads of one process, and what brings them together."""
 
 import threading
+from unittest.mock import patch
 
+import jax
 import numpy as np
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
@@ -71,17 +73,27 @@ class Threads:
 
 
 def ranks(size, program):
-    """Runs ``program(strategy, rank)`` as so many ranks; what they return, in order."""
-    board = Board(size)
+    """Runs ``program(strategy, rank)`` as so many ranks; what they return, in order.
+
+    Of many devices each has its own ones. Programs of two ranks on the same devices
+    would wait for each other: XLA has as many threads as there are devices, and each
+    part of a program keeps one until all of its parts have begun.
+    """
+    board, making = Board(size), threading.Lock()
+    devices = jax.local_devices()
+    own = len(devices) // size if len(devices) > 2 * size else 0
     spec = ClusterSpec({"worker": [f"127.0.0.1:{9000 + n}" for n in range(size)]})
     found, errors = [None] * size, []
 
     def one(rank):
         try:
             resolver = SimpleClusterResolver(spec, task_type="worker", task_id=rank)
-            strategy = MultiWorkerMirroredStrategy(
-                resolver, group=lambda *_: Threads(board, rank)
-            )
+            mine = devices[rank * own : (rank + 1) * own] or devices
+            with making, patch.object(jax, "local_devices", lambda: mine):
+                strategy = MultiWorkerMirroredStrategy(
+                    resolver, group=lambda *_: Threads(board, rank)
+                )
+            board.barrier.wait()
             found[rank] = program(strategy, rank)
         except BaseException as error:
             errors.append(error)

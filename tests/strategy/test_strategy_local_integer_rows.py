@@ -102,7 +102,7 @@ def test_there_is_no_mean_of_factors(two, way, name):
 
 
 @pytest.mark.parametrize("way", ["in a step", "in turns"])
-def test_rows_of_sixteen_replicas(way):
+def test_rows_of_two_processes(way):
     def program(strategy, rank):
         v = variable(strategy, [18, -1])
         run(
@@ -114,5 +114,5 @@ def test_rows_of_sixteen_replicas(way):
         )
         return v.numpy().tolist()
 
-    # 0 + 1 + ... + 15 = 120, and 120 / 16 = 7.5
-    assert ranks(2, program) == [[18 + 7, -1 - 7]] * 2
+    # 0 + 1 + ... + 7 = 28, and 28 / 8 = 3.5
+    assert ranks(2, program) == [[18 + 3, -1 - 3]] * 2

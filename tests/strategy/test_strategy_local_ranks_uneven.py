@@ -1,4 +1,4 @@
-"""Two processes, here threads, of eight devices each, one of which is given parts of
+"""Two processes, here threads, of four devices each, one of which is given parts of
 different shapes: its replicas run in turns, and those of the other as one program. They
 do the same collectives, or the board on which they lay their arrays down says so."""
 
@@ -11,7 +11,7 @@ from ranks import ranks
 
 import zstrat as zs
 
-HERE, ALL = 8, 16
+HERE, ALL = 4, 8
 A, S = zs.VariableAggregation, zs.VariableSynchronization
 WAYS = ["by itself", "in a step"]
 ROWS = [n % 2 + 1 if n < HERE else 1 for n in range(ALL)]
@@ -192,7 +192,7 @@ def test_everything_that_replicas_do_together(both):
             count.assign_add(x.size)
             w.assign(x.sum())
             v.assign(x.sum())
-            whole.assign(x.size * 16)
+            whole.assign(x.size * ALL)
             looked = zs.embedding_lookup(table, at)[0, 0]
             return {
                 "sum": reduced["b"] + v.value(),
