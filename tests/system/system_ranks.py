@@ -107,12 +107,17 @@ class Ranks:
         """What a rank says next.
 
         Raises:
-            AssertionError: It fails; with all that it says of that.
+            AssertionError: It fails; with all that it says of that, and the others.
         """
         said = self.all[rank].stdout.readline().strip()
         if said.startswith("Traceback"):
             rest = self.all[rank].stdout.read()
-            raise AssertionError(f"rank {rank} fails:\n{said}\n{rest}")
+            told = [f"rank {rank} fails:\n{said}\n{rest}"]
+            for other, process in self.all.items():
+                if other != rank:  # it may have failed first
+                    process.kill()
+                    told.append(f"rank {other} says:\n{process.stdout.read()}")
+            raise AssertionError("\n".join(told))
         return said
 
     def lines(self, ranks=None):

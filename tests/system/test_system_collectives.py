@@ -194,7 +194,7 @@ calls = {
     "max": lambda: group.all_reduce(np.ones(10), "max"),
     "root": lambda: group.broadcast(np.ones(10), root=1),
 }
-group = Group(timeout=3)
+group = Group(timeout=8)
 for usual, other in (
     ("small", "large"), ("large", "small"), ("small", "dtype"), ("small", "barrier"),
     ("large", "barrier"), ("small", "max"), ("small", "root"), ("barrier", "large"),
