@@ -19,6 +19,10 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+# Before `_close_all` is registered, so that it ends after it: at its end it frees the
+# memory of messages that libzmq has not sent yet, whoever reads it then.
+import zmq.utils.garbage  # noqa: F401
+
 from zstrat.errors import ClosedError, DeadlineExceededError
 
 from ._loop import new_event_loop
