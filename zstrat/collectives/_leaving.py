@@ -2,8 +2,8 @@
 
 A socket that is closed gives its last messages little time, and says nothing of them.
 So each of the others is asked something; it answers when it has come to that, and so
-has taken all that was sent before. It is told at once then: it need not wait for those
-that answer later.
+has taken all that was sent before. Then it is told at once that this rank leaves,
+though others answer later.
 """
 
 from __future__ import annotations

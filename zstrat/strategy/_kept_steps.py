@@ -10,8 +10,8 @@ a captured object (an item of a list, a global of another module) is not seen, a
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
-that is made there, and with it what it has captured. What is made again and again is
-told. Steps are added under a lock; a lookup takes none.
+that is made there: its programs, not the function (`_given`). What is made again and
+again is told. Steps are added under a lock; a lookup takes none.
 """
 
 from __future__ import annotations
