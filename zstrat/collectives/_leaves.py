@@ -10,18 +10,14 @@ import math
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from zstrat.transport import POOL
 from zstrat.wire import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_POOLED: Final = 64 * 1024
-"""Bytes; to ask the pool for less costs more than it saves."""
 
 _SPELT: Final = 3
 """Arrays that are named one by one."""
@@ -111,14 +107,6 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
     from ._jax_leaves import flatten as flatten_by_jax
 
     return flatten_by_jax(tree, lambda node: isinstance(node, Slices))
-
-
-def memory(count: int, dtype: np.dtype) -> np.ndarray:
-    """``[count]`` of ``dtype``, not set to anything."""
-    nbytes = count * dtype.itemsize
-    if nbytes < _POOLED:
-        return np.empty(count, dtype)
-    return np.frombuffer(cast("Any", POOL.allocate(nbytes)), dtype)
 
 
 def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
