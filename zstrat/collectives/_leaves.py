@@ -10,7 +10,15 @@ import math
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Protocol,
+    TypeGuard,
+    runtime_checkable,
+)
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -77,6 +85,19 @@ class Leaf:
         return put(values, self.origin)
 
 
+_ARE_SLICES: Final[WeakKeyDictionary[type, bool]] = WeakKeyDictionary()
+
+
+def is_slices(node: object) -> TypeGuard[Slices]:
+    """Whether it is `zs.IndexedSlices`. Each class is asked once: to ask an array
+    whether it has a protocol takes ten microseconds."""
+    kind = type(node)
+    found = _ARE_SLICES.get(kind)
+    if found is None:
+        found = _ARE_SLICES[kind] = isinstance(node, Slices)
+    return found
+
+
 def leaf_of(origin: Any) -> Leaf:
     """An array, as a collective takes it.
 
@@ -106,7 +127,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
         return [tree], lambda leaves: leaves[0], ""
     from ._jax_leaves import flatten as flatten_by_jax
 
-    return flatten_by_jax(tree, lambda node: isinstance(node, Slices))
+    return flatten_by_jax(tree, is_slices)
 
 
 def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
