@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from zstrat.wire import DTYPES
+from zstrat.wire import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -113,9 +113,9 @@ def leaf_of(origin: Any) -> Leaf:
     if isinstance(origin, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: fill it first")
     array = np.asarray(origin)
-    dtype = array.dtype.newbyteorder("=")
-    if dtype.name not in DTYPES:
+    if name_of(array.dtype) is None:
         raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
+    dtype = array.dtype.newbyteorder("=")
     flat = np.asarray(array, dtype, order="C").reshape(-1)
     return Leaf(flat, array.shape, origin, is_jax)
 
@@ -148,7 +148,7 @@ def _named(leaf: Leaf, is_free: bool) -> str:
     dims = [str(dim) for dim in leaf.shape]
     if is_free:
         dims[0] = "?"
-    return f"{leaf.flat.dtype.name}[{', '.join(dims)}]"
+    return f"{name_of(leaf.flat.dtype)}[{', '.join(dims)}]"
 
 
 def _is_jax(origin: Any) -> bool:
