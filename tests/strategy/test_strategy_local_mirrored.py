@@ -94,7 +94,7 @@ def test_training_is_that_of_the_whole_batch(eight, as_step):
         return eight.reduce("sum", losses, axis=None)
 
     step = zs.function(step) if as_step else step
-    batch = eight._mesh.place_batch((X, Y))
+    batch = eight._mesh.layout.place_batch((X, Y))
     expected, state = jnp.asarray(W), transformation.init(W)
     for _ in range(3):
         loss, grads = jax.value_and_grad(loss_fn)(expected, X, Y)
@@ -120,7 +120,7 @@ def test_gradients_per_replica_are_refused_outside_of_the_replicas(two):
 
 @pytest.mark.shows("PerReplica values")
 def test_values_per_replica_go_in_and_come_out_where_they_are(eight):
-    given = eight._mesh.place_batch(X)
+    given = eight._mesh.layout.place_batch(X)
     result = eight.run(lambda x: (x * 2, x.sum()), args=(given,))
     for value, shape in zip(result, [(2, 3), ()], strict=True):
         assert isinstance(value, PerReplica)
@@ -255,7 +255,7 @@ def test_tensorflows_examples_of_values_from_a_function(two):
 @pytest.mark.parametrize("op", ["sum", "MEAN"])
 @pytest.mark.parametrize("inside", [True, False])
 def test_reduce_of_one_array_is_numpys(eight, op, axis, inside):
-    value = eight._mesh.place_batch(X)
+    value = eight._mesh.layout.place_batch(X)
     parts = X.reshape(R, 2, 3)
     axes = () if axis is None else np.atleast_1d(axis) % 2 + 1
     how = np.sum if op == "sum" else np.mean
@@ -269,7 +269,9 @@ def test_reduce_of_one_array_is_numpys(eight, op, axis, inside):
 
 
 def test_axes_of_one_array_are_checked(eight):
-    value, scalars = eight.run(lambda x: (x, x.sum()), (eight._mesh.place_batch(X),))
+    value, scalars = eight.run(
+        lambda x: (x, x.sum()), (eight._mesh.layout.place_batch(X),)
+    )
     for op in ("sum", "mean"):
         with pytest.raises(ValueError, match="out of bounds"):
             eight.reduce(op, value, 2)
@@ -298,15 +300,15 @@ def test_an_uneven_last_batch_weighs_each_element_once(two, as_step):
 
 
 def test_place_gives_each_device_its_part(two):
-    placed = two._mesh.place([{"x": np.ones(2)}, {"x": np.zeros(2)}])
+    placed = two._mesh.layout.place([{"x": np.ones(2)}, {"x": np.zeros(2)}])
     assert placed["x"].whole.shape == (4,)
     assert [x.tolist() for x in placed["x"].values] == [[1, 1], [0, 0]]
-    uneven = two._mesh.place([np.ones(2), np.ones(1)])
+    uneven = two._mesh.layout.place([np.ones(2), np.ones(1)])
     assert uneven.whole is None
-    scalars = two._mesh.place([1.0, 2.0])
+    scalars = two._mesh.layout.place([1.0, 2.0])
     assert [float(x) for x in scalars.values] == [1.0, 2.0]
     buffer = np.ones(4, np.float32)
-    batch = two._mesh.place_batch(buffer)
+    batch = two._mesh.layout.place_batch(buffer)
     buffer[:] = 7
     assert two.reduce("sum", batch, 0) == 4.0
 

@@ -29,7 +29,7 @@ def trained(strategy, steps, inside):
         return strategy.reduce("sum", strategy.run(replica_fn, (x,)), None)
 
     step = zs.function(step) if inside else step
-    batch = strategy._mesh.place_batch(X)
+    batch = strategy._mesh.layout.place_batch(X)
     return w, [float(step(batch)) for _ in range(steps)]
 
 

@@ -95,7 +95,7 @@ def test_collectives_are_the_same_both_ways(two):
             "own": x + replica_id(),
         }
 
-    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
     found = both_ways(two, list, lambda v, x: {**fn(v, x), "fixed": 1}, x)
     assert_all_equal(found)
     result = found[0][0]
@@ -141,7 +141,7 @@ def test_training_is_the_same_both_ways(two):
         assert v.shape == (2,)
         return loss
 
-    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
     found = both_ways(two, make, fn, x)
     assert_all_equal(found)
     optimizer, value = optax.adam(0.1), jnp.array([1.0, 2.0])
@@ -160,7 +160,7 @@ def test_a_function_may_look_at_values(two):
         "zero",
         "one",
     )
-    x = two._mesh.place_batch(np.arange(2, dtype=np.float32))
+    x = two._mesh.layout.place_batch(np.arange(2, dtype=np.float32))
     assert [x.tolist() for x in two.run(fn, (x,)).values] == [[0], [10]]
     with two.scope():
         v = zs.Variable(2.0)
@@ -172,7 +172,7 @@ def test_what_is_computed_in_turns_is_on_the_replicas_devices(two):
         int(replica_id())
         return x * 2, x.sum()
 
-    x = two._mesh.place_batch(np.arange(4, dtype=np.float32))
+    x = two._mesh.layout.place_batch(np.arange(4, dtype=np.float32))
     rows, total = two.run(fn, (x,))
     assert rows.whole.sharding.is_equivalent_to(x.whole.sharding, 1)
     assert [t.devices() for t in total.values] == [{d} for d in jax.devices()[:2]]

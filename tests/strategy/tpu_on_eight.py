@@ -296,7 +296,7 @@ def test_the_program_of_a_step_computes_with_tiles(make):
         return strategy.experimental_replicate_to_logical_devices(hidden)
 
     program = jax.jit(lambda x: strategy.run(replica, args=(x,)))
-    x = strategy._mesh.place(np.split(X, 2))
+    x = strategy._mesh.layout.place(np.split(X, 2))
     np.testing.assert_allclose(
         whole(strategy, program(x)), np.tanh(X @ W), rtol=1e-4, atol=1e-5
     )

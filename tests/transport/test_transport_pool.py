@@ -1,6 +1,7 @@
 """Memory that bodies arrive in, and use again."""
 
 import numpy as np
+import pytest
 
 from zstrat.transport._pool import Pool
 
@@ -65,3 +66,26 @@ def test_a_size_that_nobody_asks_for_goes_though_others_are_in_use():
     for now in range(100, 140):
         asked_for(pool, 2**21 if now < 102 else 2**20, float(now))
     assert pool.statistics()["idle_bytes"] == 2**20
+
+
+@pytest.mark.parametrize("shape", [40_000, (200, 200), (1, 40_000)])
+def test_large_arrays_of_the_pool_are_lent_and_lie_at_a_multiple_of_64(shape):
+    pool = Pool()
+    array = pool.empty(shape, np.dtype(np.float32))
+    assert array.shape == np.empty(shape).shape
+    assert array.dtype == np.float32
+    assert array.flags.writeable
+    assert array.ctypes.data % 64 == 0
+    part = array.reshape(-1)[3:5]
+    del array
+    assert pool.statistics()["leases"] == 1
+    del part
+    assert pool.statistics()["leases"] == 0
+
+
+@pytest.mark.parametrize("shape", [0, (), (3, 0), 100])
+def test_small_arrays_of_the_pool_are_numpys(shape):
+    pool = Pool()
+    array = pool.empty(shape, np.dtype(np.int8))
+    assert array.shape == np.empty(shape).shape
+    assert pool.statistics()["leases"] == 0

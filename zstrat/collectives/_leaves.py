@@ -10,18 +10,22 @@ import math
 import sys
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Protocol,
+    TypeGuard,
+    runtime_checkable,
+)
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from zstrat.transport import POOL
-from zstrat.wire import DTYPES
+from zstrat.wire import name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-_POOLED: Final = 64 * 1024
-"""Bytes; to ask the pool for less costs more than it saves."""
 
 _SPELT: Final = 3
 """Arrays that are named one by one."""
@@ -81,6 +85,19 @@ class Leaf:
         return put(values, self.origin)
 
 
+_ARE_SLICES: Final[WeakKeyDictionary[type, bool]] = WeakKeyDictionary()
+
+
+def is_slices(node: object) -> TypeGuard[Slices]:
+    """Whether it is `zs.IndexedSlices`. Each class is asked once: to ask an array
+    whether it has a protocol takes ten microseconds."""
+    kind = type(node)
+    found = _ARE_SLICES.get(kind)
+    if found is None:
+        found = _ARE_SLICES[kind] = isinstance(node, Slices)
+    return found
+
+
 def leaf_of(origin: Any) -> Leaf:
     """An array, as a collective takes it.
 
@@ -96,9 +113,9 @@ def leaf_of(origin: Any) -> Leaf:
     if isinstance(origin, np.ma.MaskedArray):
         raise TypeError("a masked array would lose its mask: fill it first")
     array = np.asarray(origin)
-    dtype = array.dtype.newbyteorder("=")
-    if dtype.name not in DTYPES:
+    if name_of(array.dtype) is None:
         raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
+    dtype = array.dtype.newbyteorder("=")
     flat = np.asarray(array, dtype, order="C").reshape(-1)
     return Leaf(flat, array.shape, origin, is_jax)
 
@@ -110,15 +127,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
         return [tree], lambda leaves: leaves[0], ""
     from ._jax_leaves import flatten as flatten_by_jax
 
-    return flatten_by_jax(tree, lambda node: isinstance(node, Slices))
-
-
-def memory(count: int, dtype: np.dtype) -> np.ndarray:
-    """``[count]`` of ``dtype``, not set to anything."""
-    nbytes = count * dtype.itemsize
-    if nbytes < _POOLED:
-        return np.empty(count, dtype)
-    return np.frombuffer(cast("Any", POOL.allocate(nbytes)), dtype)
+    return flatten_by_jax(tree, is_slices)
 
 
 def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
@@ -139,7 +148,7 @@ def _named(leaf: Leaf, is_free: bool) -> str:
     dims = [str(dim) for dim in leaf.shape]
     if is_free:
         dims[0] = "?"
-    return f"{leaf.flat.dtype.name}[{', '.join(dims)}]"
+    return f"{name_of(leaf.flat.dtype)}[{', '.join(dims)}]"
 
 
 def _is_jax(origin: Any) -> bool:

@@ -10,18 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from zstrat.config import MiB
+from zstrat.transport import POOL
 
 from ._algorithms import ALGORITHMS
 from ._buckets import Bucket, buckets
 from ._engine import Call, Kind
 from ._keys import about, key_of
-from ._leaves import Leaf, memory
 from ._terms import ReduceOp
+
+if TYPE_CHECKING:
+    from ._leaves import Leaf
 
 Finish = Callable[[], Any]
 Steps = Generator[list[Call], None, Finish]
@@ -103,7 +106,7 @@ def all_reduce(
     results: dict[int, np.ndarray] = {}
     calls = []
     for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
-        source = bucket.flat(flats, memory)
+        source = bucket.flat(flats, POOL.empty)
         target = _target(leaves, bucket, source, in_place)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
@@ -126,9 +129,9 @@ def broadcast(
     calls = []
     for bucket in buckets(sizes, draft.bytes_per_pack or PACK, ALONE):
         if is_root or _is_own(leaves, bucket, in_place):
-            target = bucket.flat(flats, memory)
+            target = bucket.flat(flats, POOL.empty)
         else:
-            target = memory(sum(bucket.counts), bucket.dtype)
+            target = POOL.empty(sum(bucket.counts), bucket.dtype)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
             draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=frozen)
@@ -168,7 +171,7 @@ def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Ste
     for at, leaf in enumerate(leaves):
         rows = [int(each) for each in table[at :: len(leaves)]]
         sizes = [each * leaf.row for each in rows]
-        target = memory(sum(sizes), leaf.flat.dtype)
+        target = POOL.empty(sum(sizes), leaf.flat.dtype)
         calls.append(
             draft.call(
                 Kind.ALL_GATHER,
@@ -198,7 +201,7 @@ def reduce_scatter(draft: Draft, leaves: Sequence[Leaf], op: ReduceOp) -> Steps:
         row = leaf.row
         short, more = divmod(leaf.shape[0], draft.size)
         rows = [short + (rank < more) for rank in range(draft.size)]
-        target = memory(rows[draft.rank] * row, leaf.flat.dtype)
+        target = POOL.empty(rows[draft.rank] * row, leaf.flat.dtype)
         sizes = [each * row for each in rows]
         calls.append(
             draft.call(
@@ -228,7 +231,7 @@ def all_to_all(draft: Draft, leaf: Leaf, splits: Sequence[int] | None) -> Steps:
         mine = np.array(splits, _LENGTHS)
         yield [draft.call(Kind.ALL_GATHER, mine, rows, sizes=[size] * size)]
     incoming = int(rows[draft.rank :: size].sum())
-    target = memory(incoming * row, leaf.flat.dtype)
+    target = POOL.empty(incoming * row, leaf.flat.dtype)
     yield [
         draft.call(
             Kind.ALL_TO_ALL,
@@ -276,7 +279,7 @@ def _target(
     """Where the reduced bucket goes: over what was packed for it, or what is ours."""
     if bucket.is_packed or _is_own(leaves, bucket, in_place):
         return source
-    return memory(source.size, source.dtype)
+    return POOL.empty(source.size, source.dtype)
 
 
 def _is_own(leaves: Sequence[Leaf], bucket: Bucket, in_place: bool) -> bool:
@@ -291,7 +294,7 @@ def _copies(
     """Memory for what the root of a broadcast gets: never that which it gave, unless
     nobody can write to it."""
     return {
-        at: memory(leaf.flat.size, leaf.flat.dtype)
+        at: POOL.empty(leaf.flat.size, leaf.flat.dtype)
         for at, leaf in enumerate(leaves)
         if not leaf.is_jax and results[at].ctypes.data == leaf.flat.ctypes.data
     }

@@ -11,6 +11,7 @@ NaN: SUM and MEAN are NaN where a contribution is; so are MIN and MAX, as in num
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -114,6 +115,7 @@ def _quiet() -> np.errstate:
     return np.errstate(all="ignore")
 
 
+@lru_cache(maxsize=256)
 def reduction_of(op: ReduceOp | str, dtype: np.dtype, size: int) -> Reduction:
     """How arrays of ``dtype`` are reduced by ``op`` among ``size`` ranks.
 

@@ -15,7 +15,7 @@ import numpy as np
 from . import _operations as operations
 from ._compression import Compression, Compressor
 from ._engine import Kind
-from ._leaves import Slices, described, flatten, leaf_of
+from ._leaves import described, flatten, is_slices, leaf_of
 from ._plans import checked_algorithm
 from ._reduction import reduction_of
 from ._terms import ReduceOp
@@ -51,9 +51,9 @@ def all_reduce(
     checked_algorithm(Kind.ALL_REDUCE, options.algorithm)
     found, rebuild, where = flatten(tree)
     if densify:
-        found = [x.to_dense() if isinstance(x, Slices) else x for x in found]
-    dense = {at: leaf_of(x) for at, x in enumerate(found) if not isinstance(x, Slices)}
-    sparse = {at: x for at, x in enumerate(found) if isinstance(x, Slices)}
+        found = [x.to_dense() if is_slices(x) else x for x in found]
+    dense = {at: leaf_of(x) for at, x in enumerate(found) if not is_slices(x)}
+    sparse = {at: x for at, x in enumerate(found) if is_slices(x)}
     leaves = list(dense.values())
     _check_reducible(size, op, leaves, options.compression)
     if in_place:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ._tree import Element
 
 SCALARS: Final = bool | int | float | complex | str | bytes
+_PLAIN: Final = SCALARS | np.generic
 _TEXT: Final = str | bytes | None
 """What an array of objects may hold: text and records, and None where one is missing.
 """
@@ -180,8 +181,14 @@ def _unjudged(element: Element, path: str) -> Iterator[tuple[str, Any]]:
     elif kind is np.ndarray:
         if element.dtype.hasobject:
             yield path, element
-    elif element is not None and not isinstance(element, SCALARS | np.generic):
+    elif not (element is None or isinstance(element, _PLAIN) or _is_of_jax(element)):
         yield path, element
+
+
+def _is_of_jax(leaf: object) -> bool:
+    """Whether it is an array of jax; what else it could be takes longer to ask."""
+    jax: Any = sys.modules.get("jax")
+    return jax is not None and isinstance(leaf, jax.Array)
 
 
 def _opened(
@@ -202,7 +209,7 @@ def _opened(
 
 
 def _is_data(leaf: Any) -> bool:
-    if isinstance(leaf, SCALARS | np.generic):
+    if isinstance(leaf, _PLAIN):
         return True
     if isinstance(leaf, np.ndarray):
         return not leaf.dtype.hasobject or _is_text(leaf)

@@ -127,7 +127,8 @@ class StepIterator:
     def get_next(self) -> Any:
         """The next element, as ``next()``."""
         current = recorder.get()
-        if isinstance(current, Drawing):
+        # None is asked first: to ask whether it has a protocol takes microseconds.
+        if current is not None and isinstance(current, Drawing):
             return current.draw(self)
         return self.draw()
 

@@ -56,7 +56,7 @@ class CentralStorageStrategy(LocalStrategy[LocalExtended]):
         self._extended = LocalExtended(self, replicas, [store], self._variables)
 
     def _inputs(self) -> Inputs:
-        return replace(super()._inputs(), place=self._mesh.place_share)
+        return replace(super()._inputs(), place=self._mesh.layout.place_share)
 
     def __repr__(self) -> str:
         workers = ", ".join(self._extended.worker_devices)

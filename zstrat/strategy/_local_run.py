@@ -1,4 +1,4 @@
-"""The replicas of one process on its devices: how ``run`` runs, and how values lie.
+"""The replicas of one process on its devices: how ``run`` runs.
 
 A replica function runs in one of two ways, with the same results.
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.program._collective import AXIS, Team
 from zstrat.program._narrow import fits
@@ -32,7 +32,6 @@ from zstrat.variables import is_staging, recorder
 from ._arguments import (
     NUMBERS,
     UnevenParts,
-    is_known,
     require_all_one_each,
     require_known,
     require_one_each,
@@ -41,6 +40,7 @@ from ._arguments import (
 from ._given import given, run_as
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
+from ._layout import Layout
 from ._one_program import alone, as_one_program
 from ._own_step import returned
 from ._per_replica import (
@@ -49,7 +49,6 @@ from ._per_replica import (
     is_distributed,
     is_weak,
     loose,
-    on_one_device,
     select_replica,
 )
 from ._regroup import regroup
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ._shares import Share
     from ._strategy import Strategy
 
 _log: Final = logging.getLogger(__name__)
@@ -90,16 +88,11 @@ class LocalMesh:
     ) -> None:
         grid = np.array(devices, dtype=object)
         self.mesh = Mesh(grid, (AXIS, *axes))
-        self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
+        self.layout = Layout(self.mesh)
+        self.devices: tuple[jax.Device, ...] = self.layout.devices
         self.team = Team(len(grid))
         self._strategy = strategy
         self._is_compiled = is_compiled
-        self._rows: Any = SingleDeviceSharding(self.devices[0])
-        if grid.size > 1:
-            made: Any = NamedSharding  # untyped
-            # One replica has all rows, also of what has none.
-            rows = _spec(AXIS) if len(grid) > 1 else _spec()
-            self._rows = made(self.mesh, rows)
         self._kept = KeptSteps(self._as_step)
         is_usual = self.devices[0] == jax.local_devices()[0]
         self._is_elsewhere = grid.size == 1 and not is_usual
@@ -107,100 +100,6 @@ class LocalMesh:
     @property
     def replicas(self) -> int:
         return len(self.devices)
-
-    # ---- how values lie ------------------------------------------------------------
-
-    def place(self, parts: Sequence[Any]) -> Any:
-        """One pytree of those of all replicas, on their devices.
-
-        Args:
-            parts: One pytree of arrays for each replica.
-
-        Returns:
-            A pytree of `PerReplica`: of one array over the devices where the parts have
-            one shape and dtype, else of the parts as they are. With one replica its own
-            pytree, on its device.
-
-        Raises:
-            ValueError: The pytrees differ in their structure.
-        """
-        if self.replicas == 1:
-            return jax.tree.map(self._put, parts[0])
-        # Not `regroup`: to jax None is structure, as in the rows of a batch.
-        return jax.tree.map(lambda *leaves: self._placed(leaves), *parts)
-
-    def place_batch(self, batch: Any) -> Any:
-        """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
-        dealt out in order: replica i gets those from ``i * n`` on.
-
-        Raises:
-            ValueError: The rows of an array do not split evenly.
-        """
-        if self.replicas == 1:
-            return jax.tree.map(self._put, batch)
-        return jax.tree.map(self._dealt, batch)
-
-    def _dealt(self, array: Any) -> PerReplica:
-        if is_known(array):
-            return PerReplica.of_whole(self._put(array), self.replicas)
-        return PerReplica(np.split(array, self.replicas))  # text stays here
-
-    def place_share(self, share: Share) -> Any:
-        """What the replicas draw in one step, on their devices; as a whole if it splits
-        evenly."""
-        whole = share.whole
-        return self.place(share.parts) if whole is None else self.place_batch(whole)
-
-    def _put(self, array: Any) -> Any:
-        """The array on the devices. What they do not know (text, dates) stays on the
-        host as it is. So do integers of 64 bits that jax would cut: a program that
-        computes ids of rows from them refuses them."""
-        if not is_known(array):
-            return array
-        if not fits(array):
-            return np.array(array)
-        placed: jax.Array = jax.device_put(self._own(array), self._rows)
-        return placed
-
-    def _own(self, array: Any) -> Any:
-        """A copy, where jax would use the very memory of an array of numpy: whoever
-        made it may fill it again."""
-        if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
-            return array
-        return np.array(array, order="C")
-
-    def _placed(self, parts: Sequence[Any]) -> PerReplica:
-        arrays = [
-            part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
-        ]
-        kinds = {(array.shape, array.dtype) for array in arrays}
-        if len(kinds) > 1 or not is_known(arrays[0]):
-            return PerReplica(parts)
-        is_scalar = arrays[0].ndim == 0
-        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
-        if all(map(is_weak, arrays)) or (is_scalar and is_key):
-            join = jnp.stack if is_scalar else jnp.concatenate
-            whole = self._put(join(on_one_device(arrays)))
-            return PerReplica.of_whole(whole, self.replicas, stacked=is_scalar)
-        if is_scalar:
-            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
-            return PerReplica.of_whole(whole, self.replicas, stacked=True)
-        if self.mesh.size > self.replicas:
-            joined = self._put(np.concatenate(arrays))
-            return PerReplica.of_whole(joined, self.replicas)
-        if not all(map(fits, arrays)):
-            return PerReplica.of_whole(np.concatenate(arrays), self.replicas)
-        own = [self._own(array) for array in arrays]
-        there = jax.device_put(own, list(self.devices))
-        return PerReplica.of_whole(self._joined(there), self.replicas)
-
-    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """One array of those that are on the devices, which it keeps."""
-        rows, *rest = arrays[0].shape
-        shape = (rows * self.replicas, *rest)
-        return jax.make_array_from_single_device_arrays(shape, self._rows, list(arrays))
-
-    # ---- how functions run ---------------------------------------------------------
 
     def run(
         self,
@@ -271,7 +170,7 @@ class LocalMesh:
             or where != [{device} for device in self.devices]
         ):
             return PerReplica(parts)
-        return PerReplica.of_whole(self._joined(parts), self.replicas)
+        return PerReplica.of_whole(self.layout.joined(parts), self.replicas)
 
     @staticmethod
     def _near(leaf: Any) -> Any:
@@ -340,7 +239,7 @@ class LocalMesh:
         """Where an array that is bound to devices is given to all replicas: where it
         is, if all of them are there."""
         if self.replicas == 1:
-            return self._rows
+            return self.layout.rows
         if array.sharding.device_set == set(self.mesh.devices.flat):
             return array.sharding
         made: Any = NamedSharding  # untyped
@@ -353,4 +252,4 @@ class LocalMesh:
                 return numbers[0]
             if all(fits(np.asarray(part)) for part in parts):
                 parts = [jnp.asarray(part) for part in parts]
-        return self._placed(parts)
+        return self.layout.placed(parts)

@@ -59,7 +59,7 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
 
     def _inputs(self) -> Inputs:
         return replace(
-            super()._inputs(), place=self._mesh.place_share, per_replica=True
+            super()._inputs(), place=self._mesh.layout.place_share, per_replica=True
         )
 
     def __repr__(self) -> str:

@@ -35,7 +35,7 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
         self._extended = LocalExtended(self, found, found, self._variables)
 
     def _inputs(self) -> Inputs:
-        return replace(super()._inputs(), place=self._mesh.place_share)
+        return replace(super()._inputs(), place=self._mesh.layout.place_share)
 
     def __repr__(self) -> str:
         return f"<zstrat.OneDeviceStrategy: {self._extended.worker_devices[0]}>"

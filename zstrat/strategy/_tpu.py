@@ -157,7 +157,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
 
     def _inputs(self) -> Inputs:
         return replace(
-            super()._inputs(), place=self._mesh.place_share, static_shapes=True
+            super()._inputs(), place=self._mesh.layout.place_share, static_shapes=True
         )
 
     def _run_replicas(

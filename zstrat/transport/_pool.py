@@ -7,6 +7,7 @@ are views of one lease, and when the last of them dies, the lease does.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ fresh pages again costs a caller that comes so seldom next to nothing; among tho
 take turns faster, what is there stays, or each would lose its own to the next."""
 
 _STEP: Final = 64 * 1024  # sizes are rounded up to it, so that similar bodies share
+
+_WORTH: Final = 64 * 1024
+"""Bytes; to lend less costs more than it saves."""
 
 
 class _Memory(np.ndarray):
@@ -81,6 +85,19 @@ class Pool:
         size = -(-nbytes // _STEP) * _STEP
         memory = self._take(size)
         return lend(memory[:nbytes], self._give_back, memory)
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """As `np.empty`: an array that is not set to anything. A small one is numpy's
+        own.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        nbytes = math.prod((shape,) if isinstance(shape, int) else shape)
+        nbytes *= dtype.itemsize
+        if nbytes < _WORTH:
+            return np.empty(shape, dtype)
+        return np.ndarray(shape, dtype, self.allocate(nbytes))
 
     def age(self, now: float) -> None:
         """Lets idle memory go of sizes that nobody asked for in `SPARE` seconds."""

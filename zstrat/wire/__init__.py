@@ -5,6 +5,7 @@ from ._arrays import ArraySpec as ArraySpec
 from ._arrays import Buffer as Buffer
 from ._arrays import array_from as array_from
 from ._arrays import dtype_named as dtype_named
+from ._arrays import name_of as name_of
 from ._arrays import raw as raw
 from ._codec import Announced as Announced
 from ._codec import decode as decode

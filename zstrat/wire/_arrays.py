@@ -86,6 +86,12 @@ def dtype_named(name: str) -> np.dtype:
     return dtype
 
 
+def name_of(dtype: np.dtype) -> str | None:
+    """The name that a dtype travels by, in whatever order its bytes are, or None. To
+    ask numpy for the name takes microseconds."""
+    return _NAMES.get(dtype) or _NAMES.get(dtype.newbyteorder("<"))
+
+
 def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     """Name of the dtype and dims, as they go into the header.
 
@@ -94,7 +100,7 @@ def announce(array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     """
     if type(array) is not np.ndarray:
         _check_class(array)
-    name = _NAMES.get(array.dtype) or _NAMES.get(array.dtype.newbyteorder("<"))
+    name = name_of(array.dtype)
     if name is None:
         raise TypeError(
             f"an array of dtype {array.dtype} and shape {array.shape} cannot be sent: "
