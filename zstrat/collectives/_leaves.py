@@ -1,7 +1,7 @@
 """What users hand over, as flat arrays, and back: numpy, jax, scalars, pytrees.
 
 A jax array on a CPU is read where it lies. What comes back is of the same kind as what
-was given; results lie at multiples of 64 bytes, so that jax can take them as they are.
+was given; large results lie at multiples of 64 bytes, where jax takes them as they are.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 What all replicas have of a value is one array over the devices, where it can be one:
 programs take it as it is, and nobody copies it again.
 
-Law of the file: numpy's memory that a user has is copied, whatever jax would do with
-it; the copy jax takes as it is.
+Law of the file: on a CPU, where jax may use numpy's memory as it is, that which a user
+has is copied first, and jax gets the copy.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Layout:
         return copy
 
     def placed(self, parts: Sequence[Any]) -> PerReplica:
+        """One leaf of `place`: an array for each replica."""
         arrays = [
             part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
         ]

@@ -1,4 +1,5 @@
-"""Memory for bodies that arrive, used again when the arrays in it are gone.
+"""Memory for bodies that arrive, results of collectives and batches for devices, used
+again when the arrays in it are gone.
 
 Touching fresh pages halves the speed of a copy, so what a pull of the last step left
 behind receives the next one. Nobody gives memory back by hand: the arrays of a body
