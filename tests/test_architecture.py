@@ -34,6 +34,7 @@ FLOORS = {
     "zstrat.transport": 2,
     "zstrat.data": 2,
     "zstrat.checkpoint": 2,
+    "zstrat.optimizers": 2,
     "zstrat.variables": 3,
     "zstrat.collectives": 3,
     "zstrat.ps": 3,
@@ -56,7 +57,7 @@ DOORS = {
     "ml_dtypes": "zstrat.wire",
     "zmq": "zstrat.transport",
     "uvloop": "zstrat.transport._loop",
-    "optax": "zstrat.ps",
+    "optax": "zstrat.optimizers",
     "cloudpickle": "zstrat.program._code",
     "greenlet": "zstrat.strategy._turns",
     "psutil": "zstrat.launch",
@@ -84,7 +85,7 @@ JAX_AT_IMPORT = {
     "zstrat.saving",
     "zstrat.contrib",
 }
-JAX_WHEN_NEEDED = {"zstrat.collectives", "zstrat.ps", "zstrat.tpu"}
+JAX_WHEN_NEEDED = {"zstrat.optimizers", "zstrat.collectives", "zstrat.ps", "zstrat.tpu"}
 """Modules of it that import jax are imported late: see `test_import_stays_light`."""
 
 HEAVY = ("jax", "jaxlib", "optax")

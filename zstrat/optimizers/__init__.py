@@ -1,0 +1,13 @@
+"""What an optax transformation does to each leaf of a tree: read from its program.
+
+Imported late (it brings jax and optax with it), by whoever applies gradients.
+"""
+
+from ._binding import Binding as Binding
+from ._cut import Coupling as Coupling
+from ._cut import Cut as Cut
+from ._leaf import LeafRule as LeafRule
+from ._structure import Structure as Structure
+from ._tree import Extras as Extras
+from ._tree import TreeRule as TreeRule
+from ._tree import checked as checked

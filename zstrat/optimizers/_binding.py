@@ -1,0 +1,171 @@
+"""What a parameter server is told of the tree of an optimizer, as data.
+
+The transformation itself is there already, shipped by a coordinator. Whoever applies
+gradients, a worker too, tells which variables are its leaves and what the tree looks
+like; the server traces the same program, and refuses if it is cut otherwise there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import jax.numpy as jnp
+
+from zstrat.errors import InvalidArgumentError
+
+from ._leaf import LeafRule
+from ._structure import Structure
+from ._tree import Extras, TreeRule, shaped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._tree import Shape
+
+MOST: Final = 1 << 24
+"""Bytes of one description: a tree of a hundred thousand leaves."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """An optimizer and the variables that it moves: ``keys`` are those of the
+    components of each leaf of the tree, in order."""
+
+    rule: TreeRule
+    keys: tuple[tuple[int, ...], ...]
+
+    def encoded(self) -> bytes:
+        """As it travels.
+
+        Raises:
+            ValueError: The tree has containers of classes that a server does not know,
+                and the optimizer does something else without them; or its update takes
+                arguments that are no arrays.
+        """
+        rule = self.rule
+        if rule.extras.static:
+            names = ", ".join(repr(name) for name, _ in rule.extras.static)
+            raise ValueError(
+                f"optimizer {rule.name!r} runs on the parameter servers, and its "
+                f"update takes {names}, which is no array and cannot be sent there: "
+                "train such an optimizer with a strategy of one process or of several "
+                "that work together (MirroredStrategy, MultiWorkerMirroredStrategy)"
+            )
+        if not rule.structure.is_plain:
+            _require_mirrored(rule)
+        return json.dumps(
+            {
+                "structure": rule.structure.plain(),
+                "kinds": [_plain_kind(kind) for kind in rule.kinds],
+                "gradients": [jnp.dtype(dtype).name for dtype in rule.gradients],
+                "further": Structure(rule.extras.treedef).plain(),
+                "further_kinds": [_plain_kind(kind) for kind in rule.extras.kinds],
+                "wide": rule.wide,
+                "keys": self.keys,
+                "cut": _cut_of(rule),
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @staticmethod
+    def decoded(name: str, transformation: Any, data: bytes) -> Binding:
+        """Inverse of `encoded`, with the transformation that is here. Traces it.
+
+        Raises:
+            InvalidArgumentError: It is none, or the optimizer is cut otherwise here.
+        """
+        if len(data) > MOST:
+            raise InvalidArgumentError(
+                f"the tree of optimizer {name!r} takes {len(data)} bytes, the limit "
+                f"is {MOST}"
+            )
+        try:
+            told = json.loads(data)
+            further = Structure.from_plain(told["further"]).treedef
+            kinds = tuple([_kind(plain) for plain in told["further_kinds"]])
+            rule = TreeRule(
+                name,
+                transformation,
+                Structure.from_plain(told["structure"]),
+                tuple([_kind(plain) for plain in told["kinds"]]),
+                tuple([jnp.dtype(plain) for plain in told["gradients"]]),
+                Extras(further, kinds),
+                bool(told["wide"]),
+            )
+            keys = tuple([tuple(map(int, each)) for each in told["keys"]])
+            if not len(rule.kinds) == len(rule.gradients) == len(keys):
+                raise ValueError("lists of different lengths")
+            wanted = told["cut"]
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidArgumentError(
+                f"not the tree of optimizer {name!r}: {type(error).__name__}: {error}"
+            ) from error
+        _require_same_cut(rule, wanted)
+        return Binding(rule, keys)
+
+    def rules(self) -> list[LeafRule]:
+        """What moves each leaf."""
+        return [LeafRule(self.rule, leaf) for leaf in range(len(self.keys))]
+
+
+def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
+    try:
+        found = json.loads(json.dumps(_cut_of(rule)))
+    except Exception as error:  # whatever the transformation raises, to the caller
+        raise InvalidArgumentError(
+            f"optimizer {rule.name!r} cannot be traced on its tree here: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if found != wanted:
+        raise InvalidArgumentError(
+            f"optimizer {rule.name!r} is another program here than where its gradients "
+            "are computed: run the same versions of optax and jax, and the same "
+            f"JAX_ENABLE_X64, on all tasks (expected {wanted}, traced {found})"
+        )
+
+
+def _cut_of(rule: TreeRule) -> Any:
+    """What both sides have to agree on."""
+    cut = rule.cut()
+    if cut.coupling is not None:
+        raise ValueError("it looks at several variables at a time")
+    return {
+        "slots": [
+            [slot.name for slot in LeafRule(rule, leaf).slots]
+            for leaf in range(len(rule.kinds))
+        ],
+        "operands": [_plain_kind(kind) for kind in cut.operand_kinds],
+        "uses": cut.uses,
+    }
+
+
+def _require_mirrored(rule: TreeRule) -> None:
+    """Refuses a tree whose classes matter.
+
+    Raises:
+        ValueError: The optimizer does something else on a tree of the same keys.
+    """
+    structure = Structure.from_plain(rule.structure.plain())
+    mirrored = replace(rule, structure=structure, _programs={})
+    try:
+        same = str(mirrored.update().closed) == str(rule.update().closed)
+    except Exception:  # it asks for what only the real containers have
+        same = False
+    if not same:
+        raise ValueError(
+            f"optimizer {rule.name!r} looks at the containers of its tree "
+            f"({rule.structure.treedef}), whose classes a parameter server does not "
+            "know: use dicts, lists and tuples, or optimizers that go by paths "
+            "(jax.tree_util.tree_map_with_path)"
+        )
+
+
+def _plain_kind(kind: Any) -> list[Any]:
+    return [list(kind.shape), jnp.dtype(kind.dtype).name]
+
+
+def _kind(plain: Sequence[Any]) -> Shape:
+    dims, dtype = plain
+    return shaped([int(dim) for dim in dims], jnp.dtype(dtype))

@@ -1,0 +1,422 @@
+"""Which part of an optimizer moves which leaf, read from the dataflow of its program.
+
+Theory of operation. The program of a tree takes gradients, values, leaves of the state
+and further arguments, and gives new values and a new state. A leaf of the state belongs
+to the leaf of the tree whose path is in its own (``.mu['dense']['w']``), or that it
+alone has to do with; what belongs to nobody (a count, a learning rate, a flag) is
+*shared*. The program is *by leaf* if each leaf of the tree can be moved with
+
+- its own gradient, value and state,
+- the shared state, of which each leaf has a copy that it advances by itself, and
+- *operands*: values that depend on gradients and further arguments alone, as a global
+  norm does. They are computed once, where the gradients are.
+
+Where an operand lies inside of a branch, the branches are computed all and selected
+from, so that it can be computed outside. What depends on values or on the state of
+several leaves (clipping behind Adam, accumulation around clipping) is coupled: only who
+holds the whole tree can run it.
+
+Law of the file: nothing is guessed from numbers, and two traces of one program are cut
+alike.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jax.extend.core import Literal
+
+from ._jaxprs import Part, mask_of, operands_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from ._tree import Program, Sizes, TreeRule
+
+_SMALL: Final = 64
+"""Elements of an operand, or of shared state: counts, scales, flags, a key. More than
+that for every leaf would be a copy of the tree for each leaf of it."""
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Why a program is not by leaf: ``leaf`` depends on ``other``, or on something that
+    is of no leaf (None)."""
+
+    leaf: int
+    other: int | None
+    state: str = ""
+    """The path of the state that is in between, if that is what couples."""
+
+
+@dataclass(frozen=True)
+class LeafSlots:
+    """The leaves of the state that are kept beside a leaf, by number: its own, and its
+    copies of what is shared."""
+
+    own: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """In the order of the state."""
+        return tuple(sorted((*self.own, *self.shared)))
+
+
+class Cut:
+    """How the program of a tree is cut. ``coupling`` says why it is not by leaf; then
+    ``slots`` still says where each leaf of the state is kept: what is shared, beside
+    the first leaf alone."""
+
+    def __init__(
+        self,
+        rule: TreeRule,
+        sizes: Sizes | None = None,
+        dtypes: tuple[Any, ...] | None = None,
+    ) -> None:
+        self.rule = rule
+        self.owners = rule.owners()
+        program = rule.update(sizes, dtypes)
+        self.coupling, found = _by_leaf(rule, program, self.owners)
+        if self.coupling is not None and _has_branches(program):
+            selected = rule.update(sizes, dtypes, selects=True)
+            coupling, again = _by_leaf(rule, selected, self.owners)
+            if coupling is None:
+                self.coupling, found, program = None, again, selected
+        self.program = program
+        self.slots, self._frontiers = found
+        self.operands = _ordered(program, self._frontiers)
+        """The variables of the program that are operands, in its order."""
+        self.uses = [
+            tuple([n for n, var in enumerate(self.operands) if var in frontier])
+            for frontier in self._frontiers
+        ]
+        """For each leaf the numbers of the operands that it takes."""
+
+    @property
+    def operand_kinds(self) -> list[Any]:
+        """What they look like."""
+        return [var.aval for var in self.operands]
+
+    @functools.cached_property
+    def gradients(self) -> frozenset[int]:
+        """The leaves whose gradients the operands depend on."""
+        union = 0
+        for var in self.operands:
+            union |= mask_of(self.program.mask, var)
+        leaves = self.program.counts[0]
+        return frozenset(n for n in range(leaves) if union >> n & 1)
+
+    @functools.cached_property
+    def operand_part(self) -> Part:
+        """What computes the operands from gradients and further arguments."""
+        gradients, _, _, extras = self.program.inputs
+        return Part(self.program.closed, self.operands, [*gradients, *extras])
+
+    def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
+        """The operands."""
+        if not self.operands:
+            return []
+        g, _, _, x = self.program.inputs
+        known = dict(zip([*g, *x], [*gradients, *extras], strict=True))
+        return self.operand_part.run(known)
+
+
+# ---- whose is a leaf of the state ----------------------------------------------------
+
+
+def owners_in(rule: TreeRule) -> list[int | None]:
+    """For each leaf of the state the leaf of the tree that it belongs to."""
+    by_path = [_named(x.path, rule.structure.paths) for x in rule.state()]
+    if None not in by_path or len(rule.structure) < 2:
+        return by_path
+    program = rule.update()
+    touched = _touched(program)
+    return [
+        owner if owner is not None else _only(touched[number])
+        for number, owner in enumerate(by_path)
+    ]
+
+
+def _named(path: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> int | None:
+    """The leaf whose path is part of this one: the longest, and of these the last."""
+    best, owner = -1, None
+    for number, wanted in enumerate(leaves):
+        if len(wanted) > best and _contains(path, wanted):
+            best, owner = len(wanted), number
+    return owner
+
+
+def _contains(path: Sequence[Any], wanted: Sequence[Any]) -> bool:
+    size = len(wanted)
+    if not size:
+        return True
+    wanted = tuple(wanted)
+    return any(
+        tuple(path[at : at + size]) == wanted for at in range(len(path) - size, -1, -1)
+    )
+
+
+def _touched(program: Program) -> list[set[int]]:
+    """For each leaf of the state the leaves of the tree whose gradient or value it is
+    made of, or whose new value is made of it."""
+    leaves, _, states, _ = program.counts
+    found: list[set[int]] = [set() for _ in range(states)]
+    for number, var in enumerate(program.outputs):
+        mask = mask_of(program.mask, var)
+        if number < leaves:
+            for state in range(states):
+                if mask >> (2 * leaves + state) & 1:
+                    found[state].add(number)
+        else:
+            found[number - leaves] |= _leaves_in(mask, leaves)
+    return found
+
+
+def _leaves_in(mask: int, leaves: int) -> set[int]:
+    both = (mask | mask >> leaves) & ((1 << leaves) - 1)
+    return {n for n in range(leaves) if both >> n & 1}
+
+
+def _only(found: set[int]) -> int | None:
+    return next(iter(found)) if len(found) == 1 else None
+
+
+# ---- is it by leaf -------------------------------------------------------------------
+
+_Found = tuple[list[LeafSlots], list[frozenset[Any]]]
+"""For each leaf what is kept beside it, and its operands."""
+
+
+def _by_leaf(
+    rule: TreeRule, program: Program, owners: Sequence[int | None]
+) -> tuple[Coupling | None, _Found]:
+    leaves = program.counts[0]
+    own = [tuple(n for n, x in enumerate(owners) if x == i) for i in range(leaves)]
+    shared = [n for n, owner in enumerate(owners) if owner is None]
+    search = _Search(rule, program, shared)
+    if program.acts:
+        return Coupling(0, None), _together(own, shared)
+    common = search.shared_state()
+    if isinstance(common, Coupling):
+        return common, _together(own, shared)
+    slots, frontiers = [], []
+    for leaf in range(leaves):
+        found = search.leaf(leaf, own[leaf])
+        if isinstance(found, Coupling):
+            return found, _together(own, shared)
+        frontier, used = found
+        kept = search.closure(used)
+        for number in kept:
+            frontier |= common[number][0]
+        slots.append(LeafSlots(own[leaf], tuple(sorted(kept))))
+        frontiers.append(frozenset(frontier))
+    return None, _adopted(slots, shared, frontiers, common)
+
+
+def _adopted(
+    slots: list[LeafSlots],
+    shared: Sequence[int],
+    frontiers: list[frozenset[Any]],
+    common: dict[int, tuple[set[Any], set[int]]],
+) -> _Found:
+    """What no leaf looks at is advanced with the first one: somebody may read it."""
+    used = {n for each in slots for n in each.shared}
+    rest = {n for n in shared if n not in used}
+    if rest and slots:
+        needs = set(rest).union(*[common[n][1] for n in rest])
+        kept = tuple(sorted({*slots[0].shared, *needs}))
+        slots[0] = LeafSlots(slots[0].own, kept)
+        frontiers[0] = frontiers[0].union(*[common[n][0] for n in needs])
+    return slots, frontiers
+
+
+def _together(own: Sequence[tuple[int, ...]], shared: Sequence[int]) -> _Found:
+    slots = [
+        LeafSlots(mine, tuple(shared) if leaf == 0 else ())
+        for leaf, mine in enumerate(own)
+    ]
+    return slots, [frozenset()] * len(own)
+
+
+class _Search:
+    """Looks for what separates the leaves of one program."""
+
+    def __init__(self, rule: TreeRule, program: Program, shared: Sequence[int]) -> None:
+        self._rule, self._program = rule, program
+        self._leaves, _, self._states, self._extras = program.counts
+        self._shared = list(shared)
+        self._shared_mask = sum(1 << (2 * self._leaves + n) for n in shared)
+        gradients = (1 << self._leaves) - 1
+        extras = ((1 << self._extras) - 1) << (2 * self._leaves + self._states)
+        self._known_mask = gradients | extras
+        self._reach: dict[int, set[int]] = {}
+
+    def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
+        """For each shared leaf of the state the operands that advance it, and the
+        shared leaves, by what it depends on in the end."""
+        found: dict[int, tuple[set[Any], set[int]]] = {}
+        direct: dict[int, set[int]] = {}
+        for number in self._shared:
+            var = self._program.outputs[self._leaves + number]
+            got = self._cut([var], self._shared_mask, _SMALL, number)
+            if isinstance(got, Coupling):
+                return got
+            found[number] = (got[0], set())
+            direct[number] = got[1]
+        for number in self._shared:
+            found[number] = (found[number][0], _closed({number}, direct))
+        self._reach = {number: reach for number, (_, reach) in found.items()}
+        for number, (_, reach) in list(found.items()):
+            frontier = set[Any]().union(*[found[n][0] for n in reach])
+            found[number] = (frontier, reach)
+        return found
+
+    def closure(self, used: Iterable[int]) -> set[int]:
+        """These leaves of the shared state, and all that advance them."""
+        return set[int]().union(*[self._reach[n] for n in used])
+
+    def leaf(
+        self, leaf: int, own: Sequence[int]
+    ) -> tuple[set[Any], set[int]] | Coupling:
+        """The operands of a leaf, and the shared state that it looks at."""
+        program, leaves = self._program, self._leaves
+        wanted = [program.outputs[leaf], *[program.outputs[leaves + n] for n in own]]
+        allowed = 1 << leaf | 1 << (leaves + leaf) | self._shared_mask
+        for number in own:
+            allowed |= 1 << (2 * leaves + number)
+        kind = self._rule.kinds[leaf]
+        size = max(_SMALL, _count(kind.shape))
+        return self._cut(wanted, allowed, size, None, leaf)
+
+    def _cut(
+        self,
+        wanted: Sequence[Any],
+        allowed: int,
+        size: int,
+        state: int | None,
+        leaf: int = -1,
+    ) -> tuple[set[Any], set[int]] | Coupling:
+        """Operands and shared leaves that give ``wanted``; else who couples.
+
+        ``size``: the most elements of an operand that is no scalar.
+        """
+        mask = self._program.mask
+        union = 0
+        for var in wanted:
+            union |= mask_of(mask, var)
+        if not union & ~allowed:
+            return set(), self._shared_in(union)
+        ways = self._ways(allowed, size)
+        frontier: set[Any] = set()
+        used = 0
+        stack, seen = list(wanted), set[Any]()
+        while stack:
+            var = stack.pop()
+            if isinstance(var, Literal) or var in seen:
+                continue
+            seen.add(var)
+            way = ways.get(var, _FAILS)
+            if way is _LOCAL:
+                used |= mask_of(mask, var)
+            elif way is _OPERAND:
+                frontier.add(var)
+            elif way is _FAILS:
+                return self._coupling(var, allowed, state, leaf)
+            else:
+                stack += operands_of(*way)
+        return frontier, self._shared_in(used)
+
+    def _ways(self, allowed: int, size: int) -> dict[Any, Any]:
+        """How each variable is had: here, as an operand, from others, or not."""
+        mask, known = self._program.mask, self._known_mask
+        ways: dict[Any, Any] = {}
+        inputs = self._program.closed.jaxpr.invars
+        further = set(inputs[2 * self._leaves + self._states :])
+        for var in inputs:
+            is_local = not mask_of(mask, var) & ~allowed
+            is_further = var in further
+            ways[var] = _LOCAL if is_local else _OPERAND if is_further else _FAILS
+        for eqn in self._program.closed.jaxpr.eqns:
+            for number, var in enumerate(eqn.outvars):
+                bits = mask_of(mask, var)
+                if not bits & ~allowed:
+                    ways[var] = _LOCAL
+                    continue
+                if not bits & ~known and not var.aval.shape:
+                    ways[var] = _OPERAND
+                    continue
+                before = operands_of(eqn, number)
+                if all(ways.get(each, _LOCAL) is not _FAILS for each in before):
+                    ways[var] = (eqn, number)
+                elif not bits & ~known and _count(var.aval.shape) <= size:
+                    ways[var] = _OPERAND
+                else:
+                    ways[var] = _FAILS
+        return ways
+
+    def _shared_in(self, mask: int) -> set[int]:
+        bits = mask >> (2 * self._leaves)
+        return {n for n in self._shared if bits >> n & 1}
+
+    def _coupling(
+        self, var: Any, allowed: int, state: int | None, leaf: int
+    ) -> Coupling:
+        """In words that name leaves: the one that is looked for, and another one."""
+        foreign = mask_of(self._program.mask, var) & ~allowed
+        others = sorted(_leaves_in(foreign, self._leaves))
+        about = self._rule.state()
+        owned = [
+            owner
+            for number, owner in enumerate(self._rule.owners())
+            if owner is not None and foreign >> (2 * self._leaves + number) & 1
+        ]
+        others = list(dict.fromkeys([*others, *owned]))
+        if state is not None:
+            path = _words(about[state].path)
+            first = others[0] if others else 0
+            second = others[1] if len(others) > 1 else None
+            return Coupling(first, second, path)
+        other = next((n for n in others if n != leaf), None)
+        return Coupling(leaf, other)
+
+
+_LOCAL: Final = object()
+_OPERAND: Final = object()
+_FAILS: Final = object()
+
+
+def _closed(first: set[int], direct: dict[int, set[int]]) -> set[int]:
+    found, left = set[int](), set(first)
+    while left:
+        number = left.pop()
+        found.add(number)
+        left |= direct[number] - found
+    return found
+
+
+def _ordered(program: Program, frontiers: Sequence[frozenset[Any]]) -> list[Any]:
+    """All operands, in the order of the program: two traces agree on it."""
+    wanted = frozenset[Any]().union(*frontiers)
+    if not wanted:
+        return []
+    jaxpr = program.closed.jaxpr
+    order = [*jaxpr.invars, *[var for eqn in jaxpr.eqns for var in eqn.outvars]]
+    return [var for var in order if var in wanted]
+
+
+def _has_branches(program: Program) -> bool:
+    return any(eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns)
+
+
+def _count(shape: Sequence[int]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _words(path: Sequence[Any]) -> str:
+    return "".join(str(key) for key in path)

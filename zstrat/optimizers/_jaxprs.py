@@ -1,0 +1,288 @@
+"""Traced programs: which inputs each value depends on, and the part that some need.
+
+A program is jax's jaxpr: equations in order, each with the variables that it reads and
+makes. Here it is *flat*: calls of inner functions (``jax.jit``, custom derivatives,
+``jax.checkpoint``) are inlined, because an optimizer is not differentiated. Branches
+and loops stay, and are looked into output by output: what one leaf's update depends on
+through a ``cond`` is not what the other leaves' updates depend on.
+
+Law of the file: a set of inputs is the bits of one integer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+_CALLS: Final = frozenset(
+    {
+        "jit", "pjit", "closed_call", "core_call", "custom_jvp_call",
+        "custom_vjp_call", "custom_vjp_call_jaxpr", "checkpoint", "remat", "remat2",
+    }
+)  # fmt: skip
+"""Equations that run the jaxpr inside of them once, on what they are given."""
+
+
+def flat(
+    function: Callable[..., Sequence[Any]], arguments: Sequence[Any], *, selects: bool
+) -> ClosedJaxpr:
+    """The flat program of a function of arrays that returns arrays.
+
+    Args:
+        arguments: Arrays, or their shapes and dtypes.
+        selects: Branches are computed all and one of them is selected, so that what
+            is computed inside of a branch can be computed somewhere else.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+
+    def inlined(*given: Any) -> list[Any]:
+        return _evaluated(closed.jaxpr, closed.consts, given, selects)
+
+    return jax.make_jaxpr(inlined)(*closed.in_avals)
+
+
+def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
+    """For each variable the inputs that it depends on; ``given`` are those of the
+    program's own inputs."""
+    found: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        through = _through(eqn, [mask_of(found, var) for var in eqn.invars])
+        found.update(zip(eqn.outvars, through, strict=True))
+    return found
+
+
+def mask_of(found: Mapping[Any, int], var: Any) -> int:
+    """The inputs that a variable depends on; a literal depends on none."""
+    return 0 if isinstance(var, Literal) else found.get(var, 0)
+
+
+def operands_of(eqn: Any, output: int) -> list[Any]:
+    """The operands of an equation that one of its outputs depends on."""
+    bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
+    found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
+    return [var for var in found if not isinstance(var, Literal)]
+
+
+class Part:
+    """The part of a flat program that computes some of its variables from others.
+
+    Args:
+        available: Variables that it is given; it looks at nothing before them.
+    """
+
+    def __init__(
+        self, closed: ClosedJaxpr, wanted: Sequence[Any], available: Iterable[Any]
+    ) -> None:
+        jaxpr: Any = closed.jaxpr
+        self._wanted = list(wanted)
+        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._jaxpr = jaxpr
+        given = {*available, *self._consts}
+        needed = {v for v in wanted if not isinstance(v, Literal)} - given
+        self._eqns: list[Any] = []
+        for eqn in reversed(jaxpr.eqns):
+            if needed.isdisjoint(eqn.outvars):
+                continue
+            self._eqns.append((eqn, [var in needed for var in eqn.outvars]))
+            for number, var in enumerate(eqn.outvars):
+                if var in needed:
+                    needed |= {*operands_of(eqn, number)} - given
+        self._eqns.reverse()
+        made = {var for eqn, _ in self._eqns for var in eqn.outvars}
+        self.missing = needed - made
+        """Variables that nothing here gives: inputs that are not available."""
+
+    @property
+    def equations(self) -> int:
+        """How many there are."""
+        return len(self._eqns)
+
+    def run(self, known: Mapping[Any, Any]) -> list[Any]:
+        """The wanted values, from those of what is available."""
+        env = {**self._consts, **known}
+        for eqn, needs in self._eqns:
+            outputs = _run_part(self._jaxpr, eqn, needs, env)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+        return [_value(env, var) for var in self._wanted]
+
+
+def primitives(jaxpr: Any) -> Iterable[str]:
+    """The names of all primitives, those inside of others included."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        for parameter in jax.tree.leaves(list(eqn.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner)
+
+
+def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr and constants of a call that is run once, if the equation is one."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(found, ClosedJaxpr):
+        inner, consts = found.jaxpr, found.consts
+    else:
+        inner, consts = found, ()
+    if inner is None or len(inner.invars) != len(eqn.invars):
+        return None
+    return (inner, consts) if len(inner.outvars) == len(eqn.outvars) else None
+
+
+# ---- evaluation ----------------------------------------------------------------------
+
+
+def _evaluated(
+    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], selects: bool
+) -> list[Any]:
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [_value(env, var) for var in eqn.invars]
+        call = inner_call(eqn)
+        if call is not None:
+            outputs: Sequence[Any] = _evaluated(call[0], call[1], operands, selects)
+        elif selects and eqn.primitive.name == "cond":
+            outputs = _selected(eqn, operands)
+        else:
+            outputs = _bound(jaxpr, eqn, operands)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+    return [_value(env, var) for var in jaxpr.outvars]
+
+
+def _value(env: Mapping[Any, Any], var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else env[var]
+
+
+def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """One equation, as a program of its own: how its parameters are bound is jax's."""
+    given = {
+        var: operand
+        for var, operand in zip(eqn.invars, operands, strict=True)
+        if not isinstance(var, Literal)
+    }
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(given),
+        outvars=list(eqn.outvars),
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
+    made: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+    return made
+
+
+def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    index, *rest = operands
+    branches = eqn.params["branches"]
+    each = [_evaluated(b.jaxpr, b.consts, rest, selects=True) for b in branches]
+    which = jnp.clip(index, 0, len(branches) - 1)
+    if len(branches) == 2:
+        which = which.astype(bool)
+    return [jax.lax.select_n(which, *several) for several in zip(*each, strict=True)]
+
+
+def _run_part(
+    jaxpr: Any, eqn: Any, needs: Sequence[bool], env: Mapping[Any, Any]
+) -> list[Any]:
+    if all(needs) or eqn.primitive.name != "cond":
+        operands = [
+            _value(env, var) if isinstance(var, Literal) or var in env else _zeros(var)
+            for var in eqn.invars
+        ]
+        return list(_bound(jaxpr, eqn, operands))
+    wanted = [n for n, is_needed in enumerate(needs) if is_needed]
+    bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])
+    used = 0
+    for number in wanted:
+        used |= bits[number]
+    places = [n for n in range(1, len(eqn.invars)) if used >> n & 1]
+    branches = [_branch(each, wanted, places) for each in eqn.params["branches"]]
+    given = [_value(env, eqn.invars[n]) for n in places]
+    made = iter(jax.lax.switch(_value(env, eqn.invars[0]), branches, *given))
+    return [next(made) if is_needed else None for is_needed in needs]
+
+
+def _branch(
+    branch: ClosedJaxpr, wanted: Sequence[int], places: Sequence[int]
+) -> Callable[..., list[Any]]:
+    jaxpr: Any = branch.jaxpr
+    available = [jaxpr.invars[n - 1] for n in places]
+    part = Part(branch, [jaxpr.outvars[n] for n in wanted], available)
+
+    def run(*given: Any) -> list[Any]:
+        return part.run(dict(zip(available, given, strict=True)))
+
+    return run
+
+
+def _zeros(var: Any) -> Any:
+    """In place of what no output that is wanted depends on."""
+    return jnp.zeros(var.aval.shape, var.aval.dtype)
+
+
+# ---- dependence ----------------------------------------------------------------------
+
+
+def _through(eqn: Any, given: Sequence[int]) -> list[int]:
+    """What each output of an equation depends on."""
+    call = inner_call(eqn)
+    if call is not None:
+        return _outputs(call[0], given)
+    match eqn.primitive.name:
+        case "cond":
+            return _through_cond(eqn, given)
+        case "scan":
+            return _through_scan(eqn, given)
+        case "while":
+            return _through_while(eqn, given)
+    union = 0
+    for mask in given:
+        union |= mask
+    return [union] * len(eqn.outvars)
+
+
+def _outputs(jaxpr: Any, given: Sequence[int]) -> list[int]:
+    found = masks(jaxpr, given)
+    return [mask_of(found, var) for var in jaxpr.outvars]
+
+
+def _through_cond(eqn: Any, given: Sequence[int]) -> list[int]:
+    index, *rest = given
+    found = [index] * len(eqn.outvars)
+    for branch in eqn.params["branches"]:
+        inside = _outputs(branch.jaxpr, rest)
+        found = [one | other for one, other in zip(found, inside, strict=True)]
+    return found
+
+
+def _through_scan(eqn: Any, given: Sequence[int]) -> list[int]:
+    consts, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+    fixed, carry = list(given[:consts]), list(given[consts : consts + carries])
+    rows = list(given[consts + carries :])
+    while True:
+        made = _outputs(eqn.params["jaxpr"].jaxpr, [*fixed, *carry, *rows])
+        after = [old | new for old, new in zip(carry, made, strict=False)]
+        if after == carry:
+            return [*carry, *made[carries:]]
+        carry = after
+
+
+def _through_while(eqn: Any, given: Sequence[int]) -> list[int]:
+    tests, bodies = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    test = list(given[:tests])
+    body, carry = list(given[tests : tests + bodies]), list(given[tests + bodies :])
+    while True:
+        (goes_on,) = _outputs(eqn.params["cond_jaxpr"].jaxpr, [*test, *carry])
+        made = _outputs(eqn.params["body_jaxpr"].jaxpr, [*body, *carry])
+        after = [o | n | goes_on for o, n in zip(carry, made, strict=True)]
+        if after == carry:
+            return carry
+        carry = after

@@ -1,0 +1,237 @@
+"""What an optimizer does to one leaf of its tree, wherever that leaf lives.
+
+The leaf may be there in any number of rows: a part of a partitioned variable, or the
+rows that a step has gradients of. Then the whole tree is traced again in that size, and
+the leaf is cut out of that; `zstrat.optimizers._rows` says whether that is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.tree_util import keystr
+
+from ._jaxprs import Part
+from ._rows import ROWS, dependence_on_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._cut import Cut
+    from ._tree import Shape, Sizes, TreeRule
+
+GENERATIONS: Final = 4
+"""How often the dtypes of a state may change before they have to stay as they are."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One array that is kept beside a leaf. ``name`` is its path in the state, without
+    the path of the leaf: ``[0].mu``. ``rows``: its first axis is the leaf's own.
+    ``state`` is its number in the state of the tree."""
+
+    name: str
+    rows: bool
+    state: int
+
+
+class LeafRule:
+    """See the module's docstring. ``leaf`` is the number in the tree, of which
+    `TreeRule.cut` has to say that it goes by leaf, for all but ``slots`` and ``init``.
+    """
+
+    def __init__(self, tree: TreeRule, leaf: int) -> None:
+        self.tree, self.leaf = tree, leaf
+        self.kind: Shape = tree.kinds[leaf]
+        self.gradient: Any = tree.gradients[leaf]
+        self._steps: dict[Any, _Step] = {}
+        self._texts: dict[int, str] = {}
+
+    @functools.cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """What is kept beside the leaf, in the order of `init` and `step`."""
+        found = self.tree.cut().slots[self.leaf].all
+        about = self.tree.state()
+        names = _distinct([self._name(about[n].path) for n in found])
+        grown = self._grown()
+        return tuple(
+            Slot(name, self._has_rows(about[n].kind.shape, grown, n), n)
+            for name, n in zip(names, found, strict=True)
+        )
+
+    def kinds(self, size: int | None = None) -> list[Shape]:
+        """What new slots look like, of a leaf with so many rows."""
+        about = self.tree.state(self._sizes(size))
+        return [about[slot.state].kind for slot in self.slots]
+
+    def init(self, value: Any) -> list[Any]:
+        """New slots beside a value.
+
+        Raises:
+            ValueError: They depend on the values of other leaves.
+        """
+        sizes = self._sizes(value.shape[0] if value.shape else None)
+        program = self.tree.init(sizes)
+        mine = program.inputs[1][self.leaf]
+        wanted = [program.outputs[slot.state] for slot in self.slots]
+        part = Part(program.closed, wanted, [mine])
+        if part.missing:
+            raise ValueError(
+                f"optimizer {self.tree.name!r} begins with something that it makes of "
+                "several variables"
+            )
+        return part.run({mine: value})
+
+    def step(
+        self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """New value and new slots.
+
+        Args:
+            gradient: Of the value's shape.
+            operands: Those of the whole tree that this leaf takes, see `Cut.uses`.
+        """
+        size = value.shape[0] if value.shape else None
+        made = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
+        return made.run(value, slots, gradient, operands)
+
+    def program(self, size: int | None, dtypes: tuple[Any, ...] | None = None) -> Any:
+        """`step` as jax's program: value, slots, gradient, operands."""
+        kinds = self.kinds(size)
+        dtypes = tuple([np.dtype(x.dtype) for x in kinds]) if dtypes is None else dtypes
+        return self._step(size, dtypes).closed(kinds)
+
+    @functools.cached_property
+    def uses(self) -> tuple[int, ...]:
+        """The numbers of the operands of the tree that it takes."""
+        return self.tree.cut().uses[self.leaf]
+
+    @functools.cached_property
+    def row_dependence(self) -> str:
+        """Why its rows cannot be moved one by one; "" if they can be."""
+        return dependence_on_rows(self)
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """Equal for leaves that are moved alike, whatever their number of rows if they
+        are moved row by row. For this process alone."""
+        size = None if self.row_dependence else ROWS
+        closed = self.program(size)
+        made = hashlib.blake2b(str(closed).encode(), digest_size=16)
+        for const in closed.consts:
+            made.update(np.asarray(const).tobytes())
+        names = [(slot.name, slot.rows) for slot in self.slots]
+        made.update(repr((size, names, str(self.initial(size)))).encode())
+        return made.digest()
+
+    def initial(self, size: int | None) -> Any:
+        """`init` as jax's program."""
+        kind = self.tree.values_at(self._sizes(size))[self.leaf]
+        with self.tree.precision():
+            return jax.make_jaxpr(self.init)(kind)
+
+    # ---- private -------------------------------------------------------------------
+
+    def _sizes(self, size: int | None) -> Sizes | None:
+        if size is None or size == self.kind.shape[0]:
+            return None
+        return self.tree.sizes(size)
+
+    def _step(self, size: int | None, dtypes: tuple[Any, ...]) -> _Step:
+        key = (size, dtypes)
+        if key not in self._steps:
+            sizes = self._sizes(size)
+            cut = self.tree.cut(sizes, self._state_dtypes(dtypes))
+            self._steps[key] = _Step(self, cut, dtypes)
+        return self._steps[key]
+
+    def _state_dtypes(self, dtypes: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Those of the whole state in which this leaf's slots have these."""
+        for generation in range(GENERATIONS):
+            known = self.tree.steady(generation)
+            if known is None:
+                known = tuple([x.kind.dtype for x in self.tree.state()])
+            if all(
+                np.dtype(known[slot.state]) == dtype
+                for slot, dtype in zip(self.slots, dtypes, strict=True)
+            ):
+                return self.tree.steady(generation)
+        found = [x.kind.dtype for x in self.tree.state()]
+        for slot, dtype in zip(self.slots, dtypes, strict=True):
+            found[slot.state] = dtype
+        return tuple(found)
+
+    def _name(self, path: Sequence[Any]) -> str:
+        mine = self.tree.structure.paths[self.leaf]
+        size = len(mine)
+        for at in range(len(path) - size, -1, -1):
+            if size and tuple(path[at : at + size]) == mine:
+                return keystr((*path[:at], *path[at + size :]))
+        return keystr(tuple(path))
+
+    def _grown(self) -> list[Any] | None:
+        """The state of a tree whose leaves have one row more."""
+        if not self.kind.shape:
+            return None
+        try:
+            state = self.tree.state(self.tree.sizes(self.kind.shape[0] + 1))
+        except Exception:  # the optimizer looks at shapes: then nothing goes by rows
+            return None
+        return [leaf.kind.shape for leaf in state]
+
+    def _has_rows(
+        self, shape: tuple[int, ...], grown: list[Any] | None, state: int
+    ) -> bool:
+        if grown is None or state >= len(grown):
+            return False
+        rows = self.kind.shape[0]
+        return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
+
+
+class _Step:
+    """The part of one program that moves one leaf."""
+
+    def __init__(self, rule: LeafRule, cut: Cut, dtypes: tuple[Any, ...]) -> None:
+        leaf, program = rule.leaf, cut.program
+        assert cut.coupling is None, "a leaf of a coupled tree has no program"
+        self._rule, self._cut, self._dtypes = rule, cut, dtypes
+        gradients, values, states, _ = program.inputs
+        self._operands = [cut.operands[n] for n in cut.uses[leaf]]
+        mine = [states[slot.state] for slot in rule.slots]
+        self._inputs = [values[leaf], *mine, gradients[leaf], *self._operands]
+        leaves = program.counts[0]
+        after = [program.outputs[leaves + slot.state] for slot in rule.slots]
+        wanted = [program.outputs[leaf], *after]
+        self._part = Part(program.closed, wanted, self._inputs)
+        assert not self._part.missing, f"leaf {leaf} lacks {self._part.missing}"
+
+    def run(
+        self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        given = [value, *slots, gradient, *operands]
+        known = dict(zip(self._inputs, given, strict=True))
+        moved, *after = self._part.run(known)
+        return moved, after
+
+    def closed(self, kinds: Sequence[Shape]) -> Any:
+        def run(*given: Any) -> list[Any]:
+            known = dict(zip(self._inputs, given, strict=True))
+            return self._part.run(known)
+
+        with self._rule.tree.precision():
+            return jax.make_jaxpr(run)(*[var.aval for var in self._inputs])
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, told apart by numbers where several are equal."""
+    seen: dict[str, int] = {}
+    found = []
+    for name in names:
+        count = seen[name] = seen.get(name, -1) + 1
+        found.append(f"{name}#{count}" if count else name)
+    return found

@@ -1,0 +1,298 @@
+"""Whether an optimizer moves the rows of a leaf one by one.
+
+Only then may a parameter server apply it to a part of a variable, or to some rows. Two
+things are asked of the program that moves the leaf:
+
+- traced in another number of rows it is the same program but for that number, so that
+  nothing was decided, and nothing computed, from the size;
+- going through it, no equation brings rows together: each is known to act along the
+  first axis element by element. What is not known here is taken to bring them together.
+
+Law of the file: an equation without a rule is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from ._jaxprs import inner_call
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._leaf import LeafRule
+
+
+_ELEMENTWISE: Final = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "and", "add_any", "asin", "asinh", "atan",
+        "atan2", "atanh", "cbrt", "ceil", "clamp", "complex", "conj",
+        "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div",
+        "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not",
+        "optimization_barrier", "or", "population_count", "pow", "real",
+        "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh",
+        "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    }
+)  # fmt: skip
+_REDUCTIONS: Final = frozenset(
+    {
+        "reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and",
+        "reduce_or", "reduce_xor", "argmax", "argmin",
+    }
+)  # fmt: skip
+_CUMULATIVE: Final = frozenset(
+    {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+)
+
+
+ROWS: Final = 17
+"""In how many rows leaves are compared: hardly any other axis is as long."""
+
+
+class Together(Exception):
+    """An equation brings rows together; says which."""
+
+
+def dependence_on_rows(rule: LeafRule) -> str:
+    """Why the rows of a leaf are not moved one by one; "" if they are."""
+    if not rule.kind.shape:
+        return "it has no rows"
+    rows = rule.kind.shape[0]
+    other = ROWS if rows != ROWS else ROWS + 2
+    try:
+        here, there = rule.program(None), rule.program(other)
+        kinds, before = rule.kinds(other), rule.kinds(None)
+    except Exception as error:  # what was said is the reason
+        return f"it looks at the number of rows ({type(error).__name__}: {error})"
+    for slot, one, two in zip(rule.slots, before, kinds, strict=True):
+        if not slot.rows and one.shape != two.shape:
+            return f"it keeps {slot.name}, whose shape depends on the number of rows"
+    if not _same(here.jaxpr, there.jaxpr, rows, other):
+        return "it computes with the number of rows, or decides by it"
+    for first, second in zip(here.consts, there.consts, strict=True):
+        if not np.array_equal(np.asarray(first), np.asarray(second)):
+            return "it computes with the number of rows"
+    try:
+        _go_through(rule, there, other)
+    except Together as found:
+        return str(found)
+    return ""
+
+
+# ---- do two traces agree -------------------------------------------------------------
+
+
+def _same(one: Any, two: Any, rows: int, other: int) -> bool:
+    """Whether two jaxprs are equal but that one has ``rows`` where the other has
+    ``other``."""
+    if _sizes(one) != _sizes(two):
+        return False
+    names: dict[Any, Any] = {}
+
+    def match(a: Any, b: Any) -> bool:
+        if isinstance(a, Literal) or isinstance(b, Literal):
+            both = isinstance(a, Literal) and isinstance(b, Literal)
+            return both and bool(np.array_equal(a.val, b.val, equal_nan=_floats(a)))
+        return names.get(a) is b
+
+    names.update(zip(one.invars, two.invars, strict=True))
+    names.update(zip(one.constvars, two.constvars, strict=True))
+    for first, second in zip(one.eqns, two.eqns, strict=True):
+        if first.primitive is not second.primitive:
+            return False
+        if len(first.invars) != len(second.invars):
+            return False
+        if not all(map(match, first.invars, second.invars)):
+            return False
+        if not _alike(first.params, second.params, rows, other):
+            return False
+        names.update(zip(first.outvars, second.outvars, strict=True))
+    return all(map(match, one.outvars, two.outvars))
+
+
+def _sizes(jaxpr: Any) -> tuple[int, ...]:
+    return len(jaxpr.eqns), len(jaxpr.invars), len(jaxpr.constvars), len(jaxpr.outvars)
+
+
+def _floats(literal: Any) -> bool:
+    return np.asarray(literal.val).dtype.kind in "fc"
+
+
+def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
+    """Whether parameters are equal, but for the number of rows."""
+    if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
+        return _same(one.jaxpr, two.jaxpr, rows, other) and all(
+            np.array_equal(a, b) for a, b in zip(one.consts, two.consts, strict=True)
+        )
+    if isinstance(one, bool | np.bool_) or isinstance(two, bool | np.bool_):
+        return bool(one == two)
+    if isinstance(one, int) and isinstance(two, int):
+        return one == two or (one == rows and two == other)
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(
+            _alike(one[key], two[key], rows, other) for key in one
+        )
+    if isinstance(one, list | tuple) and isinstance(two, list | tuple):
+        return len(one) == len(two) and all(
+            _alike(a, b, rows, other) for a, b in zip(one, two, strict=True)
+        )
+    if hasattr(one, "eqns") and hasattr(two, "eqns"):
+        return _same(one, two, rows, other)
+    if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):
+        return bool(np.array_equal(one, two))
+    if callable(one) and callable(two):  # of a custom derivative, which is not used
+        return True
+    return type(one) is type(two) and bool(one == two)
+
+
+# ---- does anything bring rows together -----------------------------------------------
+
+_FREE: Final = -1
+"""Of a variable that has nothing to do with rows: the same for each of them."""
+
+
+def _go_through(rule: LeafRule, closed: Any, rows: int) -> None:
+    slots = [0 if slot.rows else _FREE for slot in rule.slots]
+    operands = len(closed.jaxpr.invars) - len(slots) - 2
+    given = [0, *slots, 0, *[_FREE] * operands]
+    found = _axes(closed.jaxpr, given, rows)
+    for number, axis in enumerate(found):
+        if number and not rule.slots[number - 1].rows and axis != _FREE:
+            name = rule.slots[number - 1].name
+            raise Together(f"it makes {name} of several rows")
+        if (not number or rule.slots[number - 1].rows) and axis not in (0, _FREE):
+            raise Together("it turns rows into something else")
+
+
+def _axes(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
+    """For each output which of its axes are the rows."""
+    axes: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        axes.update(zip(eqn.outvars, _through(eqn, axes, rows), strict=True))
+    return [_axis(axes, var) for var in jaxpr.outvars]
+
+
+def _axis(axes: dict[Any, int], var: Any) -> int:
+    return _FREE if isinstance(var, Literal) else axes.get(var, _FREE)
+
+
+def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
+    name = eqn.primitive.name
+    given = [_axis(axes, var) for var in eqn.invars]
+    mine = {axis for axis in given if axis != _FREE}
+    call = inner_call(eqn)
+    if call is not None:
+        return _axes(call[0], given, rows)
+    if name == "cond":
+        return _through_cond(eqn, given, rows)
+    if not mine:
+        _require_uniform(eqn, rows)
+        return [_FREE] * len(eqn.outvars)
+    if len(mine) > 1:
+        raise Together(f"{name} mixes rows with another axis")
+    (axis,) = mine
+    if name in _ELEMENTWISE:
+        return [axis] * len(eqn.outvars)
+    if name in _REDUCTIONS:
+        return [_reduced(eqn, axis)]
+    if name in _CUMULATIVE and eqn.params["axis"] != axis:
+        return [axis]
+    return [_moved(eqn, axis, given)]
+
+
+def _require_uniform(eqn: Any, rows: int) -> None:
+    """What is made of no row may have as many elements as there are rows, if they are
+    all equal."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    shape = getattr(out, "shape", ())
+    if name in _ELEMENTWISE or name == "broadcast_in_dim":
+        return
+    sizes = [d for var in eqn.invars for d in getattr(var.aval, "shape", ())]
+    if rows in sizes or rows in shape:
+        raise Together(f"{name} makes something for each row by its number")
+
+
+def _reduced(eqn: Any, axis: int) -> int:
+    gone: Sequence[int] = eqn.params["axes"]
+    if axis in gone:
+        raise Together(f"{eqn.primitive.name} brings rows together (a norm, a mean)")
+    return axis - sum(each < axis for each in gone)
+
+
+def _moved(eqn: Any, axis: int, given: Sequence[int]) -> int:
+    name: str = eqn.primitive.name
+    params: dict[str, Any] = eqn.params
+    match name:
+        case "transpose":
+            return int(list(params["permutation"]).index(axis))
+        case "broadcast_in_dim":
+            return int(params["broadcast_dimensions"][axis])
+        case "squeeze":
+            if axis not in params["dimensions"]:
+                return axis - sum(int(d < axis) for d in params["dimensions"])
+        case "expand_dims":
+            return axis + sum(int(d <= axis) for d in params["dimensions"])
+        case "reshape":
+            before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+            if (
+                params.get("dimensions") is None
+                and axis == 0
+                and after[:1] == before[:1]
+            ):
+                return 0
+        case "concatenate":
+            if params["dimension"] != axis:
+                return axis
+        case "slice":
+            strides = params["strides"] or [1] * len(params["start_indices"])
+            start, limit = params["start_indices"][axis], params["limit_indices"][axis]
+            size = eqn.invars[0].aval.shape[axis]
+            if start == 0 and limit == size and strides[axis] == 1:
+                return axis
+        case "rev":
+            if axis not in params["dimensions"]:
+                return axis
+        case "sort":
+            if params["dimension"] != axis:
+                return axis
+        case "pad":
+            if tuple(params["padding_config"][axis]) == (0, 0, 0):
+                return axis
+        case "dot_general":
+            return _dotted(eqn, axis, given)
+    raise Together(f"{name} brings rows together")
+
+
+def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
+    numbers: Any = eqn.params["dimension_numbers"]
+    (left, right), (left_batch, right_batch) = numbers
+    ranks: list[int] = [var.aval.ndim for var in eqn.invars]
+    if given[1] == _FREE and axis not in left:
+        if axis in left_batch:
+            return int(list(left_batch).index(axis))
+        free = [d for d in range(ranks[0]) if d not in (*left, *left_batch)]
+        return len(left_batch) + free.index(axis)
+    if given[0] == _FREE and axis not in right and axis not in right_batch:
+        free = [d for d in range(ranks[1]) if d not in (*right, *right_batch)]
+        first = ranks[0] - len(left)
+        return first + free.index(axis)
+    raise Together("dot_general brings rows together (a product of matrices)")
+
+
+def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
+    if given[0] != _FREE:
+        raise Together("it branches on rows")
+    each = [_axes(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
+    found = []
+    for axes in zip(*each, strict=True):
+        mine = {axis for axis in axes if axis != _FREE}
+        if len(mine) > 1:
+            raise Together("cond mixes rows with another axis")
+        found.append(next(iter(mine), _FREE))
+    return found

@@ -1,0 +1,232 @@
+"""The structure of the tree that an optimizer sees, and what of it can travel.
+
+Paths, labels and masks are found by where a leaf is, so a parameter server traces an
+optimizer on a tree of the same structure. Code comes from a coordinator alone; a worker
+tells the structure as plain data: dicts, lists and tuples as what they are, any other
+container as a `Mirror` of the same keys.
+
+A list of ``(gradient, variable)`` pairs has no paths. Its keys say so to whoever asks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, final
+
+import jax
+from jax.tree_util import (
+    DictKey,
+    FlattenedIndexKey,
+    GetAttrKey,
+    SequenceKey,
+    register_pytree_with_keys,
+    tree_flatten_with_path,
+)
+
+from zstrat.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from zstrat.wire import PlainTree
+
+Path = tuple[Any, ...]
+"""Keys of jax, from the root to a leaf."""
+
+
+@final
+class Structure:
+    """A pytree without its leaves, and the path of each of them."""
+
+    def __init__(self, treedef: Any) -> None:
+        self.treedef = treedef
+        numbered = treedef.unflatten(list(range(treedef.num_leaves)))
+        self.paths: list[Path] = [p for p, _ in tree_flatten_with_path(numbered)[0]]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return hash(self.treedef)
+
+    def __repr__(self) -> str:
+        return f"Structure({self.treedef})"
+
+    @staticmethod
+    def of(tree: Any) -> Structure:
+        """That of a pytree, whose leaves are what jax takes for leaves."""
+        return Structure(jax.tree.structure(tree))
+
+    @staticmethod
+    def of_pairs(names: Sequence[str]) -> Structure:
+        """That of a list without paths; ``names`` are for errors."""
+        return Structure(jax.tree.structure(Pairs(range(len(names)), names)))
+
+    def words(self, leaf: int) -> str:
+        """What a message calls a leaf: its path, or nothing if it has none."""
+        path = self.paths[leaf]
+        if any(isinstance(key, Unnamed) for key in path):
+            return ""
+        return jax.tree_util.keystr(path)
+
+    def plain(self) -> PlainTree:
+        """As data that travels; inverse of `from_plain`."""
+        numbered = self.treedef.unflatten(list(range(len(self))))
+        return _plain(numbered)
+
+    @staticmethod
+    def from_plain(plain: PlainTree) -> Structure:
+        """
+        Raises:
+            InvalidArgumentError: It is none.
+        """
+        return Structure(jax.tree.structure(_built(plain, depth=0)))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a tree that was told as data is this very tree: without a `Mirror`
+        in place of a container of another class."""
+        return Structure.from_plain(self.plain()) == self
+
+
+@final
+class Unnamed:
+    """The key of an element of a list that has no paths. Whatever is asked of it, the
+    answer is an error that says what to do."""
+
+    __slots__ = ("_number", "_who")
+
+    def __init__(self, number: int, who: str) -> None:
+        self._number, self._who = number, who
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal()
+
+    def __str__(self) -> str:
+        raise self._refusal()
+
+    def __repr__(self) -> str:
+        return f"<no path: {self._who}>"
+
+    def _refusal(self) -> ValueError:
+        return ValueError(
+            f"the optimizer asks for the path of variable {self._who!r}, and "
+            "apply_gradients was given pairs, which have none: name the tree, as "
+            "zs.Optimizer(transformation, params=params), or give "
+            "apply_gradients(grads, params) two pytrees"
+        )
+
+
+@final
+class Pairs:
+    """A list whose elements have no paths."""
+
+    def __init__(self, values: Iterable[Any], names: Sequence[str]) -> None:
+        self.values, self.names = tuple(values), tuple(names)
+
+
+register_pytree_with_keys(
+    Pairs,
+    lambda pairs: (
+        [
+            (Unnamed(n, name), value)
+            for n, (name, value) in enumerate(
+                zip(pairs.names, pairs.values, strict=True)
+            )
+        ],
+        pairs.names,
+    ),
+    lambda names, values: Pairs(values, names),
+    lambda pairs: (pairs.values, pairs.names),
+)
+
+
+@final
+class Mirror:
+    """A container of a class that is known elsewhere, with the same keys."""
+
+    def __init__(self, keys: Sequence[Any], values: Iterable[Any]) -> None:
+        self.keys, self.values = tuple(keys), tuple(values)
+
+
+register_pytree_with_keys(
+    Mirror,
+    lambda node: (list(zip(node.keys, node.values, strict=True)), node.keys),
+    lambda keys, values: Mirror(keys, values),
+    lambda node: (node.values, node.keys),
+)
+
+_DEPTH = 256
+"""Deeper than any tree of parameters; what travels is not trusted."""
+
+
+def _plain(node: Any) -> PlainTree:
+    match node:
+        case int():
+            return node
+        case None:
+            return ["n"]
+        case Pairs():
+            return ["p", list(node.names), [_plain(x) for x in node.values]]
+        case Mirror():
+            keys, children = [_plain_key(key) for key in node.keys], node.values
+            return ["m", keys, [_plain(x) for x in children]]
+    if type(node) is dict and all(type(key) is str for key in node):
+        return ["d", list(node), [_plain(x) for x in node.values()]]
+    if type(node) is list or type(node) is tuple:
+        return [type(node).__name__[0], [_plain(x) for x in node]]
+    pairs = tree_flatten_with_path(node, is_leaf=lambda other: other is not node)[0]
+    return ["m", [_plain_key(p[0]) for p, _ in pairs], [_plain(x) for _, x in pairs]]
+
+
+def _plain_key(key: Any) -> PlainTree:
+    match key:
+        case DictKey(key=str() | int() as name):
+            return ["d", name]
+        case SequenceKey(idx=number):
+            return ["s", number]
+        case GetAttrKey(name=name):
+            return ["a", name]
+        case FlattenedIndexKey(key=int() as number):
+            return ["f", number]
+    return ["a", str(key)]
+
+
+def _built(plain: PlainTree, depth: int) -> Any:
+    if depth > _DEPTH:
+        raise InvalidArgumentError(f"a tree of variables is over {_DEPTH} deep")
+    match plain:
+        case int():
+            return plain
+        case ["n"]:
+            return None
+        case ["l", [*children]]:
+            return [_built(x, depth + 1) for x in children]
+        case ["t", [*children]]:
+            return tuple([_built(x, depth + 1) for x in children])
+        case ["d", [*keys], [*children]] if len(keys) == len(children):
+            built = [_built(x, depth + 1) for x in children]
+            return dict(zip(map(str, keys), built, strict=True))
+        case ["p", [*names], [*children]] if len(names) == len(children):
+            return Pairs([_built(x, depth + 1) for x in children], [*map(str, names)])
+        case ["m", [*keys], [*children]] if len(keys) == len(children):
+            built = [_built(x, depth + 1) for x in children]
+            return Mirror([_built_key(key) for key in keys], built)
+    raise InvalidArgumentError(f"not the structure of a tree: {plain!r:.80}")
+
+
+def _built_key(plain: PlainTree) -> Any:
+    match plain:
+        case ["d", str() | int() as name]:
+            return DictKey(name)
+        case ["s", int() as number]:
+            return SequenceKey(number)
+        case ["a", str() as name]:
+            return GetAttrKey(name)
+        case ["f", int() as number]:
+            return FlattenedIndexKey(number)
+    raise InvalidArgumentError(f"not the key of a tree: {plain!r:.80}")

@@ -1,0 +1,345 @@
+"""An optax transformation on a tree of given shapes, as flat programs.
+
+``TreeRule`` is a transformation, the structure of its tree, and what its leaves and
+gradients look like. It traces ``init`` and ``update`` abstractly, on the real tree:
+paths, labels, masks and shapes are what the user has in mind. `zstrat.optimizers._cut`
+reads from these programs what each leaf depends on.
+
+A state is a flat list of arrays here. Keys of ``jax.random`` in it are kept as the
+integers that they are made of, which can be saved and sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+import optax
+from jax.tree_util import tree_flatten_with_path
+
+from zstrat.errors import InvalidArgumentError
+
+from ._cut import Cut, owners_in
+from ._jaxprs import flat, masks, primitives
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ._structure import Path, Structure
+
+Shape = jax.ShapeDtypeStruct
+Sizes = tuple[int | None, ...]
+"""For each leaf the length of its first axis, None for its own."""
+
+
+def checked(transformation: Any) -> Any:
+    """The optax transformation itself: of an object that makes one, what it makes.
+
+    Raises:
+        TypeError: It is none.
+    """
+    make = getattr(transformation, "gradient_transformation", None)
+    made = make() if callable(make) else transformation
+    if not all(callable(getattr(made, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            f"zs.Optimizer takes an optax GradientTransformation, as "
+            f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Further arguments of ``update``: a pytree of arrays by name, and what is no
+    array, as it is."""
+
+    treedef: Any
+    kinds: tuple[Shape, ...]
+    static: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def none() -> Extras:
+        """Those of an update that takes none."""
+        return Extras(jax.tree.structure({}), ())
+
+    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """As ``update`` takes them."""
+        return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One array of the state: where it is in it, what it looks like, and of which
+    implementation of ``jax.random`` it is the key, if it is one."""
+
+    path: Path
+    kind: Shape
+    random: str | None
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat program, with what each of its variables depends on.
+
+    Its inputs are, one behind the other, what ``counts`` says: gradients, values,
+    leaves of the state, further arguments. ``mask`` is by variable.
+    """
+
+    closed: Any
+    counts: tuple[int, int, int, int]
+    mask: Mapping[Any, int]
+
+    @functools.cached_property
+    def inputs(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Its variables: gradients, values, state, further arguments."""
+        left = iter(self.closed.jaxpr.invars)
+        g, v, s, x = ([next(left) for _ in range(n)] for n in self.counts)
+        return g, v, s, x
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        """Its results: of ``update`` the new values, then the new state."""
+        return list(self.closed.jaxpr.outvars)
+
+    @property
+    def acts(self) -> str:
+        """The primitive by which it does more than compute, or nothing."""
+        found = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
+        return found[0] if found else ("an effect" if self.closed.effects else "")
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRule:
+    """See the module's docstring.
+
+    ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
+    ``wide``: it is traced with 64 bits, whatever the process computes with.
+    """
+
+    name: str
+    transformation: Any
+    structure: Structure
+    kinds: tuple[Shape, ...]
+    gradients: tuple[Any, ...]
+    extras: Extras = field(default_factory=Extras.none)
+    wide: bool = False
+    _programs: dict[Any, Any] = field(default_factory=dict)
+
+    def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
+        """The leaves of a new state, for a tree of these sizes."""
+        key = ("state", sizes)
+        if key not in self._programs:
+            self._programs[key] = self._state(sizes)
+        found: list[StateLeaf] = self._programs[key][0]
+        return found
+
+    def state_structure(self) -> Any:
+        """The treedef of the state."""
+        self.state()
+        return self._programs["state", None][1]
+
+    def unflattened(self, leaves: Sequence[Any]) -> Any:
+        """The state in optax's own structure, from its leaves."""
+        pairs = zip(leaves, self.state(), strict=True)
+        wrapped = [_wrapped(leaf, about.random) for leaf, about in pairs]
+        return self.state_structure().unflatten(wrapped)
+
+    def owners(self) -> list[int | None]:
+        """For each leaf of the state the leaf of the tree that it belongs to."""
+        if "owners" not in self._programs:
+            self._programs["owners"] = owners_in(self)
+        found: list[int | None] = self._programs["owners"]
+        return found
+
+    def cut(
+        self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
+    ) -> Cut:
+        """How the program of such a tree is cut."""
+        key = ("cut", sizes, dtypes)
+        if key not in self._programs:
+            self._programs[key] = Cut(self, sizes, dtypes)
+        found: Cut = self._programs[key]
+        return found
+
+    def steady(self, generation: int) -> tuple[Any, ...] | None:
+        """The dtypes of the leaves of the state after so many updates: gradients of
+        float32 make moments of a bfloat16 variable float32."""
+        if not generation:
+            return None
+        before = self.steady(generation - 1)
+        states = self.update(None, before).outputs[len(self.kinds) :]
+        return tuple([var.aval.dtype for var in states])
+
+    def init(self, sizes: Sizes | None = None) -> Program:
+        """``values -> state``."""
+        key = ("init", sizes)
+        if key not in self._programs:
+            with self.precision():
+                closed = flat(self._initial, self.values_at(sizes), selects=False)
+            counts = (0, len(self.kinds), 0, 0)
+            self._programs[key] = Program(closed, counts, _by_input(closed))
+        found: Program = self._programs[key]
+        return found
+
+    def update(
+        self,
+        sizes: Sizes | None = None,
+        dtypes: tuple[Any, ...] | None = None,
+        *,
+        selects: bool = False,
+    ) -> Program:
+        """``gradients, values, state, extras -> values, state``.
+
+        Args:
+            dtypes: Of the leaves of the state, None for those of a new one.
+        """
+        key = ("update", sizes, dtypes, selects)
+        if key not in self._programs:
+            self._programs[key] = self._update(sizes, dtypes, selects)
+        found: Program = self._programs[key]
+        return found
+
+    def whole(
+        self,
+        gradients: Sequence[Any],
+        values: Sequence[Any],
+        state: Sequence[Any],
+        extras: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """New values and new state: plain optax on the tree."""
+        unflatten = self.structure.treedef.unflatten
+        params, before = unflatten(list(values)), self.unflattened(state)
+        further = self.extras.arguments(extras)
+        updates, after = self.transformation.update(
+            unflatten(list(gradients)), before, params, **further
+        )
+        self._require_same(before, after)
+        moved = optax.apply_updates(params, updates)
+        found, treedef = jax.tree.flatten(moved)
+        if treedef != self.structure.treedef:
+            raise InvalidArgumentError(
+                f"optimizer {self.name!r} gives updates of another structure than its "
+                f"tree, which is {self.structure.treedef}: {treedef}"
+            )
+        return found, [_unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """In which it is traced and runs."""
+        if not self.wide:
+            return contextlib.nullcontext()
+        return cast("contextlib.AbstractContextManager[object]", jax.enable_x64(True))
+
+    def values_at(self, sizes: Sizes | None) -> list[Shape]:
+        """What the leaves look like in these sizes."""
+        if sizes is None:
+            return list(self.kinds)
+        return [
+            kind if size is None else shaped((size, *kind.shape[1:]), kind.dtype)
+            for kind, size in zip(self.kinds, sizes, strict=True)
+        ]
+
+    def sizes(self, size: int) -> Sizes:
+        """All leaves that have rows, with this number of them."""
+        return tuple([size if kind.shape else None for kind in self.kinds])
+
+    # ---- private -------------------------------------------------------------------
+
+    def _initial(self, *values: Any) -> list[Any]:
+        params = self.structure.treedef.unflatten(list(values))
+        state = self.transformation.init(params)
+        # Copies, because a leaf that is the value would be donated twice.
+        return [_copied(_unwrapped(leaf)) for leaf in jax.tree.leaves(state)]
+
+    def _state(self, sizes: Sizes | None) -> tuple[list[StateLeaf], Any]:
+        seen: list[Any] = []
+
+        def initial(*values: Any) -> list[Any]:
+            params = self.structure.treedef.unflatten(list(values))
+            state = self.transformation.init(params)
+            found, treedef = tree_flatten_with_path(state)
+            seen[:] = [[(path, _implementation(x)) for path, x in found], treedef]
+            return [_unwrapped(leaf) for _, leaf in found]
+
+        with self.precision():
+            kinds = jax.eval_shape(initial, *self.values_at(sizes))
+        about, treedef = seen
+        leaves = [
+            StateLeaf(path, strong(kind), random)
+            for (path, random), kind in zip(about, kinds, strict=True)
+        ]
+        return leaves, treedef
+
+    def _update(
+        self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None, selects: bool
+    ) -> Program:
+        values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
+        if dtypes is not None:
+            pairs = zip(state, dtypes, strict=True)
+            state = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+        pairs = zip(values, self.gradients, strict=True)
+        gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+        counts = (len(values), len(values), len(state), len(self.extras.kinds))
+
+        def update(*given: Any) -> list[Any]:
+            left = iter(given)
+            g, v, s, x = ([next(left) for _ in range(n)] for n in counts)
+            moved, after = self.whole(g, v, s, x)
+            return [*moved, *after]
+
+        arguments = [*gradients, *values, *state, *self.extras.kinds]
+        with self.precision():
+            closed = flat(update, arguments, selects=selects)
+        return Program(closed, counts, _by_input(closed))
+
+    def _require_same(self, before: Any, after: Any) -> None:
+        had: Any = jax.tree.structure(before)
+        made: Any = jax.tree.structure(after)
+        if had != made:
+            raise TypeError(
+                f"optimizer {self.name!r} keeps {had}, and its update returns {made}: "
+                "a transformation returns a state of the structure that it was given"
+            )
+
+
+def shaped(dims: Sequence[int], dtype: Any) -> Shape:
+    """An array without a value."""
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    found: Shape = made(tuple(dims), dtype)
+    return found
+
+
+def strong(kind: Any) -> Shape:
+    """Without a weak type, which would make equal states look different."""
+    return shaped(kind.shape, kind.dtype)
+
+
+def _by_input(closed: Any) -> Mapping[Any, int]:
+    inputs = len(closed.jaxpr.invars)
+    return masks(closed.jaxpr, [1 << n for n in range(inputs)])
+
+
+def _copied(leaf: Any) -> Any:
+    return jax.lax.convert_element_type(jax.numpy.copy(leaf), leaf.dtype)
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _implementation(leaf: Any) -> str | None:
+    leaf = jax.numpy.asarray(leaf)
+    return str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+
+
+def _unwrapped(leaf: Any) -> Any:
+    leaf = jax.numpy.asarray(leaf)
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _wrapped(leaf: Any, random: str | None) -> Any:
+    if random is None:
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=random)
