@@ -7,7 +7,9 @@ from ._binding import Binding as Binding
 from ._cut import Coupling as Coupling
 from ._cut import Cut as Cut
 from ._leaf import LeafRule as LeafRule
+from ._padding import dependence_on_padding as dependence_on_padding
 from ._structure import Structure as Structure
 from ._tree import Extras as Extras
 from ._tree import TreeRule as TreeRule
 from ._tree import checked as checked
+from ._tree import takes_extras as takes_extras

@@ -213,23 +213,27 @@ def _by_leaf(
             frontier |= common[number][0]
         slots.append(LeafSlots(own[leaf], tuple(sorted(kept))))
         frontiers.append(frozenset(frontier))
-    return None, _adopted(slots, shared, frontiers, common)
+    return None, _adopted(rule, slots, shared, frontiers, common)
 
 
 def _adopted(
+    rule: TreeRule,
     slots: list[LeafSlots],
     shared: Sequence[int],
     frontiers: list[frozenset[Any]],
     common: dict[int, tuple[set[Any], set[int]]],
 ) -> _Found:
-    """What no leaf looks at is advanced with the first one: somebody may read it."""
+    """What no leaf looks at is advanced with all of them, as somebody may read it; with
+    the first one alone if it is large."""
     used = {n for each in slots for n in each.shared}
-    rest = {n for n in shared if n not in used}
-    if rest and slots:
-        needs = set(rest).union(*[common[n][1] for n in rest])
-        kept = tuple(sorted({*slots[0].shared, *needs}))
-        slots[0] = LeafSlots(slots[0].own, kept)
-        frontiers[0] = frontiers[0].union(*[common[n][0] for n in needs])
+    about = rule.state()
+    for number in [n for n in shared if n not in used]:
+        frontier, needs = common[number]
+        is_small = _count(about[number].kind.shape) <= _SMALL
+        for leaf in range(len(slots) if is_small else 1):
+            kept = tuple(sorted({*slots[leaf].shared, *needs}))
+            slots[leaf] = LeafSlots(slots[leaf].own, kept)
+            frontiers[leaf] |= frontier
     return slots, frontiers
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,15 +18,13 @@ from jax.tree_util import keystr
 
 from ._jaxprs import Part
 from ._rows import ROWS, dependence_on_rows
+from ._tree import GENERATIONS, shaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._cut import Cut
     from ._tree import Shape, Sizes, TreeRule
-
-GENERATIONS: Final = 4
-"""How often the dtypes of a state may change before they have to stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,34 @@ class LeafRule:
             for name, n in zip(names, found, strict=True)
         )
 
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the slots, in order."""
+        return tuple([slot.name for slot in self.slots])
+
+    @functools.cached_property
+    def has_rows(self) -> tuple[bool, ...]:
+        """Of which of them the first axis is the leaf's own."""
+        return tuple([slot.rows for slot in self.slots])
+
     def kinds(self, size: int | None = None) -> list[Shape]:
         """What new slots look like, of a leaf with so many rows."""
         about = self.tree.state(self._sizes(size))
         return [about[slot.state].kind for slot in self.slots]
+
+    def steady_kinds(self, size: int | None = None) -> list[Shape]:
+        """What slots look like that keep their dtypes from the first update on."""
+        kinds = self.kinds(size)
+        known = self.tree.settled()
+        if known is None:
+            return kinds
+        pairs = zip(kinds, self.slots, strict=True)
+        return [shaped(kind.shape, known[slot.state]) for kind, slot in pairs]
+
+    @functools.cached_property
+    def begins_together(self) -> bool:
+        """Whether new slots are made of the values of other leaves, too."""
+        return bool(self._initial_part(None)[0].missing)
 
     def init(self, value: Any) -> list[Any]:
         """New slots beside a value.
@@ -75,17 +97,19 @@ class LeafRule:
         Raises:
             ValueError: They depend on the values of other leaves.
         """
-        sizes = self._sizes(value.shape[0] if value.shape else None)
-        program = self.tree.init(sizes)
-        mine = program.inputs[1][self.leaf]
-        wanted = [program.outputs[slot.state] for slot in self.slots]
-        part = Part(program.closed, wanted, [mine])
+        part, mine = self._initial_part(value.shape[0] if value.shape else None)
         if part.missing:
             raise ValueError(
                 f"optimizer {self.tree.name!r} begins with something that it makes of "
                 "several variables"
             )
         return part.run({mine: value})
+
+    def _initial_part(self, size: int | None) -> tuple[Part, Any]:
+        program = self.tree.init(self._sizes(size))
+        mine = program.inputs[1][self.leaf]
+        wanted = [program.outputs[slot.state] for slot in self.slots]
+        return Part(program.closed, wanted, [mine]), mine
 
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]

@@ -73,11 +73,8 @@ def dependence_on_rows(rule: LeafRule) -> str:
     for slot, one, two in zip(rule.slots, before, kinds, strict=True):
         if not slot.rows and one.shape != two.shape:
             return f"it keeps {slot.name}, whose shape depends on the number of rows"
-    if not _same(here.jaxpr, there.jaxpr, rows, other):
+    if not same_but_for(here, there, rows, other):
         return "it computes with the number of rows, or decides by it"
-    for first, second in zip(here.consts, there.consts, strict=True):
-        if not np.array_equal(np.asarray(first), np.asarray(second)):
-            return "it computes with the number of rows"
     try:
         _go_through(rule, there, other)
     except Together as found:
@@ -86,6 +83,15 @@ def dependence_on_rows(rule: LeafRule) -> str:
 
 
 # ---- do two traces agree -------------------------------------------------------------
+
+
+def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
+    """Whether two programs are equal but that one has ``rows`` where the other has
+    ``other``."""
+    return _same(one.jaxpr, two.jaxpr, rows, other) and all(
+        np.array_equal(np.asarray(a), np.asarray(b))
+        for a, b in zip(one.consts, two.consts, strict=True)
+    )
 
 
 def _same(one: Any, two: Any, rows: int, other: int) -> bool:

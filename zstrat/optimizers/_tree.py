@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import jax
 import optax
@@ -35,6 +35,10 @@ Sizes = tuple[int | None, ...]
 """For each leaf the length of its first axis, None for its own."""
 
 
+GENERATIONS: Final = 4
+"""How often the dtypes of a state may change before they have to stay as they are."""
+
+
 def checked(transformation: Any) -> Any:
     """The optax transformation itself: of an object that makes one, what it makes.
 
@@ -49,6 +53,11 @@ def checked(transformation: Any) -> Any:
             f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
         )
     return made
+
+
+def takes_extras(transformation: Any) -> bool:
+    """Whether its update may want further arguments."""
+    return isinstance(transformation, optax.GradientTransformationExtraArgs)
 
 
 @dataclass(frozen=True)
@@ -172,6 +181,25 @@ class TreeRule:
         before = self.steady(generation - 1)
         states = self.update(None, before).outputs[len(self.kinds) :]
         return tuple([var.aval.dtype for var in states])
+
+    def settled(self) -> tuple[Any, ...] | None:
+        """Those that stay as they are; None for those of a new state.
+
+        Raises:
+            TypeError: They change with every update.
+        """
+        for generation in range(GENERATIONS):
+            known = self.steady(generation)
+            if known is None:
+                now = tuple([leaf.kind.dtype for leaf in self.state()])
+            else:
+                now = known
+            if self.steady(generation + 1) == now:
+                return known
+        raise TypeError(
+            f"the dtypes of the state of optimizer {self.name!r} change with every "
+            "update"
+        )
 
     def init(self, sizes: Sizes | None = None) -> Program:
         """``values -> state``."""

@@ -10,6 +10,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from zstrat.variables import (
+    GradientCall,
     Optimizer,
     Recorder,
     Table,
@@ -99,6 +100,9 @@ class _Alone:
         if optimizer is not None or not _is_own(table.components[0]):
             index, rows = self._team.aggregate(table.components[0], op, operands)
         self.outer.update_rows(table, op, (index, rows), optimizer)
+
+    def optimize(self, call: GradientCall) -> None:
+        self.outer.optimize(self._team.aggregate_call(call))
 
     def drew(self, leaf: object) -> bool:
         return self.outer.drew(leaf)

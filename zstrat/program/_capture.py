@@ -25,13 +25,13 @@ is that copy; outside of it, all copies are known, and the value is the first on
 from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.variables import recorder
+from zstrat.variables import lives_here, operands_of, recorder, require_servers
 from zstrat.wire._messages import UpdateOp
 
 from . import _refusals
@@ -41,14 +41,14 @@ from ._fresh import current_trace, fresh
 from ._moves import Moves, is_here, moved, rows_of
 from ._narrow import marked
 from ._one_copy import change, copy_home, row_of
-from ._where import here
+from ._where import claimed, here
 from ._writes import Recorded as Recorded
 from ._writes import Write, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Optimizer, Table, Variable
+    from zstrat.variables import GradientCall, Optimizer, Table, Variable
 
     from ._feeds import Feed
     from ._iterator import StepIterator
@@ -74,7 +74,8 @@ class Capture:
 
     ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
     order of the body; each variable is read once. ``moves`` are the updates of
-    variables that live here, which are not among ``updates``. ``own`` are the last
+    variables that live here, which are not among ``updates``; ``calls`` the gradients
+    that parameter servers apply. ``own`` are the last
     values of copies that a replica has updated for itself, by key of the variable.
 
     ``is_region``: of a part of a step, whose updates go on to the capture of the step.
@@ -93,6 +94,7 @@ class Capture:
         self.draws: list[int] = []
         self.own: dict[int, tuple[Variable, jax.Array]] = {}
         self.moves = Moves(feed)
+        self.calls: list[GradientCall] = []
         self.asked_context = False
         self._is_region = is_region
         self._drawn: list[Any] = []
@@ -229,6 +231,51 @@ class Capture:
         self._note(
             Recorded(table.components, op, operands, optimizer, here(), table=table)
         )
+
+    def optimize(self, call: GradientCall) -> None:
+        """Writes gradients of a tree down: what lives here is moved at once, all of it
+        together; what lives on parameter servers is updated there, each variable by
+        itself.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+            ValueError: The optimizer cannot do this to these variables.
+        """
+        call = replace(call, where=call.where or here())
+        variables = call.variables
+        if not self._is_home():
+            raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
+        arrays, optimizer = call.arrays, call.optimizer
+        noted = partial(Recorded, optimizer=optimizer, where=call.where)
+        if self._is_region:
+            op = UpdateOp.OPTIMIZE
+            self._note(noted(variables, op, operands=arrays, call=call))
+        elif lives_here(call):
+            self.moves.optimize(call, self._current)
+            for variable in variables:
+                key = variable.spec.key
+                self._values[key] = self.moves.values[key][1]
+            self._scope.enter_context(fresh())
+        else:
+            self._send(call, noted)
+
+    def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
+        """Updates of variables on parameter servers."""
+        rule = call.rule(is_here=False)
+        require_servers(call, rule)
+        self.calls.append(call)
+        operands = tuple(operands_of(call, rule))
+        if operands:
+            op = UpdateOp.OPERANDS
+            self.updates.append(noted(call.variables, op, operands))
+        with claimed(call.where):
+            for _, target, sparse, arrays in call.leaves():
+                if sparse:
+                    op, rows = UpdateOp.OPTIMIZE_ROWS, (arrays[0], arrays[1])
+                    target._record_rows(self, op, rows, call.optimizer)
+                else:
+                    op = UpdateOp.OPTIMIZE
+                    target._record(self, op, arrays[0], call.optimizer)
 
     def draw(self, iterator: StepIterator) -> Any:
         """The next element of an iterator among the arguments, as the trace sees it.

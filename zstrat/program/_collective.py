@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.variables import (
+    GradientCall,
     IndexedSlices,
     Variable,
     VariableAggregation,
@@ -123,6 +124,24 @@ class Team:
             sums = self.reduced(cut_for_mean(operand, self.size), mean=False)
             return (mean_of_cut(sums, self.size).astype(operand.dtype),)
         return (self.reduced(operands, mean)[0].astype(operand.dtype),)
+
+    def aggregate_call(self, call: GradientCall) -> GradientCall:
+        """The gradients of all the replicas together: their sums, unless they are the
+        same in all of them already. Of further arguments the mean, or what the first
+        replica has of those that are no floats."""
+        if self.size == 1:
+            return call
+        if call.is_reduced:
+            return call.with_arrays(self._first(call.arrays))
+        arrays: list[jax.Array] = []
+        for _, target, sparse, mine in call.leaves():
+            op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
+            arrays += self.aggregate(target.components[0], op, mine)
+        further = [jnp.asarray(x) for x in call.further]
+        floats = iter(self.reduced([x for x in further if x.dtype.kind == "f"], True))
+        firsts = iter(self._first([x for x in further if x.dtype.kind != "f"]))
+        arrays += [next(floats if x.dtype.kind == "f" else firsts) for x in further]
+        return call.with_arrays(arrays)
 
     def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
         """Sums or means of arrays. Means of integers are floats."""

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zstrat.variables import AbstractVariable, IndexedSlices, Variable, is_staging
+from zstrat.variables import (
+    AbstractVariable,
+    IndexedSlices,
+    Variable,
+    is_staging,
+    rows_of_component,
+)
 
 from ._eager import Immediate
 from ._substitution import Met, Substitution
 from ._survey import Survey, Surveyed
-from ._writes import rows_of_component
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -125,6 +125,9 @@ def _plan(
             for lookup in capture.lookups
         ),
         tuple(capture.moves.notes),
+        calls=tuple(
+            [call.with_arrays([None] * len(call.arrays)) for call in capture.calls]
+        ),
     )
 
 

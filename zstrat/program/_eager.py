@@ -12,6 +12,7 @@ import numpy as np
 from zstrat.variables import (
     DeviceHome,
     Gathering,
+    apply_now,
     is_staging,
     read_parts,
     recorder,
@@ -25,7 +26,14 @@ from ._fresh import current_trace
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Home, HomeRows, Optimizer, Table, Variable
+    from zstrat.variables import (
+        GradientCall,
+        Home,
+        HomeRows,
+        Optimizer,
+        Table,
+        Variable,
+    )
     from zstrat.wire._messages import UpdateOp
 
     from ._iterator import StepIterator
@@ -104,6 +112,17 @@ class Immediate:
             update_all(updates)
         elif updates:
             self._home.update_many(updates)
+
+    def optimize(self, call: GradientCall) -> None:
+        arrays = call.arrays
+        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in arrays):
+            raise _refusals.update_inside(call.variables[0].spec, "apply_gradients")
+        # Copies: on a CPU they would share the memory of what was computed.
+        host = call.with_arrays([np.array(x, order="C") for x in arrays])
+        for _, target, sparse, mine in host.leaves():
+            if sparse:
+                target.table.require_inside(mine[0])
+        apply_now(host, self._home)
 
     def draw(self, iterator: StepIterator) -> Any:
         if self._is_inside():

@@ -21,6 +21,7 @@ from zstrat.variables import (
     TableLayout,
     Variable,
     is_staging,
+    reaching,
     recorder,
 )
 from zstrat.variables._convert import require_traceable, traced_ids
@@ -28,7 +29,6 @@ from zstrat.variables._convert import require_traceable, traced_ids
 from . import _refusals
 from ._eager import Immediate
 from ._substitution import Substitution
-from ._writes import reaching
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

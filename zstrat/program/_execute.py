@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.variables import read_all, read_parts, update_all
+from zstrat.variables import Binds, read_all, read_parts, update_all
 
 from ._compile import Program
 from ._eager import Immediate
@@ -261,6 +261,10 @@ def _outgoing(plan: Plan, operands: Sequence[Sequence[jax.Array]]) -> list[StepU
 def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     if not updates:
         return  # as of every step whose variables live here
+    for call in plan.calls:
+        for home in {id(v.home): v.home for v in call.variables}.values():
+            assert isinstance(home, Binds), home
+            home.bind(call)
     handles = {v.spec.key: v for variables, _ in plan.targets for v in variables}
     rules = {rule.id: rule for _, rule in plan.targets if rule is not None}
     waiting: dict[int, Any] = {}

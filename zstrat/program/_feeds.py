@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 
 from . import _refusals
-from ._moves import slots_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Optimizer, Table, Variable, VariableSpec
+    from zstrat.variables import SlotRule, Table, Variable, VariableSpec
 
     from ._iterator import Element, StepIterator
     from ._moves import SlotsKey
@@ -33,7 +32,7 @@ class Feed(Protocol):
         """The rows of the lookup of this number, for ids of this shape."""
         ...
 
-    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
         """What the optimizer keeps beside a variable of this process before the
         step."""
         ...
@@ -64,9 +63,9 @@ class Discovery:
         del number
         return self._abstract((*shape, *table.shape[1:]), table.dtype)
 
-    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
-        like = slots_like(variable, optimizer)
-        return jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), like)
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        del variable
+        return [self._abstract(kind.shape, kind.dtype) for kind in rule.kinds]
 
     def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         seen = jax.dtypes.canonicalize_dtype(dtype)
@@ -84,7 +83,7 @@ class Replay:
         values: dict[int, jax.Array],
         elements: Sequence[Any],
         rows: Sequence[jax.Array] = (),
-        slots: Mapping[SlotsKey, Any] | None = None,
+        slots: Mapping[SlotsKey, list[Any]] | None = None,
     ) -> None:
         self._step = step
         self._values = values
@@ -110,9 +109,9 @@ class Replay:
             raise _refusals.changed(self._step, f"it looks up other rows of {table}")
         return self._rows[number]
 
-    def slots(self, variable: Variable, optimizer: Optimizer) -> Any:
-        key = variable.spec.key, optimizer.id
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        key = variable.spec.key, rule.id
         if key not in self._slots:
-            what = f"{optimizer!r} moves {variable.spec}"
+            what = f"{rule.optimizer!r} moves {variable.spec}"
             raise _refusals.changed(self._step, what)
         return self._slots[key]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, Sharding
 
-    from zstrat.variables import Optimizer, Residence, Variable
+    from zstrat.variables import Residence, SlotRule, Variable
 
     from ._plan import Plan
     from ._programs import Draws
@@ -39,13 +39,15 @@ class Held:
         self,
         plan: Plan,
         moved: Sequence[Variable],
-        slots: Sequence[tuple[Variable, Optimizer]],
+        slots: Sequence[tuple[Variable, SlotRule]],
     ) -> None:
         self._plan = plan
         self._moved = moved
         self._moves = bool(moved)
         self._moved_homes = [_home(variable) for variable in moved]
-        self._slot_homes = [(_home(variable), rule) for variable, rule in slots]
+        self._slot_homes = [
+            (_home(variable), rule, variable.name) for variable, rule in slots
+        ]
         self._homes = [variable.home for variable in plan.variables]
         homes = [*self._homes, *[variable.home for variable in moved]]
         self._here = [home for home in homes if isinstance(home, DeviceHome)]
@@ -153,16 +155,16 @@ class Held:
 
     def put_shardings(self) -> tuple[list[Any], list[Any]]:
         """Those of the next values, and of the slots of each optimizer."""
-        slots = [home.residence.sharding for home, _ in self._slot_homes]
+        slots = [home.residence.sharding for home, _, _ in self._slot_homes]
         return [home.sharding for home in self._moved_homes], slots
 
     def slots(self) -> list[Any]:
         """What each optimizer keeps beside each variable that it moves."""
-        return [home.slots(rule) for home, rule in self._slot_homes]
+        return [home.slot_leaves(rule, name) for home, rule, name in self._slot_homes]
 
     def slot_leaves(self) -> list[Any]:
         """All leaves of it in a row."""
-        return [x for home, rule in self._slot_homes for x in home.slot_leaves(rule)]
+        return [x for leaves in self.slots() for x in leaves]
 
     def moved_reads(self) -> list[int]:
         """The numbers of these reads, in the order in which `put` takes their next
@@ -194,7 +196,7 @@ class Held:
         """Twice is as once."""
         for home, value in zip(self._moved_homes, values, strict=True):
             home.take_over(value)
-        for (home, rule), leaves in zip(self._slot_homes, slots, strict=True):
+        for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
             home.take_over_slots(rule, leaves)
         for residence, number in zip(self._residences, steps, strict=True):
             residence.steps = number

@@ -11,9 +11,8 @@ them; what is shared (a count) moves with each update.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,29 +20,26 @@ import jax.numpy as jnp
 from zstrat.variables import (
     ABSENT,
     DeviceHome,
-    optimized,
-    require_by_rows,
-    row_leaves,
+    TreeStep,
+    reaching,
+    rows_of_component,
 )
 from zstrat.wire._messages import UpdateOp
 
 from ._copies import is_apart
 from ._narrow import marked
-from ._writes import after, reaching, rows_of_component
+from ._writes import after
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.variables import Optimizer, Table, Variable
+    from zstrat.variables import GradientCall, SlotRule, Table, Variable
 
     from ._feeds import Feed
     from ._writes import Recorded
 
 SlotsKey = tuple[int, int]
 """The key of a variable and the number of an optimizer."""
-
-# jax's stubs leave it untyped.
-_Abstract: Final[Any] = jax.ShapeDtypeStruct
 
 
 def is_here(variable: Variable) -> bool:
@@ -61,7 +57,7 @@ class Moves:
 
     def __init__(self, feed: Feed) -> None:
         self.values: dict[int, tuple[Variable, jax.Array]] = {}
-        self.slots: dict[SlotsKey, tuple[Variable, Optimizer, Any]] = {}
+        self.slots: dict[SlotsKey, tuple[Variable, SlotRule, list[Any]]] = {}
         self.notes: list[tuple[tuple[Any, ...], UpdateOp]] = []
         self._feed = feed
 
@@ -74,10 +70,8 @@ class Moves:
         for number, variable in enumerate(update.variables):
             if update.op is UpdateOp.ASSIGN and not is_apart(variable):
                 value = update.operands[0]  # whatever it was before
-            elif update.optimizer is None:
-                value = _plain(update, number, variable, current(variable))
             else:
-                value = self._optimized(update, number, current(variable))
+                value = _plain(update, number, variable, current(variable))
             self.values[variable.spec.key] = (variable, value)
         specs = tuple([variable.spec for variable in update.variables])
         self.notes.append((specs, update.op))
@@ -87,33 +81,33 @@ class Moves:
         self.values[variable.spec.key] = (variable, copies)
         self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
 
-    def _optimized(self, update: Recorded, number: int, value: jax.Array) -> jax.Array:
-        variable, optimizer = update.variables[number], update.optimizer
-        assert optimizer is not None
-        key = variable.spec.key, optimizer.id
-        if key not in self.slots:
-            slots = self._feed.slots(variable, optimizer)
-        else:
-            slots = self.slots[key][2]
+    def optimize(
+        self, call: GradientCall, current: Callable[[Variable], jax.Array]
+    ) -> None:
+        """Makes the next values and slots of all variables of a call, together."""
+        step = TreeStep(_marked(call))
+        rules = [(each.variable, each.rule) for each in step.components]
+        values = [current(variable) for variable, _ in rules]
+        slots = [self._slots_of(variable, rule) for variable, rule in rules]
+        moved, kept = step(values, slots, _marked(call))
+        for (variable, rule), value, leaves in zip(rules, moved, kept, strict=True):
+            key = variable.spec.key
+            self.values[key] = variable, value
+            self.slots[key, rule.id] = variable, rule, leaves
+        specs = tuple([variable.spec for variable, _ in rules])
+        self.notes.append((specs, UpdateOp.OPTIMIZE))
 
-        def one(value: jax.Array) -> tuple[jax.Array, Any]:
-            if update.op is UpdateOp.OPTIMIZE:
-                rule = optimizer.transformation
-                return optimized(rule, update.operands[0], slots, value)
-            indices, rows = update.operands
-            assert update.table is not None
-            indices = rows_of_component(update.table, number, indices)
-            return _rows_moved(optimizer, value, slots, indices, rows)
+    def _slots_of(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        known = self.slots.get((variable.spec.key, rule.id))
+        return self._feed.slots(variable, rule) if known is None else known[2]
 
-        if value.ndim > len(variable.shape):
-            # The optimizer keeps one state for all copies, as they get one gradient.
-            value, several = jax.vmap(one)(value)
-            kept = jax.tree.map(lambda leaf: leaf[0], several)
-        else:
-            value, kept = one(value)
-        _require_same_structure(variable, slots, kept)
-        self.slots[key] = variable, optimizer, kept
-        return value
+
+def _marked(call: GradientCall) -> GradientCall:
+    """With indices of rows that have to fit 32 bits."""
+    arrays: list[Any] = []
+    for _, _, sparse, mine in call.leaves():
+        arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
+    return call.with_arrays([*arrays, *call.further])
 
 
 def rows_of(
@@ -133,25 +127,6 @@ def rows_of(
     rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
     shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
     return shaped
-
-
-def _require_same_structure(variable: Variable, before: Any, after: Any) -> None:
-    had: Any = jax.tree.structure(before)
-    made: Any = jax.tree.structure(after)
-    if had != made:
-        raise TypeError(
-            f"the optimizer of variable {variable.name!r} keeps {had}, and its update "
-            f"returns {made}: a transformation returns a state of the structure that "
-            "it was given"
-        )
-
-
-def slots_like(variable: Variable, optimizer: Optimizer) -> Any:
-    """Shapes and dtypes of what the optimizer keeps beside the variable."""
-    dtype: Any = jax.dtypes.canonicalize_dtype(variable.dtype)
-    return jax.eval_shape(
-        optimizer.transformation.init, _Abstract(variable.shape, dtype)
-    )
 
 
 def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
@@ -174,37 +149,3 @@ def _plain(
         return moved(update.op, operands, value)
     each: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)
     return each
-
-
-def _rows_moved(
-    optimizer: Optimizer,
-    value: jax.Array,
-    slots: Any,
-    indices: jax.Array,
-    rows: jax.Array,
-) -> tuple[jax.Array, Any]:
-    """Value and slots after a step on these rows; those behind the last one are left
-    out. Gradients of the same row are summed first."""
-    transformation = optimizer.transformation
-    require_by_rows(optimizer)
-    height, count = value.shape[0], indices.shape[0]
-    follows = row_leaves(transformation, value.shape, value.dtype)
-    unique, inverse = jnp.unique(
-        indices, size=count, fill_value=height, return_inverse=True
-    )
-    summed = jax.ops.segment_sum(rows, inverse.reshape(-1), num_segments=count)
-    at = functools.partial(_at, unique)
-    here = jax.tree.map(lambda leaf, f: at(leaf) if f else leaf, slots, follows)
-    moved, kept = optimized(transformation, summed, here, at(value))
-    slots = jax.tree.map(
-        lambda leaf, new, f: leaf.at[unique].set(new, mode="drop") if f else new,
-        slots,
-        kept,
-        follows,
-    )
-    return value.at[unique].set(moved, mode="drop"), slots
-
-
-def _at(indices: jax.Array, array: jax.Array) -> jax.Array:
-    rows: jax.Array = array.at[indices].get(mode="clip")
-    return rows

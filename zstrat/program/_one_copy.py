@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zstrat.variables import CopyHome
+from zstrat.variables import CopyHome, reaching
 
 from ._copies import apart_from_now, copies_of, keep_copies
 from ._moves import moved
 from ._narrow import marked
-from ._writes import reaching
 
 if TYPE_CHECKING:
     import jax

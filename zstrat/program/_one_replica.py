@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zstrat.variables import Optimizer, Table, Variable, recorder
+from zstrat.variables import GradientCall, Optimizer, Table, Variable, recorder
 
 from ._capture import Capture
 from ._collective import AXIS
@@ -80,6 +80,9 @@ class OneReplica:
     ) -> None:
         index, rows = self._team.aggregate(table.components[0], op, operands)
         self.capture.update_rows(table, op, (index, rows), optimizer)
+
+    def optimize(self, call: GradientCall) -> None:
+        self.capture.optimize(self._team.aggregate_call(call))
 
     def drew(self, leaf: object) -> bool:
         del leaf  # nothing is drawn in here

@@ -24,7 +24,13 @@ from ._structure import ResultLayout, Structure, split
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import Optimizer, Table, Variable, VariableSpec
+    from zstrat.variables import (
+        GradientCall,
+        Optimizer,
+        Table,
+        Variable,
+        VariableSpec,
+    )
     from zstrat.wire._messages import UpdateOp
 
     from ._capture import Capture
@@ -108,7 +114,7 @@ class Plan:
     optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
     are updates that are part of the program: what is updated, and how. ``narrowed`` are
     leaves of arguments and elements that have to fit 32 bits: by number, with their
-    place in words.
+    place in words. ``calls`` are the trees of gradients that parameter servers apply.
     """
 
     function: str
@@ -125,6 +131,7 @@ class Plan:
     lookups: tuple[PlannedLookup, ...] = ()
     moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
     narrowed: Mapping[int, str] = field(default_factory=dict)
+    calls: tuple[GradientCall, ...] = ()
 
     @property
     def has_lookups(self) -> bool:

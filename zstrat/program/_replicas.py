@@ -148,7 +148,9 @@ def passed_on(
 ) -> None:
     """Updates that were made in a region, with operands outside of it."""
     for update, combined in zip(updates, operands, strict=True):
-        if update.table is not None:
+        if update.call is not None:
+            outside.optimize(update.call.with_arrays(combined))
+        elif update.table is not None:
             index, new = combined
             outside.update_rows(update.table, update.op, (index, new), update.optimizer)
         else:

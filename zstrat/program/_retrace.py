@@ -20,7 +20,6 @@ from ._capture import Capture
 from ._feeds import Replay
 from ._flow import Flow
 from ._held import Held
-from ._moves import slots_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -165,7 +164,7 @@ def staged(
         held,
         held.mark,
         [_kept(variable) for variable in plan.variables],
-        [slots_like(variable, rule) for variable, rule in kept.values()],
+        [list(rule.kinds) for _, rule in kept.values()],
         mesh,
     )
 

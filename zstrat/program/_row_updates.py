@@ -45,10 +45,21 @@ def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepU
         IndexError: The table has no such row. Names it and the user's line.
     """
     arrays = tuple([np.asarray(array) for array in operands])
+    if update.op is UpdateOp.OPERANDS:
+        return shared(update, arrays)
     if update.table is None:
         return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
     indices, rows = arrays
     return split(update, indices, rows)
+
+
+def shared(update: PlannedUpdate, arrays: tuple[np.ndarray, ...]) -> list[StepUpdate]:
+    """What the updates of an optimizer share: once for each parameter server."""
+    firsts = {spec.ps: spec for spec in reversed(update.specs)}
+    return [
+        StepUpdate(spec, update.op, update.optimizer, arrays)
+        for spec in firsts.values()
+    ]
 
 
 def parted(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import Optimizer, Recorder, Table, Variable
+    from zstrat.variables import GradientCall, Optimizer, Recorder, Table, Variable
     from zstrat.wire._messages import UpdateOp
 
     from ._iterator import StepIterator
@@ -160,6 +160,10 @@ class Substitution:
         optimizer: Optimizer | None,
     ) -> None:
         raise _refusals.update_inside(table, op.name)
+
+    def optimize(self, call: GradientCall) -> None:
+        first = call.variables[0].spec
+        raise _refusals.update_inside(first, "an update by an optimizer")
 
     def draw(self, iterator: StepIterator) -> Any:
         raise _refusals.draw_inside()

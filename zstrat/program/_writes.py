@@ -12,20 +12,21 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from zstrat.variables import TableLayout
+from zstrat.variables import reaching, rows_of_component
 from zstrat.wire._messages import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.variables import Optimizer, Table, Variable
+    from zstrat.variables import GradientCall, Optimizer, Table, Variable
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """One update: what the step did, and the user's line that did it.
 
-    ``variables`` is the one that is updated or, with a ``table``, its components.
+    ``variables`` is the one that is updated or, with a ``table``, its components; with
+    a ``call``, all that the gradients are of, whose operands are in a row.
     """
 
     variables: tuple[Variable, ...]
@@ -34,6 +35,7 @@ class Recorded:
     optimizer: Optimizer | None
     where: str
     table: Table | None = None
+    call: GradientCall | None = None
 
     @property
     def variable(self) -> Variable:
@@ -61,25 +63,6 @@ def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
             )
         value = after(value, update.op, operands)
     return value
-
-
-def rows_of_component(table: Table, component: int, indices: jax.Array) -> jax.Array:
-    """Indices of the table as rows of one component; those of others are behind its
-    last row, where jax drops them."""
-    height = table.components[component].shape[0]
-    indices = reaching(indices)
-    if table.layout is TableLayout.MOD:
-        count = len(table.components)
-        mine = (indices % count == component) & (indices >= 0)
-        return jnp.where(mine, indices // count, height)
-    first = int(table.offsets[component])
-    inside = (indices >= first) & (indices < first + height)
-    return jnp.where(inside, indices - first, height)
-
-
-def reaching(indices: jax.Array) -> jax.Array:
-    """Indices of a dtype that reaches beyond the last row."""
-    return indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
 
 
 def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:

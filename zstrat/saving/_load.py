@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from zstrat.checkpoint import TensorReader, verify
+from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
-from zstrat.variables import InProcess, initial_slots
-from zstrat.wire import LoadEntry, StoreEntry
+from zstrat.variables import Beside, InProcess
+from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
 from ._progress import Progress
 from ._servers import cluster_of
@@ -213,7 +214,7 @@ def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> N
         mine[id(variable)].append((each, start))
     for number, variable in variables.items():
         value: np.ndarray | None = None
-        slots: dict[Optimizer, dict[str, np.ndarray] | None] = {}
+        slots: dict[Optimizer, Beside | None] = {}
         for each, start in mine[number]:
             if each.optimizer is None and each.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
@@ -221,14 +222,43 @@ def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> N
             elif each.optimizer is not None:
                 slots.setdefault(each.optimizer, None)
                 if each.tensor is not None:
-                    named = slots[each.optimizer] or initial_slots(
-                        each.optimizer, variable.shape, variable.dtype
+                    beside = slots[each.optimizer] or Beside((), [], ())
+                    array = _slot(variable, each, start, files)
+                    slots[each.optimizer] = Beside(
+                        (*beside.names, each.leaf),
+                        [*beside.leaves, array],
+                        (*beside.rows, each.tensor.by_rows),
                     )
-                    slots[each.optimizer] = named
-                    _fill(named[each.leaf], each.tensor, start, files)
         home = variable.home
         assert isinstance(home, InProcess)
         home.put(value, slots)
+
+
+def _slot(variable: Variable, load: Load, start: int, files: _Files) -> np.ndarray:
+    """An array that an optimizer keeps beside a variable of this process.
+
+    Raises:
+        InvalidArgumentError: Some of its rows are not stored, and the optimizer does
+            not know its tree yet, which would say what they begin with.
+    """
+    tensor, optimizer = load.tensor, load.optimizer
+    assert tensor is not None
+    assert optimizer is not None
+    rows = variable.shape[:1] if tensor.by_rows and tensor.shape else tensor.shape[:1]
+    out = np.empty((*rows, *tensor.shape[1:]), DTYPES[tensor.dtype])
+    if tensor.by_rows and not tensor.is_whole:
+        if optimizer.slots_beside(variable) is None:
+            raise InvalidArgumentError(
+                f"{load.leaf} of optimizer {optimizer.name!r} beside variable "
+                f"{variable.name!r}: the checkpoint lacks some rows, which begin anew, "
+                "and the optimizer does not know its tree yet: make it with "
+                "zs.Optimizer(transformation, params=params) before restoring"
+            )
+        rule = optimizer.slot_rule(variable)
+        initial = zip(rule.names, rule.initial(variable.numpy()), strict=True)
+        out[...] = np.asarray(dict(initial)[load.leaf])
+    _fill(out, tensor, start, files)
+    return out
 
 
 def _fill(out: np.ndarray, tensor: StoredTensor, start: int, files: _Files) -> None:

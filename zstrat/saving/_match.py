@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from zstrat.errors import InvalidArgumentError, NotFoundError
-from zstrat.variables import AbstractVariable, Module, Optimizer, slot_infos
+from zstrat.variables import AbstractVariable, Module, Optimizer
 
 from ._graph import SAVE_COUNTER, escaped, graph_of, held, is_trackable
 
@@ -207,10 +207,15 @@ class Matching:
             return
         what = f"optimizer {optimizer.name!r} beside {words(variable)}"
         rows = variable.shape[:1]
-        kept = {
-            info.leaf: (info.rows, info.shape)
-            for info in slot_infos(optimizer, variable.shape, variable.dtype)
-        }
+        infos = optimizer.slots_beside(variable)
+        if infos is None:
+            # Its tree is not known yet. What is stored is compared when it is.
+            found.loads += [
+                Load(variable, optimizer, leaf, self._tensors[name])
+                for leaf, name in stored.items()
+            ]
+            return
+        kept = {info.leaf: (info.rows, info.shape) for info in infos}
         for leaf in kept.keys() - stored.keys():
             found.missing.append(f"  {leaf} of {what}")
         for leaf in stored.keys() - kept.keys():

@@ -16,7 +16,7 @@ from zstrat.checkpoint import TensorInfo, TensorWriter
 from zstrat.errors import PSUnavailableError
 from zstrat.ps import Ref
 from zstrat.strategy import SyncOnReadVariable
-from zstrat.variables import InProcess, slot_infos
+from zstrat.variables import InProcess
 from zstrat.wire import TensorEntry, raw
 
 from ._servers import cluster_of
@@ -102,14 +102,9 @@ class LocalShelf:
                 value = variable.saved_value()
             found.append(self._put(key, 0, "", value, bool(value.ndim)))
             for optimizer in optimizers:
-                named = slots.get(optimizer.id)
-                if named is None:
-                    continue
-                for info in slot_infos(optimizer, value.shape, value.dtype):
-                    array = named[info.leaf]
-                    found.append(
-                        self._put(key, optimizer.id, info.leaf, array, info.rows)
-                    )
+                beside = slots.get(optimizer.id)
+                for leaf, array, rows in () if beside is None else beside.items():
+                    found.append(self._put(key, optimizer.id, leaf, array, rows))
         return found
 
     def _put(

@@ -39,7 +39,7 @@ from zstrat.variables import (
 
 from ._arguments import dealt, unwrapped
 from ._context import ReplicaContext
-from ._meetings import brought, updating
+from ._meetings import brought, optimizing, updating
 from ._per_replica import select_replica
 from ._turns import take_turns
 
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         AbstractVariable,
         Creator,
+        GradientCall,
         HomeRows,
         Optimizer,
         Recorder,
@@ -189,6 +190,11 @@ class _Own:
 
         first, team = table.components[0], self._team
         self._turn.meet(updating(team, first, op, operands, optimizer, apply))
+
+    def optimize(self, call: GradientCall) -> None:
+        if self._is_unnoticed:
+            refuse_update(call.variables[0].spec, "apply a gradient to")
+        self._turn.meet(optimizing(self._team, call, self._outer.optimize))
 
     def drew(self, leaf: object) -> bool:
         return self._outer.drew(leaf)

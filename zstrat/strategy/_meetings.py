@@ -30,6 +30,7 @@ from zstrat.variables import (
     mean_of_cut,
     recorder,
 )
+from zstrat.wire import UpdateOp
 
 from ._one_array import require_axes
 from ._per_replica import PerReplica, loose, on_one_device, select_replica
@@ -40,8 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.program._collective import Team
-    from zstrat.variables import Optimizer, Variable
-    from zstrat.wire import UpdateOp
+    from zstrat.variables import GradientCall, Optimizer, Variable
 
     from ._strategy import Strategy
 
@@ -144,6 +144,22 @@ def updating(
     return Meeting((variable.spec.key, op, rule), words, operands, join)
 
 
+def optimizing(
+    team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
+) -> Meeting:
+    """The gradients of all replicas are brought together and applied once; see
+    `Team.aggregate_call`."""
+
+    def join(values: Sequence[Any]) -> Sequence[Any]:
+        apply(call.with_arrays(_combined_call(team, call, values)))
+        return [None] * len(values)
+
+    keys = tuple([variable.spec.key for variable in call.variables])
+    words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
+    what = (keys, call.sparse, call.is_reduced, call.optimizer.id)
+    return Meeting(what, words, call.arrays, join)
+
+
 def own(tree: Any) -> Any:
     """What all replicas are given, as arrays that are this replica's: on its device,
     other objects than those of the others, and of the dtype that they have together."""
@@ -182,6 +198,37 @@ def _combined(
         sums = _summed(team, list(cut), mean=False)
         return (mean_of_cut(sums, team.size).astype(dtype),)
     return (_summed(team, [column], mean)[0].astype(dtype),)
+
+
+def _combined_call(
+    team: Team, call: GradientCall, values: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    if team.size == 1:
+        return list(values[0])
+    if call.is_reduced:
+        firsts = list(values[0])
+        return firsts if team.channel is None else first_of(team.channel, firsts)
+    each = [call.with_arrays(arrays) for arrays in values]
+    arrays: list[Any] = []
+    for place, (_, target, sparse, _) in enumerate(call.leaves()):
+        op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
+        several = [own.operands[place] for own in each]
+        arrays += _combined(team, target.components[0], op, several)
+    return [*arrays, *_further(team, [own.further for own in each])]
+
+
+def _further(team: Team, several: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The mean of floats; of others, what the first replica has."""
+    columns = [list(column) for column in zip(*several, strict=True)]
+    floats = [c for c in columns if jnp.asarray(c[0]).dtype.kind == "f"]
+    others = [c[0] for c in columns if jnp.asarray(c[0]).dtype.kind != "f"]
+    means = iter(_summed(team, floats, mean=True)) if floats else iter([])
+    if others and team.channel is not None:
+        others = first_of(team.channel, others)
+    firsts = iter(others)
+    return [
+        next(means if jnp.asarray(c[0]).dtype.kind == "f" else firsts) for c in columns
+    ]
 
 
 def _columns(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:

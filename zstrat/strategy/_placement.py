@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.errors import NotFoundError
 from zstrat.program import dump_code
-from zstrat.variables import DeferredValue, Variable, VariableSpec, handle, joined
+from zstrat.variables import (
+    DeferredValue,
+    Variable,
+    VariableSpec,
+    encoded,
+    handle,
+    joined,
+)
 
 from ._drafts import draft
 from ._numbers import Numbers, Placement, PlacementRule
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from zstrat.program import Plan
     from zstrat.variables import (
         AbstractVariable,
+        GradientCall,
         HomeRows,
         HomeUpdate,
         Optimizer,
@@ -62,6 +70,8 @@ class ServerVariables:
         self._partitioner = partitioner
         # Keys are taken in the order of placement.
         self._lock = threading.Lock()
+        self._bound: set[tuple[int, bytes]] = set()
+        """Trees of optimizers that the servers know."""
 
     @property
     def session(self) -> ServerSession:
@@ -218,6 +228,50 @@ class ServerVariables:
     ) -> None:
         number = 0 if optimizer is None else optimizer.id
         await self._session.update_async(variable.spec, op, number, operands)
+
+    def bind(self, call: GradientCall) -> None:
+        """Tells the parameter servers of the tree of an optimizer, once.
+
+        Raises:
+            ValueError: It cannot be told, or a server refuses it; says why.
+            PSUnavailableError: A ps is gone.
+        """
+        number, data = call.optimizer.id, encoded(call)
+        if (number, data) not in self._bound:
+            self._session.bind_optimizer(number, data)
+            self._bound.add((number, data))
+
+    async def bind_async(self, call: GradientCall) -> None:
+        """`bind`, without blocking the running loop.
+
+        Cancellation: they may have been told.
+        """
+        number, data = call.optimizer.id, encoded(call)
+        if (number, data) not in self._bound:
+            await self._session.bind_optimizer_async(number, data)
+            self._bound.add((number, data))
+
+    def read_slots(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside variables, by name.
+
+        Raises:
+            PSUnavailableError: A ps is gone.
+        """
+        specs = [variable.spec for variable in variables]
+        return self._session.read_slots(optimizer.id, specs)
+
+    def write_slot(
+        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns an array that an optimizer keeps beside a variable.
+
+        Raises:
+            NotFoundError: There is none of that name.
+            PSUnavailableError: A ps is gone.
+        """
+        self._session.write_slot(optimizer.id, variable.spec, name, value)
 
     def _withdraw(self) -> None:
         """Removes what a failed creation has left, before its keys are used again."""

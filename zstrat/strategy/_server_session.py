@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import numpy as np
 
@@ -28,6 +28,18 @@ class ServerSession(Protocol):
     def delete_variables(self, specs: Sequence[VariableSpec]) -> None: ...
 
     def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None: ...
+
+    def read_slots(
+        self, optimizer: int, specs: Sequence[VariableSpec]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside variables, by name, as it is now."""
+        ...
+
+    def write_slot(
+        self, optimizer: int, spec: VariableSpec, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one array that an optimizer keeps beside a variable."""
+        ...
 
     def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]

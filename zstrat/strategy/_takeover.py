@@ -14,11 +14,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import InvalidArgumentError
 from zstrat.variables import (
+    Beside,
     DeviceHome,
     LocalHome,
     VariableAggregation,
@@ -93,7 +94,11 @@ def _list(
             continue
         spec = variable.spec
         kept = home.optimizers() if isinstance(home, DeviceHome) else frozenset()
-        rules = [n for n, rule in enumerate(optimizers) if rule.id in kept]
+        rules = [
+            [n, _described(home, rule)]
+            for n, rule in enumerate(optimizers)
+            if rule.id in kept
+        ]
         found.append([number, spec.name, list(spec.shape), spec.dtype, rules])
     return found
 
@@ -135,12 +140,14 @@ def _arrays(
             continue
         is_lost = home.is_lost
         arrays.append(home.like() if is_lost else home.shown())
-        for rule in _rules(each, optimizers):
-            if is_lost:
-                leaves = jax.tree.leaves(rule.transformation.init(home.like()))
+        slots = {} if is_lost else home.taken()[1]
+        for rule, kinds in _rules(each, optimizers):
+            mine = slots.get(rule.id)
+            if mine is None or len(mine.leaves) != len(kinds):
+                # This process is given them; what it gives has to look alike.
+                arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
             else:
-                leaves = home.slot_leaves(rule)
-            arrays += [np.asarray(leaf) for leaf in leaves]
+                arrays += mine.leaves
     return arrays
 
 
@@ -156,11 +163,14 @@ def _put(
         if isinstance(home, LocalHome):
             home.put(next(left), {})
             continue
-        place = home.residence.place
-        home.take_over_shown(next(left))
-        for rule in _rules(each, optimizers):
-            leaves = [place(next(left)) for _ in home.slot_leaves(rule)]
-            home.take_over_slots(rule, leaves)
+        value = next(left)
+        slots: dict[Optimizer, Beside | None] = {}
+        for rule, kinds in _rules(each, optimizers):
+            leaves = [next(left) for _ in kinds]
+            names = tuple([name for name, *_ in kinds])
+            rows = tuple([bool(has) for *_, has in kinds])
+            slots[rule] = Beside(names, leaves, rows)
+        home.put(value, slots)
 
 
 def _home(
@@ -186,12 +196,24 @@ def _home(
     return home
 
 
-def _rules(each: Sequence[Any], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-    missing = [number for number in each[4] if number >= len(optimizers)]
+def _described(home: DeviceHome | LocalHome, rule: Optimizer) -> list[Any]:
+    """Name, shape and dtype of what an optimizer keeps beside a variable, and whether
+    it has the variable's rows."""
+    beside = home.taken()[1][rule.id]
+    return [
+        [name, list(array.shape), array.dtype.name, has]
+        for name, array, has in beside.items()
+    ]
+
+
+def _rules(
+    each: Sequence[Any], optimizers: Sequence[Optimizer]
+) -> list[tuple[Optimizer, list[Any]]]:
+    missing = [number for number, _ in each[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(
             f"this process takes over what the others have, and has created "
             f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
             "create them in the strategy's scope, before the first step"
         )
-    return [optimizers[number] for number in each[4]]
+    return [(optimizers[number], kinds) for number, kinds in each[4]]

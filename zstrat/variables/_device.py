@@ -10,7 +10,7 @@ Law of the file: who changes it has the turn (`Residence`).
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,14 +18,13 @@ from zstrat.wire import UpdateOp
 
 from ._apply import apply
 from ._device_value import DeviceValue
-from ._local import moved
-from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
+    from ._slots import Beside, SlotRule
     from ._variable import Variable
 
 
@@ -111,35 +110,57 @@ class DeviceHome(DeviceValue):
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None:
+        assert optimizer is None, "gradients are applied by `put_moved`"
         dtype = variable.spec.numpy_dtype
         with self.residence.turn:
             self.residence.settle()  # first: slots may come with the value
             is_anew = op is UpdateOp.ASSIGN
             if not is_anew:
                 self.require_kept(variable.name)
-            kept = None if optimizer is None else self.slots(optimizer)
+            # An assignment does not look at what may be lost, or came to nothing.
             if self.is_apart:
                 apart = operands[0].ndim > len(variable.shape)  # a share for each copy
                 given = zip(operands[0]) if apart else itertools.repeat(operands)
-                # An assignment does not look at what may be lost, or came to nothing.
                 old = self._equal(self.like()) if is_anew else np.asarray(self._value)
                 moves = [
-                    moved(row, kept, op, own, optimizer)
+                    np.asarray(apply(op, row, own), dtype)
                     for row, own in zip(old, given, strict=False)
                 ]
-                made = np.stack([np.asarray(value, dtype) for value, _ in moves])
-                slots = moves[0][1]
+                made = np.stack(moves)
             else:
                 value = self.like() if is_anew else np.asarray(self._value)
-                value, slots = moved(value, kept, op, operands, optimizer)
-                made = np.asarray(value, dtype)
+                made = np.asarray(apply(op, value, operands), dtype)
             if is_anew:
                 self._begin_anew(self.placed(made))
-                return
-            placed = self.placed(made)
-            if optimizer is not None:
-                self._slots[optimizer.id] = self._placed(slots)
-            self._value = placed
+            else:
+                self._value = self.placed(made)
+
+    @property
+    def turn(self) -> Any:
+        """A lock for who makes the next value of the present one."""
+        return self.residence.turn
+
+    def value_before(self, name: str) -> np.ndarray:
+        """The value, or copies ``[count, ...]``.
+
+        Raises:
+            DataLossError: They are gone.
+        """
+        self.residence.settle()  # first: slots may come with the value
+        self.require_kept(name)
+        return np.asarray(self._value)
+
+    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
+        """What an optimizer keeps beside it, made if it is not there yet."""
+        return self.slot_leaves(rule, name)
+
+    def put_moved(
+        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+    ) -> None:
+        """Value and slots from now on."""
+        placed = self.placed(np.asarray(value, variable.spec.numpy_dtype))
+        self._slots[rule.id] = self._placed(rule.beside(leaves))
+        self._value = placed
 
     async def update_async(
         self,
@@ -163,10 +184,8 @@ class DeviceHome(DeviceValue):
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
 
-    def taken(
-        self, name: str = ""
-    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
-        """Value and slots of one moment: by optimizer, by path in its state.
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+        """Value and slots of one moment, these by optimizer.
 
         Raises:
             DataLossError: A step failed while it was computing the next ones.
@@ -174,29 +193,42 @@ class DeviceHome(DeviceValue):
         with self.residence.turn:
             self.residence.settle()
             self.require_kept(name)
-            slots = {n: named_slots(each.tree()) for n, each in self._slots.items()}
-            return self._seen(), slots
+            return self._seen(), {n: each.on_host() for n, each in self._slots.items()}
+
+    def read_slots(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside it, by name."""
+        _, slots = self.taken(variables[0].name)
+        beside = slots.get(optimizer.id)
+        if beside is None:
+            return [{}]
+        return [dict(zip(beside.names, beside.leaves, strict=True))]
+
+    def write_slot(
+        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one of the arrays that an optimizer keeps beside it."""
+        with self.residence.turn:
+            self.residence.settle()
+            rule = optimizer.slot_rule(variable)
+            leaves = self.slots_before(rule, variable.name)
+            made = rule.beside(leaves).replaced(name, np.array(value))
+            self._slots[optimizer.id] = self._placed(made)
 
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Mapping[str, np.ndarray] | None],
+        slots: Mapping[Optimizer, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew.
-
-        Raises:
-            ValueError: The slots are not those of the optimizer.
-        """
+        optimizer begins anew."""
         with self.residence.turn:
             # Values of other processes that are still to come would replace these.
             self.residence.settle()
-            # Of the value the form alone: it may be gone, and is made anew here.
             made = {
-                each.id: None
-                if named is None
-                else self._placed(slots_from(each, self.like(), named))
-                for each, named in slots.items()
+                each.id: None if beside is None else self._placed(beside)
+                for each, beside in slots.items()
             }
             if value is not None:
                 self.take_over_shown(np.asarray(value))

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from ._optimizer import Optimizer
     from ._residence import Residence
+    from ._slots import SlotRule
 
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready
@@ -64,17 +64,22 @@ class DeviceValue:
         here = self.residence
         return here.sent(self._value, self.sharding) if here.travels else self._value
 
-    def slots(self, optimizer: Optimizer) -> Any:
-        """What the optimizer keeps beside it, made if it is not there yet."""
-        leaves = self.slot_leaves(optimizer)
-        return self._slots[optimizer.id].treedef.unflatten(leaves)
+    def slot_leaves(self, rule: SlotRule, name: str = "") -> list[Any]:
+        """What an optimizer keeps beside it, made if it is not there yet. The list is
+        not to be changed.
 
-    def slot_leaves(self, optimizer: Optimizer) -> list[Any]:
-        """Its leaves. The list is not to be changed."""
-        beside = self._slots.get(optimizer.id)
+        Args:
+            name: The variable's, for errors.
+
+        Raises:
+            ValueError: What is there is not what it keeps.
+        """
+        beside = self._slots.get(rule.id)
         if beside is None:
-            made = optimizer.transformation.init(self._first())
-            beside = self._slots[optimizer.id] = self._placed(made)
+            made = rule.beside(rule.initial(self._first()))
+            beside = self._slots[rule.id] = self._placed(made)
+        elif beside.names is not rule.names:
+            beside = self._slots[rule.id] = rule.fitted(name, beside)
         here = self.residence
         if not here.travels:
             return beside.leaves
@@ -154,13 +159,11 @@ class DeviceValue:
                 "(MultiWorkerMirroredStrategy.reform), or assign a value",
             )
 
-    def take_over_slots(self, optimizer: Optimizer, leaves: list[Any]) -> None:
-        """The leaves of what the optimizer keeps from now on; it keeps something
-        already. They are nobody else's."""
+    def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
+        """What an optimizer keeps from now on. They are nobody else's."""
         here = self.residence
         made = here.returned(leaves) if here.travels else leaves
-        treedef = self._slots[optimizer.id].treedef
-        self._slots[optimizer.id] = Beside(made, treedef)
+        self._slots[rule.id] = rule.beside(made)
 
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
@@ -219,12 +222,13 @@ class DeviceValue:
     @property
     def _is_void(self) -> bool:
         """Whether nothing can be made of value or slots. Waits for them."""
-        found = [Beside([self._value], None), *self._slots.values()]
+        found = [Beside((), [self._value], ()), *self._slots.values()]
         return any(each.is_void for each in found)
 
-    def _placed(self, slots: Any) -> Beside:
-        leaves, treedef = jax.tree.flatten(slots)
-        return Beside([self.residence.place(np.asarray(x)) for x in leaves], treedef)
+    def _placed(self, slots: Beside) -> Beside:
+        place = self.residence.place
+        leaves = [place(np.asarray(x)) for x in slots.leaves]
+        return Beside(slots.names, leaves, slots.rows)
 
     def _first(self) -> np.ndarray:
         """The value, or the first copy."""

@@ -8,7 +8,7 @@ variables (`LocalHome`), and a handle that was unpickled on another task has non
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
+    from ._gradient_call import GradientCall
     from ._optimizer import Optimizer
+    from ._slots import Beside, SlotRule
     from ._variable import Variable
 
 Operands = tuple[np.ndarray, ...]
@@ -71,10 +73,8 @@ class Home(Protocol):
 class InProcess(Protocol):
     """A home in this process, which can be saved and restored as it is."""
 
-    def taken(
-        self, name: str = ""
-    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
-        """Value and slots of one moment: by optimizer, by path in its state.
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+        """Value and slots of one moment, these by optimizer.
 
         Args:
             name: The variable's, for errors.
@@ -87,10 +87,84 @@ class InProcess(Protocol):
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Mapping[str, np.ndarray] | None],
+        slots: Mapping[Optimizer, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
         optimizer begins anew."""
+        ...
+
+
+@runtime_checkable
+class MovesHere(Protocol):
+    """A home whose variable an optimizer moves in this process. From the first of these
+    calls to the last one the caller has the ``turn``."""
+
+    @property
+    def turn(self) -> Any:
+        """A lock that may be taken again by who has it."""
+        ...
+
+    def value_before(self, name: str) -> np.ndarray:
+        """The value, or copies ``[count, ...]`` of several replicas.
+
+        Raises:
+            DataLossError: It is gone; ``name`` is the variable's.
+        """
+        ...
+
+    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
+        """What the optimizer keeps beside it, made if it is not there yet.
+
+        Raises:
+            ValueError: What is there is not what it keeps.
+        """
+        ...
+
+    def put_moved(
+        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+    ) -> None:
+        """Value and slots from now on."""
+        ...
+
+
+@runtime_checkable
+class KeepsSlots(Protocol):
+    """A home whose slots can be looked at, and assigned, while training goes on."""
+
+    def read_slots(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What the optimizer keeps beside each variable, by name; nothing, if it has
+        not moved it yet."""
+        ...
+
+    def write_slot(
+        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one of them, which is there, or is made of the tree of the
+        optimizer."""
+        ...
+
+
+@runtime_checkable
+class Binds(Protocol):
+    """A home that has to be told of the tree of an optimizer before it is used."""
+
+    def bind(self, call: GradientCall) -> None:
+        """Tells of the tree of a call, once.
+
+        Raises:
+            ValueError: It cannot be told, or is refused; says why.
+        """
+        ...
+
+
+@runtime_checkable
+class BindsAsync(Protocol):
+    """The same, awaited."""
+
+    async def bind_async(self, call: GradientCall) -> None:
+        """`Binds.bind`, without blocking the running loop."""
         ...
 
 

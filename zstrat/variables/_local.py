@@ -6,24 +6,21 @@ new array.
 
 from __future__ import annotations
 
-import functools
 import threading
 from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from zstrat.wire import UpdateOp
-
 from ._apply import apply
-from ._local_rows import optimized, optimized_rows
-from ._slots import named_slots, slots_from
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from zstrat.wire import UpdateOp
+
     from ._home import HomeRows, HomeUpdate, Operands
     from ._optimizer import Optimizer
+    from ._slots import Beside, SlotRule
     from ._variable import Variable
 
 
@@ -32,9 +29,9 @@ class LocalHome:
 
     def __init__(self, value: np.ndarray) -> None:
         self._value = _frozen(np.array(value, order="C"))
-        self._slots: dict[int, Any] = {}
+        self._slots: dict[int, Beside] = {}
         # Reads and updates come from any thread; an update is read, compute, replace.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def read(self, variable: Variable) -> np.ndarray:
         del variable  # one home, one variable
@@ -50,15 +47,9 @@ class LocalHome:
         operands: Operands,
         optimizer: Optimizer | None,
     ) -> None:
+        assert optimizer is None, "gradients are applied by `put_moved`"
         with self._lock:
-            slots = None
-            if optimizer is not None:
-                slots = self._slots.get(optimizer.id)
-                if slots is None:
-                    slots = optimizer.transformation.init(self._value)
-            value, slots = moved(self._value, slots, op, operands, optimizer)
-            if optimizer is not None:
-                self._slots[optimizer.id] = slots
+            value = apply(op, self._value, operands)
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
     async def update_async(
@@ -84,62 +75,75 @@ class LocalHome:
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
 
-    def taken(
-        self, name: str = ""
-    ) -> tuple[np.ndarray, dict[int, dict[str, np.ndarray]]]:
-        """Value and slots of one moment: by optimizer, by path in its state."""
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+        """Value and slots of one moment, these by optimizer."""
         del name  # nothing is ever gone
         with self._lock:
             value, slots = self._value, dict(self._slots)
-        return value, {number: named_slots(tree) for number, tree in slots.items()}
+        return value, {number: each.on_host() for number, each in slots.items()}
+
+    @property
+    def turn(self) -> Any:
+        """A lock for who makes the next value of the present one."""
+        return self._lock
+
+    def value_before(self, name: str) -> np.ndarray:
+        """The value."""
+        del name  # nothing is ever gone
+        return self._value
+
+    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
+        """What an optimizer keeps beside it."""
+        beside = self._slots.get(rule.id)
+        if beside is None:
+            return rule.initial(self._value)
+        return rule.fitted(name, beside).leaves
+
+    def put_moved(
+        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+    ) -> None:
+        """Value and slots from now on."""
+        self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
+        self._slots[rule.id] = rule.beside(leaves)
+
+    def optimizers(self) -> frozenset[int]:
+        """The numbers of those that keep something beside it."""
+        return frozenset(self._slots)
+
+    def read_slots(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside it, by name."""
+        _, slots = self.taken(variables[0].name)
+        beside = slots.get(optimizer.id)
+        if beside is None:
+            return [{}]
+        return [dict(zip(beside.names, beside.leaves, strict=True))]
+
+    def write_slot(
+        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one of the arrays that an optimizer keeps beside it."""
+        with self._lock:
+            rule = optimizer.slot_rule(variable)
+            leaves = self.slots_before(rule, variable.name)
+            made = rule.beside(leaves).replaced(name, np.array(value))
+            self._slots[optimizer.id] = made
 
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Mapping[str, np.ndarray] | None],
+        slots: Mapping[Optimizer, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew.
-
-        Raises:
-            ValueError: The slots are not those of the optimizer.
-        """
-        made = {
-            each.id: None if named is None else slots_from(each, self._value, named)
-            for each, named in slots.items()
-        }
+        optimizer begins anew."""
         with self._lock:
             if value is not None:
                 self._value = _frozen(np.asarray(value))
-            for number, tree in made.items():
-                self._slots.pop(number, None)
-                if tree is not None:
-                    self._slots[number] = tree
-
-
-def moved(
-    value: np.ndarray,
-    slots: Any,
-    op: UpdateOp,
-    operands: Operands,
-    optimizer: Optimizer | None,
-) -> tuple[np.ndarray, Any]:
-    """Value and slots after one update."""
-    if optimizer is None:
-        return apply(op, value, operands), slots
-    step = _jitted(optimizer)
-    if op is UpdateOp.OPTIMIZE_ROWS:
-        return optimized_rows(optimizer, step, (value, slots), *operands)
-    value, slots = step(operands[0], slots, value)
-    return np.asarray(value), slots
-
-
-def _jitted(optimizer: Optimizer) -> Any:
-    """``(gradient, slots, value) -> (new value, new slots)``, compiled once."""
-    if optimizer.compiled is None:
-        step = functools.partial(optimized, optimizer.transformation)
-        optimizer.compiled = jax.jit(step)
-    return optimizer.compiled
+            for optimizer, beside in slots.items():
+                self._slots.pop(optimizer.id, None)
+                if beside is not None:
+                    self._slots[optimizer.id] = beside
 
 
 def _frozen(value: np.ndarray) -> np.ndarray:

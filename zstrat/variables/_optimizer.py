@@ -1,46 +1,59 @@
-"""Optimizers run beside the variables; this is their handle.
+"""Optimizers see the tree of the variables that they move; this is their handle.
 
-``apply_gradients`` records or sends gradients, nothing more: the transformation runs
-where each variable lives, one variable at a time, with its slots beside the value. On
-another task the handle is a number and a name, without the transformation.
+The transformation is plain optax. What it does to each variable is read from its
+program, traced on the tree: ``zs.Optimizer(transformation, params=tree)``, or else the
+tree of each ``apply_gradients(grads, tree)``. Variables of this process are moved by
+steps that hold them all; a parameter server moves those that it has, one by one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zstrat.wire import UpdateOp
-
-from ._abstract import AbstractVariable
 from ._creator import creator
-from ._home import update_all, update_all_async
+from ._gradient_call import GradientCall, seen
+from ._gradients_given import given_pairs, given_tree
+from ._optimizer_state import Hyperparameters, state_of
+from ._optimizer_words import require_servers, tracing
 from ._recorder import recorder
-from ._slices import IndexedSlices
+from ._slots import SlotInfo
 from ._spec import LOCAL, VariableAggregation
+from ._tree_step import slot_rule
+from ._tree_updates import apply_now, apply_now_async, lives_here
 from ._variable import Variable
 
 if TYPE_CHECKING:
-    from ._home import HomeUpdate
+    from collections.abc import Callable
+
+    from zstrat.optimizers import LeafRule, Structure, TreeRule
+
+    from ._abstract import AbstractVariable
+    from ._slots import SlotRule
 
 _local_ids = itertools.count(-1, -1)
 
 
 class Optimizer:
-    """An optax transformation that runs next to the variables that it moves.
+    """An optax transformation that moves variables.
 
     Args:
-        transformation: An optax ``GradientTransformation`` that treats each variable by
-            itself: what looks at all gradients at once (``clip_by_global_norm``) is
-            refused by the parameter server or has to be done in the step.
+        transformation: Any optax ``GradientTransformation``, or an object that makes
+            one (``optax.MultiSteps``). Variables of this process are moved by all of
+            them; parameter servers move each variable by itself, with what can be
+            computed of all gradients (a global norm), and refuse what mixes values.
+        params: The tree of variables that it moves: paths, labels and masks are those
+            of this tree, and what cannot be done with it is refused here. Without it,
+            the tree is that of each ``apply_gradients``.
         count_iterations: Also keep TF's ``iterations``: an int32 variable that grows by
             one with each ``apply_gradients``. It is one more (small) update per step.
 
     Raises:
-        TypeError: ``transformation`` has no ``init`` and ``update``.
+        TypeError: ``transformation`` has no ``init`` and ``update``, or ``params`` has
+            leaves that are no variables.
+        ValueError: It cannot be applied to ``params``, or not where they live.
     """
 
     def __init__(
@@ -48,15 +61,16 @@ class Optimizer:
         transformation: Any,
         name: str | None = None,
         *,
+        params: Any = None,
         count_iterations: bool = False,
     ) -> None:
+        from zstrat.optimizers import checked
+
         self.name = "Optimizer" if name is None else name
-        self._transformation: Any = _checked(transformation)
-        self.compiled: Any = None
-        """Used by homes in this process: the compiled update."""
-        self.is_by_rows: bool | None = None
-        """Used by them too: whether it treats rows one by one; None until tried."""
         self.iterations: Variable | None = None
+        self._transformation: Any = checked(transformation)
+        self._tree = None if params is None else _tree_of(params)
+        self._forget_traces()
         current = creator.get()
         self.is_local = current is None
         """Whether it was created outside every scope."""
@@ -64,13 +78,23 @@ class Optimizer:
             next_id() if current is None else current.register_optimizer(self)
         )
         """Unique in the session; negative for an optimizer of this process."""
-        if count_iterations:
-            try:
+        try:
+            if self._tree is not None:
+                self._require_possible(*self._tree)
+            if count_iterations:
                 self.iterations = self._counter()
-            except BaseException:  # to the caller, who has no optimizer
-                if current is not None:
-                    current.forget_optimizer(self.id)
-                raise
+        except BaseException:  # to the caller, who has no optimizer
+            if current is not None:
+                current.forget_optimizer(self.id)
+            raise
+
+    def _forget_traces(self) -> None:
+        self._rules: list[tuple[Any, TreeRule]] = []
+        self._leaf_rules: dict[tuple[int, int], LeafRule] = {}
+        self.made: dict[Any, Any] = {}
+        """What others have made of its traces, by what they made it for."""
+        self.moved: dict[tuple[int, ...], GradientCall] = {}
+        """The last call on each tree, without its arrays, by its variables."""
 
     def _counter(self) -> Variable:
         return Variable(
@@ -83,19 +107,36 @@ class Optimizer:
 
     @property
     def transformation(self) -> Any:
-        """The optax transformation.
-
-        Raises:
-            RuntimeError: This handle came from another task.
-        """
-        if self._transformation is None:
-            raise RuntimeError(
-                f"optimizer {self.name!r} came from another task without its "
-                "transformation; gradients are applied on the parameter servers"
-            )
+        """The optax transformation."""
         return self._transformation
 
-    def apply_gradients(self, grads: Any, variables: Any = None) -> None:
+    @property
+    def state(self) -> Any:
+        """What it keeps, in optax's own structure, as it is now; arrays of jax.
+
+        Cost: all of it is read from where it lives. While steps are under way, parts of
+        several of them may be in it.
+
+        Raises:
+            RuntimeError: Its tree is not known: it has moved nothing, and ``params=``
+                was not given. Or it has moved several trees.
+        """
+        return state_of(self)
+
+    @property
+    def hyperparams(self) -> Hyperparameters:
+        """Those of ``optax.inject_hyperparams``, by name: to read, and to assign while
+        training goes on, as ``optimizer.hyperparams["learning_rate"] = 1e-4``."""
+        return Hyperparameters(self)
+
+    def apply_gradients(
+        self,
+        grads: Any,
+        variables: Any = None,
+        *,
+        aggregate_gradients: bool = True,
+        **extra: Any,
+    ) -> None:
         """Moves each variable by its gradient.
 
         Args:
@@ -104,49 +145,195 @@ class Optimizer:
                 what the optimizer keeps beside them, are moved (Adam's moments of
                 other rows do not decay; steps are counted all the same). Or, without
                 ``variables``, TF's iterable of ``(gradient, variable)`` pairs. A
-                gradient that is None is left out.
+                gradient that is None is left out: its variable rests, with all that is
+                kept beside it.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
+            aggregate_gradients: In a replica function, gradients are summed over the
+                replicas. False: they are the same in all replicas already, because
+                ``all_reduce`` has made them so; those of the first replica are taken.
+            extra: Further arguments of the transformation's ``update``
+                (``value=loss``). In a replica function the mean over the replicas is
+                taken of floating-point arrays, and the first replica's of others. What
+                is no array (``value_fn=``) works where the variables are in this
+                process.
 
         Raises:
             ValueError: The structures differ, a shape or dtype does not fit, no
                 gradient is there at all, a variable is there twice, or lives on a
-                parameter server that does not know this optimizer.
+                parameter server that does not know this optimizer; or the optimizer
+                cannot do this to these variables, in words that say what to do.
         """
-        pairs = self._pairs(grads, variables)
-        if recorder.get() is None:
-            update_all(self._planned(pairs))
-            return
-        for gradient, variable in pairs:
-            self._record(gradient, variable)
-        if self.iterations is not None:
-            self.iterations.assign_add(1)
+        call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
+        recording = recorder.get()
+        if recording is None:
+            apply_now(call)
+        else:
+            recording.optimize(call)
+            if self.iterations is not None:
+                self.iterations.assign_add(1)
 
-    async def apply_gradients_async(self, grads: Any, variables: Any = None) -> None:
+    async def apply_gradients_async(
+        self, grads: Any, variables: Any = None, **extra: Any
+    ) -> None:
         """`apply_gradients` outside a step, without blocking the running loop.
 
         Cancellation: some of the gradients may have been applied.
         """
-        await update_all_async(self._planned(self._pairs(grads, variables)))
+        await apply_now_async(self._call(grads, variables, extra, is_reduced=False))
 
-    def _planned(self, pairs: list[tuple[Any, AbstractVariable]]) -> list[HomeUpdate]:
-        """All that one call does outside of a step: checked before any of it is."""
-        updates: list[HomeUpdate] = []
-        for gradient, variable in pairs:
-            if isinstance(gradient, IndexedSlices):
-                op = UpdateOp.OPTIMIZE_ROWS
-                updates += variable._planned_rows(op, gradient, self)
-            else:
-                updates += variable._planned(UpdateOp.OPTIMIZE, gradient, self)
-        if self.iterations is not None:
-            updates += self.iterations._planned(UpdateOp.ADD, 1, None)
-        return updates
+    # ---- what others ask of it -----------------------------------------------------
 
-    def _record(self, gradient: Any, variable: AbstractVariable) -> None:
-        if isinstance(gradient, IndexedSlices):
-            variable._sparse(UpdateOp.OPTIMIZE_ROWS, gradient, self)
+    def rule(self, call: GradientCall, *, is_here: bool) -> TreeRule:
+        """The transformation on the tree of a call; traced once.
+
+        Raises:
+            ValueError: It cannot be traced on that tree.
+        """
+        from zstrat.optimizers import TreeRule
+
+        dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
+        shapes = tuple([v.shape for v in call.targets])
+        is_wide = not is_here and any(map(_is_wide, dtypes))
+        wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
+        key = (call.structure, shapes, dtypes, call.extras, wide)
+        for known, made in self._rules:
+            if known == key:
+                return made
+        kinds = tuple(map(_kind, shapes, dtypes))
+        new = TreeRule(
+            self.name,
+            self._transformation,
+            call.structure,
+            kinds,
+            dtypes,
+            call.extras,
+            wide,
+        )
+        with tracing(call):
+            new.cut()
+        self._rules.append((key, new))
+        return new
+
+    def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
+        """What moves one leaf of a tree."""
+        from zstrat.optimizers import LeafRule
+
+        key = id(tree), leaf
+        if key not in self._leaf_rules:
+            self._leaf_rules[key] = LeafRule(tree, leaf)
+        return self._leaf_rules[key]
+
+    def slot_rule(self, variable: Variable) -> SlotRule:
+        """What it keeps beside a variable of this process.
+
+        Raises:
+            RuntimeError: It has not moved the variable, and ``params=`` was not given.
+        """
+        found = self._place_of(variable)
+        if found is None:
+            raise RuntimeError(
+                f"optimizer {self.name!r} has not moved variable {variable.name!r} yet"
+            )
+        call, leaf, number = found
+        return slot_rule(call, leaf, number)
+
+    def slots_beside(self, variable: AbstractVariable) -> list[SlotInfo] | None:
+        """What it keeps beside a variable; None if it has not moved it yet, and
+        ``params=`` was not given."""
+        found = self._place_of(variable.components[0])
+        if found is None:
+            return None
+        call, leaf, _ = found
+        rule = self.leaf_rule(call.rule(is_here=lives_here(call)), leaf)
+        return [
+            SlotInfo(slot.name, kind.dtype.name, tuple(kind.shape), slot.rows)
+            for slot, kind in zip(rule.slots, rule.steady_kinds(), strict=True)
+        ]
+
+    def _place_of(self, variable: Variable) -> tuple[GradientCall, int, int] | None:
+        """The leaf that a variable is, and which of its components."""
+        calls = [*self.moved.values()]
+        if self._tree is not None:
+            calls.append(self._empty_call(*self._tree))
+        for call in calls:
+            for leaf, target in enumerate(call.targets):
+                for number, component in enumerate(target.components):
+                    if component.spec.key == variable.spec.key:
+                        return call, leaf, number
+        return None
+
+    def known_call(self) -> GradientCall | None:
+        """A call on its tree without arrays, None if it has none yet.
+
+        Raises:
+            RuntimeError: It has moved several trees.
+        """
+        if self._tree is not None:
+            return self._empty_call(*self._tree)
+        if len(self.moved) > 1:
+            raise RuntimeError(
+                f"optimizer {self.name!r} has moved {len(self.moved)} trees of "
+                "variables: make one optimizer for each, and name the tree, "
+                "zs.Optimizer(transformation, params=params)"
+            )
+        return next(iter(self.moved.values()), None)
+
+    # ---- private -------------------------------------------------------------------
+
+    def _call(
+        self, grads: Any, variables: Any, extra: dict[str, Any], *, is_reduced: bool
+    ) -> GradientCall:
+        tree = self._tree
+        if variables is None:
+            given = given_pairs(grads, tree)
         else:
-            variable._dense(UpdateOp.OPTIMIZE, gradient, self)
+            given = given_tree(grads, variables, tree)
+        for variable in given.moved:
+            self._check_place(variable)
+        call = given.call(self, extra, is_reduced=is_reduced)
+        keys = tuple([c.spec.key for v in call.targets for c in v.components])
+        if keys not in self.moved:
+            self.moved[keys] = self._empty_call(call.structure, call.targets, call)
+        return call
+
+    def _empty_call(
+        self,
+        structure: Structure,
+        targets: tuple[AbstractVariable, ...],
+        like: GradientCall | None = None,
+    ) -> GradientCall:
+        from zstrat.optimizers import Extras
+
+        count = len(targets)
+        return GradientCall(
+            self,
+            structure,
+            targets,
+            tuple(range(count)),
+            (False,) * count,
+            ((None,),) * count,
+            Extras.none() if like is None else like.extras,
+        )
+
+    def _require_possible(
+        self, structure: Structure, targets: tuple[AbstractVariable, ...]
+    ) -> None:
+        """Refuses at once what a parameter server would not do."""
+        from zstrat.optimizers import takes_extras
+
+        for variable in targets:
+            self._check_place(variable)
+        if all(c.spec.ps == LOCAL for v in targets for c in v.components):
+            return
+        call = self._empty_call(structure, targets)
+        try:
+            rule = call.rule(is_here=False)
+        except ValueError:
+            if takes_extras(self._transformation):
+                return  # which are not known yet
+            raise
+        require_servers(call, rule)
 
     def _check_place(self, variable: AbstractVariable) -> None:
         for part in variable.components if self.is_local else ():
@@ -157,28 +344,13 @@ class Optimizer:
                     "known there: create it inside the scope"
                 )
 
-    def _pairs(self, grads: Any, variables: Any) -> list[tuple[Any, AbstractVariable]]:
-        pairs = _listed(grads) if variables is None else _matched(grads, variables)
-        # None beside None is an absent part of a model, a bias it does not have.
-        pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
-        for _, variable in pairs:
-            if not isinstance(variable, AbstractVariable):
-                raise ValueError(
-                    f"apply_gradients moves zs.Variable objects, got "
-                    f"{type(variable).__name__}"
-                )
-        found = [(g, v) for g, v in pairs if g is not None]
-        if not found:
-            names = [v.name for _, v in pairs]
-            raise ValueError(f"No gradients provided for any variable: {names}")
-        _require_distinct([v for _, v in found])
-        for _, variable in found:
-            self._check_place(variable)
-        return found
-
     def __reduce__(self) -> Any:
+        params = None
+        if self._tree is not None:
+            structure, targets = self._tree
+            params = structure.treedef.unflatten(targets)
         state = (self.id, self.name, self.is_local, self.iterations)
-        return _handle, state
+        return _handle, (*state, self._transformation, params)
 
     def __repr__(self) -> str:
         return f"<zstrat.Optimizer {self.name!r}>"
@@ -190,67 +362,40 @@ def next_id() -> int:
 
 
 def _handle(
-    optimizer: int, name: str, is_local: bool, iterations: Variable | None
+    optimizer: int,
+    name: str,
+    is_local: bool,
+    iterations: Variable | None,
+    transformation: Any,
+    params: Any,
 ) -> Optimizer:
     made = object.__new__(Optimizer)
     made.id, made.name, made.is_local = optimizer, name, is_local
-    made.iterations, made.compiled, made._transformation = iterations, None, None
-    made.is_by_rows = None
+    made.iterations, made._transformation = iterations, transformation
+    made._tree = None if params is None else _tree_of(params)
+    made._forget_traces()
     return made
 
 
-def _checked(transformation: Any) -> Any:
-    for method in ("init", "update"):
-        if not callable(getattr(transformation, method, None)):
+def _tree_of(params: Any) -> tuple[Structure, tuple[AbstractVariable, ...]]:
+    from zstrat.optimizers import Structure
+
+    from ._abstract import AbstractVariable
+
+    leaves, treedef = jax.tree.flatten(params)
+    for leaf in leaves:
+        if not isinstance(leaf, AbstractVariable):
             raise TypeError(
-                f"zs.Optimizer takes an optax GradientTransformation, as "
-                f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
+                "zs.Optimizer(params=) takes a pytree of zs.Variable objects, as "
+                f"zs.create_variables gives; a leaf is {type(leaf).__name__}"
             )
-    return transformation
+    return Structure(treedef), tuple(leaves)
 
 
-def _require_distinct(variables: list[AbstractVariable]) -> None:
-    seen = set()
-    for part in (part for variable in variables for part in variable.components):
-        key = part.spec.key
-        if key in seen:
-            raise ValueError(
-                f"{part.spec} is there twice in one apply_gradients, which would "
-                "be two steps of the optimizer: give each variable once. Gradients "
-                "with respect to several arguments that hold it are added first; "
-                "zs.value_and_grad(variables=...) gives the whole gradient each time"
-            )
-        seen.add(key)
+def _is_wide(dtype: Any) -> bool:
+    return bool(dtype.itemsize > (8 if dtype.kind == "c" else 4))
 
 
-def _listed(pairs: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(pairs, Iterable):
-        raise ValueError(
-            "apply_gradients takes (grads, variables) or an iterable of "
-            f"(gradient, variable) pairs, got {type(pairs).__name__}"
-        )
-    listed = list(pairs)
-    if any(not isinstance(p, tuple | list) or len(p) != 2 for p in listed):
-        raise ValueError(
-            "apply_gradients(pairs) takes an iterable of (gradient, variable) pairs; "
-            "for a pytree of gradients give the variables too: "
-            "apply_gradients(grads, variables)"
-        )
-    return [(gradient, variable) for gradient, variable in listed]
-
-
-def _matched(grads: Any, variables: Any) -> list[tuple[Any, Any]]:
-    leaves: list[Any]
-    wanted: Any  # a PyTreeDef; its stubs lack comparison
-    leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
-    found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
-    if given != wanted:
-        raise ValueError(
-            f"gradients and variables must have the same structure: gradients are "
-            f"{given}, variables are {wanted}"
-        )
-    return list(zip(found, leaves, strict=True))
-
-
-def _is_gradient(node: Any) -> bool:
-    return node is None or isinstance(node, IndexedSlices)
+def _kind(shape: tuple[int, ...], dtype: Any) -> Any:
+    made: Callable[..., Any] = jax.ShapeDtypeStruct
+    return made(shape, dtype)

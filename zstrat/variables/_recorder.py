@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
+    from ._gradient_call import GradientCall
     from ._optimizer import Optimizer
     from ._table import Table
     from ._variable import Variable
@@ -49,6 +50,11 @@ class Recorder(Protocol):
         optimizer: Optimizer | None,
     ) -> None:
         """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
+        ...
+
+    def optimize(self, call: GradientCall) -> None:
+        """Notes gradients of the leaves of a tree; what belongs together stays
+        together."""
         ...
 
     def drew(self, leaf: object) -> bool:

@@ -1,25 +1,31 @@
-"""What an optimizer keeps beside a variable, by name: the path in its state."""
+"""What an optimizer keeps beside a variable: arrays by name, the path in its state.
+
+Which ones there are is known when the optimizer sees its tree (`SlotRule`). What was
+restored before that is kept as it was stored, and compared when the tree is known.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.extend.core import jaxpr_as_fun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator
+
+    from zstrat.optimizers import LeafRule
 
     from ._optimizer import Optimizer
 
 
 class SlotInfo(NamedTuple):
-    """One array of an optimizer's state beside a variable of a given shape.
-
-    ``rows``: its first axis is the variable's own.
-    """
+    """One array of an optimizer's state beside a variable, by name. ``rows``: its first
+    axis is the variable's own."""
 
     leaf: str
     dtype: str
@@ -27,20 +33,111 @@ class SlotInfo(NamedTuple):
     rows: bool
 
 
+@dataclass(frozen=True, eq=False)
+class SlotRule:
+    """What an optimizer keeps beside one variable, or beside a component of one.
+
+    Args:
+        size: The rows of the component, None for all that the leaf has.
+        values: Gives the values of all leaves of the tree, in order.
+    """
+
+    optimizer: Optimizer
+    leaf: LeafRule
+    size: int | None
+    values: Callable[[], list[Any]]
+
+    @property
+    def id(self) -> int:
+        """The number of the optimizer."""
+        return self.optimizer.id
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The paths in the state of the tree, without the leaf's own."""
+        return self.leaf.names
+
+    @cached_property
+    def kinds(self) -> list[Any]:
+        """Shapes and dtypes, in the order of the names."""
+        return self.leaf.steady_kinds(self.size)
+
+    def initial(self, value: Any) -> list[Any]:
+        """The slots before the first gradient."""
+        with self.leaf.tree.precision():
+            made = self._together() if self.leaf.begins_together else self._alone(value)
+            pairs = zip(made, self.kinds, strict=True)
+            return [jnp.asarray(slot, kind.dtype) for slot, kind in pairs]
+
+    def beside(self, leaves: list[Any]) -> Beside:
+        """Slots in the order of the names."""
+        return Beside(self.names, leaves, self.leaf.has_rows)
+
+    def fitted(self, variable: str, beside: Beside) -> Beside:
+        """What is there, in the order of the names.
+
+        Raises:
+            ValueError: It is not what the optimizer keeps here.
+        """
+        found = dict(zip(beside.names, beside.leaves, strict=True))
+        if beside.names == self.names or set(found) == set(self.names):
+            wanted = {n: k.shape for n, k in zip(self.names, self.kinds, strict=True)}
+            if all(found[name].shape == shape for name, shape in wanted.items()):
+                return self.beside([found[name] for name in self.names])
+        there = {name: tuple(leaf.shape) for name, leaf in found.items()}
+        expected = {n: k.shape for n, k in zip(self.names, self.kinds, strict=True)}
+        raise ValueError(
+            f"optimizer {self.optimizer.name!r} keeps {expected} beside variable "
+            f"{variable!r}, and there is {there}: it was restored, or has moved the "
+            "variable as part of another tree. Use one optimizer for one tree, and "
+            "name it: zs.Optimizer(transformation, params=params)"
+        )
+
+    def _alone(self, value: Any) -> list[Any]:
+        return list(jax.jit(self.leaf.init)(value))
+
+    def _together(self) -> list[Any]:
+        tree, leaf = self.leaf.tree, self.leaf
+        program = tree.init()
+        state = jax.jit(jaxpr_as_fun(program.closed))(*self.values())
+        return [state[slot.state] for slot in leaf.slots]
+
+
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What one optimizer keeps: its leaves in a row, as steps take and put them back,
-    and their structure."""
+    """What one optimizer keeps beside a variable: names, and arrays in their order, as
+    steps take them and put them back. ``rows``: the first axis of an array is that of
+    the variable."""
 
+    names: tuple[str, ...]
     leaves: list[Any]
-    treedef: Any
+    rows: tuple[bool, ...]
 
-    def tree(self) -> Any:
-        return self.treedef.unflatten(self.leaves)
+    def on_host(self) -> Beside:
+        """With arrays of numpy."""
+        return Beside(self.names, [np.asarray(x) for x in self.leaves], self.rows)
+
+    def items(self) -> Iterator[tuple[str, Any, bool]]:
+        """Name, array, and whether it has the rows of the variable."""
+        return zip(self.names, self.leaves, self.rows, strict=True)
+
+    def replaced(self, name: str, array: Any) -> Beside:
+        """With another array in one place.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        if name not in self.names:
+            raise KeyError(name)
+        pairs = zip(self.names, self.leaves, strict=True)
+        leaves = [array if known == name else leaf for known, leaf in pairs]
+        return Beside(self.names, leaves, self.rows)
 
     @property
     def is_lost(self) -> bool:
-        return any(leaf.is_deleted() for leaf in self.leaves)
+        return any(
+            isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in self.leaves
+        )
 
     @property
     def is_void(self) -> bool:
@@ -50,63 +147,3 @@ class Beside:
         except Exception:  # of that step: it says here that there is nothing
             return True
         return self.is_lost
-
-
-def slot_infos(
-    optimizer: Optimizer, shape: tuple[int, ...], dtype: Any
-) -> list[SlotInfo]:
-    """What the optimizer keeps beside a variable of this shape. Nothing is computed.
-
-    Raises:
-        RuntimeError: The handle came from another task, without its transformation.
-    """
-    state = _abstract(optimizer, shape, dtype)
-    taller = state
-    if shape:
-        taller = _abstract(optimizer, (shape[0] + 1, *shape[1:]), dtype)
-    return [
-        SlotInfo(name, leaf.dtype.name, leaf.shape, more.shape != leaf.shape)
-        for (name, leaf), more in zip(state.items(), taller.values(), strict=True)
-    ]
-
-
-def initial_slots(
-    optimizer: Optimizer, shape: tuple[int, ...], dtype: Any
-) -> dict[str, np.ndarray]:
-    """What the optimizer keeps before its first gradient; arrays to write into."""
-    state = optimizer.transformation.init(jax.numpy.zeros(shape, dtype))
-    return {name: np.array(leaf) for name, leaf in _named(state).items()}
-
-
-def named_slots(state: Any) -> dict[str, Any]:
-    """The leaves of an optimizer's state, as arrays of numpy, by their paths."""
-    return {name: np.asarray(leaf) for name, leaf in _named(state).items()}
-
-
-def slots_from(
-    optimizer: Optimizer, value: np.ndarray | jax.Array, named: Mapping[str, np.ndarray]
-) -> Any:
-    """Inverse of `named_slots`: the state of ``optimizer`` beside ``value``.
-
-    Raises:
-        ValueError: Names, shapes or dtypes are others than it keeps.
-    """
-    state = optimizer.transformation.init(value)
-    wanted = {n: (leaf.shape, leaf.dtype) for n, leaf in _named(state).items()}
-    given = {name: (leaf.shape, leaf.dtype) for name, leaf in named.items()}
-    if wanted != given:
-        raise ValueError(
-            f"optimizer {optimizer.name!r} keeps {wanted}, and is given {given}"
-        )
-    return jax.tree.unflatten(
-        jax.tree.structure(state), [jax.numpy.asarray(named[name]) for name in wanted]
-    )
-
-
-def _abstract(optimizer: Optimizer, shape: tuple[int, ...], dtype: Any) -> Any:
-    like = jax.ShapeDtypeStruct(shape, dtype)  # type: ignore[no-untyped-call]
-    return _named(jax.eval_shape(optimizer.transformation.init, like))
-
-
-def _named(state: Any) -> dict[str, Any]:
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(state)[0]}

@@ -27,6 +27,7 @@ class UpdateOp(enum.IntEnum):
     SCATTER_UPDATE = 9  # of duplicate indices the last one wins
     OPTIMIZE = 10  # gradient, applied by the update's optimizer
     OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
+    OPERANDS = 12  # what the OPTIMIZE updates of the optimizer behind it share
 
 
 class VariableEntry(NamedTuple):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zstrat.program import Wanted
     from zstrat.variables import VariableSpec
 
-_FEEDS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
+_FEEDS: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS, UpdateOp.OPERANDS)
 
 
 class Reads(NamedTuple):

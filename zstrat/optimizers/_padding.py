@@ -1,0 +1,141 @@
+"""Whether what an optimizer computes of several gradients bears rows of zeros.
+
+A step has gradients of some rows of a table. Those of one row are summed first, so
+there are fewer rows than were looked up; but shapes are fixed in a step, so that the
+rest is filled with zeros. A sum of squares does not notice; a mean of rows would.
+
+Law of the file: an equation without a rule is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+from jax.extend.core import Literal
+
+from ._jaxprs import inner_call
+from ._rows import same_but_for
+from ._tree import shaped
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ._tree import TreeRule
+
+_KEEP: Final = frozenset(
+    {
+        "abs", "sign", "neg", "sqrt", "cbrt", "square", "integer_pow", "real", "imag",
+        "conj", "convert_element_type", "copy", "copy_p", "floor", "ceil", "round",
+        "sin", "tan", "tanh", "sinh", "asin", "atan", "asinh", "atanh", "expm1",
+        "log1p", "erf", "stop_gradient", "optimization_barrier", "reshape", "squeeze",
+        "expand_dims", "transpose", "rev", "slice", "reduce_precision",
+    }
+)  # fmt: skip
+"""Of zeros they make zeros."""
+_BOTH: Final = frozenset({"add", "sub", "max", "min", "and", "or", "xor", "add_any"})
+"""Of zeros and zeros they make zeros."""
+_EITHER: Final = frozenset({"mul", "and"})
+"""Of zeros and anything they make zeros."""
+_SUMS: Final = frozenset({"reduce_sum", "reduce_or", "reduce_xor"})
+
+_FREE: Final = "no rows"
+_ZERO: Final = "zeros"
+_TRUE: Final = "true"
+_SIZE: Final = "size"
+"""Positive or zero, and zeros where there is no row."""
+_ANY: Final = "unknown"
+
+
+def dependence_on_padding(tree: TreeRule, leaf: int, count: int) -> str:
+    """Why rows of zeros behind ``count`` rows of gradients would be noticed; "" if they
+    are not."""
+    closed = _program(tree, leaf, count)
+    other = _program(tree, leaf, count + 1)
+    if not same_but_for(closed, other, count, count + 1):
+        return "it computes with the number of rows that have gradients"
+    kinds: dict[Any, str] = {
+        var: _ZERO if n == leaf else _FREE for n, var in enumerate(closed.jaxpr.invars)
+    }
+    found = _through(closed.jaxpr, kinds)
+    if all(kind == _FREE for kind in found):
+        return ""
+    return "what it computes of all gradients would count rows that have none"
+
+
+def _program(tree: TreeRule, leaf: int, count: int) -> Any:
+    sizes = tuple([count if n == leaf else None for n in range(len(tree.kinds))])
+    cut = tree.cut(sizes)
+    pairs = zip(tree.values_at(sizes), tree.gradients, strict=True)
+    gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+
+    def computed(*given: Any) -> list[Any]:
+        return cut.computed(given[: len(gradients)], given[len(gradients) :])
+
+    with tree.precision():
+        return jax.make_jaxpr(computed)(*gradients, *tree.extras.kinds)
+
+
+def _through(jaxpr: Any, kinds: dict[Any, str]) -> list[str]:
+    for eqn in jaxpr.eqns:
+        given = [_kind(kinds, var) for var in eqn.invars]
+        call = inner_call(eqn)
+        if call is not None:
+            inside = dict(zip(call[0].invars, given, strict=True))
+            kinds.update(zip(eqn.outvars, _through(call[0], inside), strict=True))
+        else:
+            made = _made(eqn, given)
+            kinds.update(dict.fromkeys(eqn.outvars, made))
+    return [_kind(kinds, var) for var in jaxpr.outvars]
+
+
+def _kind(kinds: dict[Any, str], var: Any) -> str:
+    return _FREE if isinstance(var, Literal) else kinds.get(var, _FREE)
+
+
+def _made(eqn: Any, given: Sequence[str]) -> str:
+    name, about = eqn.primitive.name, {kind for kind in given if kind != _FREE}
+    if not about:
+        return _FREE
+    zeros = about <= {_ZERO, _SIZE}
+    if name in {"abs", "square"} and zeros:
+        return _SIZE
+    if name == "integer_pow" and zeros:
+        power = eqn.params["y"]
+        return (_SIZE if power % 2 == 0 else _ZERO) if power > 0 else _ANY
+    if name == "is_finite" and zeros:
+        return _TRUE
+    if name == "not":
+        return {_ZERO: _TRUE, _TRUE: _ZERO}.get(next(iter(about)), _ANY)
+    if name == "and" and about == {_TRUE} and _FREE not in given:
+        return _TRUE
+    if name in _KEEP and zeros:
+        return _SIZE if about == {_SIZE} and name in _GROWING else _ZERO
+    if name in _EITHER and about & {_ZERO, _SIZE}:
+        return _ZERO
+    if name in _BOTH and zeros and _FREE not in given:
+        return _SIZE if about == {_SIZE} and name in {"add", "max"} else _ZERO
+    if name == "div" and given[0] in {_ZERO, _SIZE} and given[1] == _FREE:
+        return _ZERO
+    return _reduced(eqn, about)
+
+
+_GROWING: Final = frozenset(
+    {"sqrt", "copy", "copy_p", "convert_element_type", "reshape"}
+)
+
+
+def _reduced(eqn: Any, about: set[str]) -> str:
+    """Over the rows, or over all of a row: then it is still by row."""
+    name = eqn.primitive.name
+    if not name.startswith("reduce_") or name == "reduce_precision":
+        return _ANY
+    over_rows = 0 in eqn.params["axes"]
+    zeros = about <= {_ZERO, _SIZE}
+    if name in _SUMS and zeros:
+        return _FREE if over_rows else next(iter(about))
+    if name == "reduce_max" and about == {_SIZE}:
+        return _FREE if over_rows else _SIZE
+    if name == "reduce_and" and about == {_TRUE}:
+        return _FREE if over_rows else _TRUE
+    return _ANY
