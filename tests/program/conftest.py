@@ -102,6 +102,8 @@ class DictHome:
     def update(self, variable, op, operands, optimizer) -> None:
         assert all(type(operand) is np.ndarray for operand in operands)
         key = variable.spec.key
+        if op is UpdateOp.OPERANDS:
+            return
         self.updates.append((variable.spec.name, op, operands))
         if op is UpdateOp.OPTIMIZE:
             self._optimize(key, operands[0], optimizer)
@@ -112,6 +114,9 @@ class DictHome:
             self._optimize(key, dense, optimizer)
         else:
             self.values[key] = apply(op, self.values[key], operands)
+
+    def bind(self, call) -> None:
+        """Nothing: here, optimizers move one variable at a time."""
 
     def read_rows(self, parts) -> list[np.ndarray]:
         self.requests.append([(v.spec.name, indices.tolist()) for v, indices in parts])

@@ -2,6 +2,7 @@
 
 import pickle
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,13 +105,18 @@ async def test_gradients_can_be_applied_without_blocking():
     assert optimizer.iterations.numpy() == 1
 
 
-def test_a_pickled_handle_has_no_transformation():
-    optimizer = zv.Optimizer(optax.adam(0.1), name="adam", count_iterations=True)
-    handle = pickle.loads(pickle.dumps(optimizer))
+def test_a_pickled_handle_knows_its_transformation_and_its_tree():
+    x = zv.Variable(1.0, name="x")
+    optimizer = zv.Optimizer(
+        optax.adam(0.1), name="adam", params={"x": x}, count_iterations=True
+    )
+    handle = pickle.loads(cloudpickle.dumps(optimizer))
     assert (handle.id, handle.name) == (optimizer.id, "adam")
     assert handle.iterations.spec == optimizer.iterations.spec
-    with pytest.raises(RuntimeError, match="without its transformation"):
-        _ = handle.transformation
+    state = handle.transformation.init({"x": np.float32(1)})
+    assert set(state[0].mu) == {"x"}
+    (known,) = handle.known_call().targets
+    assert known.spec == x.spec
 
 
 def test_an_optimizer_of_this_process_does_not_move_what_is_on_a_ps():

@@ -34,6 +34,12 @@ class Notes:
     def update_rows(self, table, op, operands, optimizer):
         self.updates.append((table, op, operands, optimizer))
 
+    def optimize(self, call):
+        for _, target, sparse, arrays in call.leaves():
+            record = target._record_rows if sparse else target._record
+            op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
+            record(self, op, arrays if sparse else arrays[0], call.optimizer)
+
     def drew(self, leaf):
         return False
 

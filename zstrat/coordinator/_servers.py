@@ -8,23 +8,27 @@ model is broken then.
 from __future__ import annotations
 
 import asyncio
+import math
+import secrets
 from collections import Counter
 from typing import TYPE_CHECKING, Final, final
 
+import numpy as np
+
 from zstrat.ps import PsUpdate, Ref, RowsRef
 from zstrat.wire import (
+    DTYPES,
     Awaited,
     AwaitedOptimizer,
     JoinSession,
     SessionOpened,
+    StoreEntry,
     UpdateOp,
     VariableEntry,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import numpy as np
 
     from zstrat.ps import PsClient
     from zstrat.variables import VariableSpec
@@ -44,6 +48,10 @@ _WISHES: Final = 512
 _RATE: Final = 32 * 2**20
 """Bytes per second that a parameter server fills by an initializer at the least: numpy
 draws ten times as many normal numbers on a slow core."""
+
+
+_PIECE: Final = 4 * 2**20
+"""Bytes of a slot that are read with one message."""
 
 
 @final
@@ -131,6 +139,37 @@ class Servers:
             return
         await self.client.create_optimizer(optimizer, name, code)
 
+    async def read_slots(
+        self, optimizer: int, specs: Sequence[VariableSpec]
+    ) -> list[dict[str, np.ndarray]]:
+        """What an optimizer keeps beside variables, by name, of one moment of each
+        server."""
+        client, number = self.client, secrets.randbits(62)
+        refs = [Ref(spec.ps, spec.key) for spec in specs]
+        found: dict[int, dict[str, np.ndarray]] = {spec.key: {} for spec in specs}
+        try:
+            for ps, place, entry in await client.pin(number, refs, [optimizer]):
+                if entry.optimizer != optimizer:
+                    continue
+                dtype = DTYPES[entry.dtype]
+                nbytes = math.prod(entry.shape) * dtype.itemsize
+                parts = [
+                    await client.read_snapshot(ps, number, place, at, size)
+                    for at, size in _pieces(nbytes)
+                ]
+                whole = np.concatenate(parts) if parts else np.empty(0, np.uint8)
+                found[entry.key][entry.leaf] = whole.view(dtype).reshape(entry.shape)
+        finally:
+            await client.release(number)
+        return [found[spec.key] for spec in specs]
+
+    async def write_slot(
+        self, optimizer: int, spec: VariableSpec, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one array that an optimizer keeps beside a variable."""
+        entry = StoreEntry(spec.key, optimizer, name, 0)
+        await self.client.store(spec.ps, [entry], [value])
+
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
@@ -176,6 +215,11 @@ def initializing_timeout(
     for spec, _ in entries:
         nbytes[spec.ps] += spec.nbytes
     return request + max(nbytes.values(), default=0) / _RATE
+
+
+def _pieces(nbytes: int) -> list[tuple[int, int]]:
+    """Offsets and sizes of what is read of a tensor in one message each."""
+    return [(at, min(_PIECE, nbytes - at)) for at in range(0, nbytes, _PIECE)]
 
 
 def _is_part(spec: VariableSpec) -> bool:

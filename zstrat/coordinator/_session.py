@@ -270,6 +270,20 @@ class ClusterSession:
         work = self.servers.create_optimizer(optimizer_id, name, code)
         await self.run_async(work, "creating an optimizer")
 
+    def read_slots(
+        self, optimizer_id: int, specs: Sequence[VariableSpec]
+    ) -> list[dict[str, np.ndarray]]:
+        """What an optimizer keeps beside variables, by name, as it is now."""
+        work = self.servers.read_slots(optimizer_id, specs)
+        return self.run(work, "reading the state of an optimizer")
+
+    def write_slot(
+        self, optimizer_id: int, spec: VariableSpec, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns one array that an optimizer keeps beside a variable."""
+        work = self.servers.write_slot(optimizer_id, spec, name, value)
+        self.run(work, "assigning to the state of an optimizer")
+
     def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:

@@ -109,6 +109,14 @@ class Unnamed:
     def __str__(self) -> str:
         raise self._refusal()
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Unnamed):
+            raise self._refusal()
+        return (self._number, self._who) == (other._number, other._who)
+
+    def __hash__(self) -> int:
+        return hash((self._number, self._who))
+
     def __repr__(self) -> str:
         return f"<no path: {self._who}>"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
@@ -26,7 +26,7 @@ from ._cut import Cut, owners_in
 from ._jaxprs import flat, masks, primitives
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ._structure import Path, Structure
 
@@ -254,11 +254,16 @@ class TreeRule:
             )
         return found, [_unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
-    def precision(self) -> contextlib.AbstractContextManager[object]:
-        """In which it is traced and runs."""
-        if not self.wide:
-            return contextlib.nullcontext()
-        return cast("contextlib.AbstractContextManager[object]", jax.enable_x64(True))
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """In which it is traced and runs: with 64 bits if it has some, and by jax's own
+        rules of dtypes, which optax is written for, whatever the user has set."""
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            jax.enable_x64(True) if self.wide else contextlib.nullcontext(),
+        ):
+            yield
 
     def values_at(self, sizes: Sizes | None) -> list[Shape]:
         """What the leaves look like in these sizes."""

@@ -260,7 +260,7 @@ class ServerVariables:
             PSUnavailableError: A ps is gone.
         """
         specs = [variable.spec for variable in variables]
-        return self._session.read_slots(optimizer.id, specs)
+        return list(self._session.read_slots(optimizer.id, specs))
 
     def write_slot(
         self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray

@@ -31,7 +31,7 @@ class ServerSession(Protocol):
 
     def read_slots(
         self, optimizer: int, specs: Sequence[VariableSpec]
-    ) -> list[Mapping[str, np.ndarray]]:
+    ) -> Sequence[Mapping[str, np.ndarray]]:
         """What an optimizer keeps beside variables, by name, as it is now."""
         ...
 

@@ -108,7 +108,8 @@ class TreeStep:
             for slot, array in zip(each.rule.leaf.slots, mine, strict=True):
                 state[slot.state] = array
         gradients = [arrays[0] for arrays in call.operands]
-        moved, after = self._tree.whole(gradients, leaves, state, call.further)
+        with self._tree.precision():
+            moved, after = self._tree.whole(gradients, leaves, state, call.further)
         kept = [
             [after[slot.state] for slot in each.rule.leaf.slots]
             for each in self.components

@@ -7,6 +7,7 @@ is tried again is still applied once.
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,16 +17,15 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.errors import NotFoundError
 from zstrat.program import not_shared
 from zstrat.ps import PsUpdate, Ref, RowsRef
-from zstrat.variables import LOCAL
+from zstrat.variables import LOCAL, encoded
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Sequence
 
     import numpy as np
 
     from zstrat.ps import PsClient
-    from zstrat.variables import Optimizer, Variable, VariableSpec
+    from zstrat.variables import GradientCall, Optimizer, Variable, VariableSpec
     from zstrat.wire import UpdateOp
 
 T = TypeVar("T")
@@ -134,6 +134,10 @@ class Direct:
                 lambda client: client.push(self._step, part, self._low_water, pushed)
             )
 
+    def bind(self, call: GradientCall) -> None:
+        """See `bind`; each run asks, and servers that know it answer at once."""
+        bind(self._ask, call)
+
     async def update_many_async(
         self,
         updates: Sequence[
@@ -150,6 +154,16 @@ class Direct:
         optimizer: Optimizer | None,
     ) -> None:
         raise _not_here(variable)
+
+
+def bind(ask: Asking, call: GradientCall) -> None:
+    """Tells the parameter servers of the tree of an optimizer; blocks.
+
+    Raises:
+        ValueError: It cannot be told, or a server refuses it; says why.
+    """
+    number, data = call.optimizer.id, encoded(call)
+    ask(lambda client: asyncio.ensure_future(client.bind(number, data)))
 
 
 def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) -> None:

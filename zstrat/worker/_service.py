@@ -204,6 +204,7 @@ class WorkerService:
             prepare=self._prepare,
             run_eager=self._run_eager,
             home=partial(Direct, asking),
+            bind=partial(bind, asking),
             carry=tenancy.carry,
             inline=self._settings.limits.inline,
             prefetch=opening.prefetch,

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from weakref import WeakSet
 
-from zstrat.program import Function, WorkerContext, worker_context
+from zstrat.program import Function, Plan, WorkerContext, worker_context
 from zstrat.ps import PsUpdate
 from zstrat.variables import creator
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepResult
-    from zstrat.variables import Home, Optimizer, Request, Variable
+    from zstrat.variables import GradientCall, Home, Optimizer, Request, Variable
     from zstrat.wire import Batch, BuildResource, Layout, PlainTree
 
     from ._closure import Post, Step
@@ -77,6 +78,7 @@ class Workshop:
         index, count: This worker and how many there are.
         home: Makes the home of variables for one eager run, from its step number and
             the low water.
+        bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry: Takes posts over, on the loop.
         inline: Bytes of a result that travel with the completion.
         prefetch: Optimizer steps whose values are fetched while one computes.
@@ -91,6 +93,7 @@ class Workshop:
         prepare: Prepare,
         run_eager: RunEager,
         home: Callable[[int, int], Home],
+        bind: Callable[[GradientCall], None],
         carry: Callable[[Post], None],
         inline: int,
         prefetch: int = 0,
@@ -101,7 +104,8 @@ class Workshop:
         self.resources: Final = resources
         self._index, self._count = index, count
         self._prepare, self._run_eager = prepare, run_eager
-        self._home, self._carry = home, carry
+        self._home, self._carry, self._bind = home, carry, bind
+        self._bound: Final = WeakSet[Plan]()
         self._layouts: Final = Layouts(inline)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
@@ -178,6 +182,8 @@ class Workshop:
                 return began
             prepared = self._prepare(function, args, kwargs)
             needs = self._catalog.of(prepared.plan)
+            if prepared.plan.calls:
+                self._bind_all(prepared)
         except BaseException as error:  # goes to the coordinator as this step's outcome
             now = self.clock()
             self.pipeline.refused(step, _ending.failed(step.number, error), now)
@@ -202,6 +208,20 @@ class Workshop:
             optimizes=needs.optimizes,
         )
         return now
+
+    def _bind_all(self, prepared: Prepared) -> None:
+        """Tells the servers of the trees of a plan's optimizers, once per plan. What
+        was drawn for a step that cannot be applied goes back."""
+        plan = prepared.plan
+        if plan in self._bound:
+            return
+        try:
+            for call in plan.calls:
+                self._bind(call)
+        except BaseException:  # to the step, whose outcome it is
+            prepared.unread()
+            raise
+        self._bound.add(plan)
 
     def advance(self, step: Step, began: float) -> float:
         task: _Task = step.task
