@@ -131,6 +131,12 @@ class Servers:
             return
         await self.client.create_optimizer(optimizer, name, code)
 
+    async def bind_optimizer(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        """Any program that applies gradients tells the tree, and tells it first."""
+        await self.client.bind(optimizer, data, servers)
+
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:

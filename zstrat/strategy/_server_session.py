@@ -29,6 +29,17 @@ class ServerSession(Protocol):
 
     def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None: ...
 
+    def bind_optimizer(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        """Tells parameter servers (None: all) which variables the optimizer moves:
+        `zstrat.optimizers.Binding.encoded`. The same again is fine."""
+        ...
+
+    async def bind_optimizer_async(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None: ...
+
     def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
