@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.optimizers import Binding, Structure, TreeRule, checked
+from zstrat.wire import BindOptimizer
 
 
 def binding(transformation, tree, gradients=None, wide=None) -> Binding:
@@ -37,6 +38,12 @@ def of_values(transformation, values, gradients=None) -> Binding:
     """A tree ``{"v<key>": ...}`` of variables by key, each whole on one server."""
     tree = {f"v{key:05}": ((key,), x.shape, x.dtype) for key, x in values.items()}
     return binding(transformation, tree, gradients)
+
+
+def message(session, optimizer: int, told: Binding) -> BindOptimizer:
+    """As it is sent."""
+    data = np.frombuffer(told.encoded(), np.uint8)
+    return BindOptimizer(session, optimizer, (data,))
 
 
 def bind(store, optimizer: int, told: Binding) -> None:

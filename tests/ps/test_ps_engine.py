@@ -292,7 +292,9 @@ def test_a_transformation_that_cannot_be_traced_for_a_shape_is_not_bound():
     store = shipped(optax.GradientTransformation(lambda p: (), update))
     entries = [VariableEntry(k, f"v{k}", True, False) for k in SHAPES]
     store.create(entries, [np.zeros(s, "f4") for s in SHAPES.values()])
-    with pytest.raises(InvalidArgumentError, match=r"'mine' cannot be traced.*not this"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"'mine' cannot be traced.*not this"
+    ):
         bind(store, 1, of_values(optax.identity(), values_of(store)))
     with pytest.raises(NotFoundError, match="'v1', optimizer 'mine'.*in no tree"):
         store.push(optimize(gradients(0)))
@@ -315,7 +317,9 @@ def test_what_is_no_transformation_or_calls_back_is_refused_with_words():
 
     store = shipped(optax.stateless(called))
     store.create([VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
-    with pytest.raises(InvalidArgumentError, match=r"calls back into Python .pure_call"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"calls back into Python .pure_call"
+    ):
         bind_each_as(store, optax.identity())
 
 

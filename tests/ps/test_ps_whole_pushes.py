@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from ps_trees import bind_each
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.ps import OptimizerEngine, Store
@@ -28,12 +29,7 @@ ONES = np.ones((8, 2), "f4")
 ROWS = (np.array([1, 3]), np.ones((2, 2), "f4"))
 
 
-@pytest.fixture(autouse=True)
-def _no_probe(monkeypatch):
-    monkeypatch.setattr("zstrat.ps._probe.probe", lambda *_: True)
-
-
-def store_with(name: str, *values: np.ndarray) -> Store:
+def store_with(name: str, *values: np.ndarray, gradients="f4") -> Store:
     """Optimizer 1, and variables from 1 on (two of zeros)."""
     store = Store(OptimizerEngine(lambda code: OPTIMIZERS[code.decode()]()), task=TASK)
     plan = store.plan_optimizer(1, name, name.encode())
@@ -44,6 +40,7 @@ def store_with(name: str, *values: np.ndarray) -> Store:
         VariableEntry(k, f"v{k}", True, False) for k in range(1, 1 + len(values))
     ]
     store.create(entries, values)
+    bind_each(store, 1, OPTIMIZERS[name](), range(1, 1 + len(values)), gradients)
     return store
 
 
