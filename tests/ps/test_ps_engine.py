@@ -296,7 +296,7 @@ def test_a_transformation_that_cannot_be_traced_for_a_shape_is_not_bound():
         InvalidArgumentError, match=r"'mine' cannot be traced.*not this"
     ):
         bind(store, 1, of_values(optax.identity(), values_of(store)))
-    with pytest.raises(NotFoundError, match="'v1', optimizer 'mine'.*in no tree"):
+    with pytest.raises(NotFoundError, match=r"'v1', optimizer 'mine'.*in no tree"):
         store.push(optimize(gradients(0)))
 
 

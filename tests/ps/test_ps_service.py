@@ -7,7 +7,8 @@ import numpy as np
 import optax
 import pytest
 from ps_callers import SESSION, Peer
-from ps_trees import binding, message
+from ps_trees import binding
+from ps_trees import message as bind_message
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import (
@@ -106,7 +107,7 @@ async def rig():
 def tell(optimizer: int) -> BindOptimizer:
     """That plain descent moves all variables."""
     tree = {f"v{key}": ((key,), (4,), "f4") for key in range(3)}
-    return message(SESSION, optimizer, binding(optax.sgd(0.5), tree))
+    return bind_message(SESSION, optimizer, binding(optax.sgd(0.5), tree))
 
 
 def add(*keys: int, step: int = -1, value: float = 1.0, session: int = SESSION) -> Push:

@@ -9,7 +9,8 @@ import optax
 import pytest
 from ps_callers import SESSION, Peer
 from ps_snapshot_rig import TASK, halt, size_of, snapshot_rig, wait
-from ps_trees import binding, message
+from ps_trees import binding
+from ps_trees import message as bind_message
 from safetensors.numpy import load_file
 
 from zstrat.config import Settings
@@ -160,7 +161,7 @@ async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):
     head = Update(1, int(UpdateOp.OPTIMIZE), 9, 1)
     gradient = np.ones((4, 2), "f4")
     told = binding(optax.adam(0.1), {"w": ((1,), (4, 2), "f4")})
-    bound = service.handle(rig.chief, message(SESSION, 9, told))
+    bound = service.handle(rig.chief, bind_message(SESSION, 9, told))
     push = service.handle(rig.chief, Push(SESSION, -1, 0, 0, [head], (gradient,)))
     waiting = asyncio.ensure_future(
         service.handle(rig.chief, PinSnapshot(SESSION, 1, [1], []))
