@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from ps_trees import binding
 
 from zstrat.config import Settings
 from zstrat.errors import (
@@ -165,6 +166,8 @@ async def test_optimizers_deletion_and_statistics():
     async with running() as (_, client):
         await client.create([(ps, entry(ps), np.ones(3, np.float32)) for ps in (0, 1)])
         await client.create_optimizer(1, "sgd", b"any")
+        tree = {"a": ((0,), (3,), "f4"), "b": ((1,), (3,), "f4")}
+        await client.bind(1, binding(optax.sgd(0.5), tree).encoded())
         gradient = (np.ones(3, np.float32),)
         updates = [PsUpdate(ps, ps, UpdateOp.OPTIMIZE, 1, gradient) for ps in (0, 1)]
         assert await client.push(1, 0, 0, updates)

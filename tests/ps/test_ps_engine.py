@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from ps_trees import bind, bind_each, binding, of_values
 
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 from zstrat.ps import OptimizerEngine, Store
@@ -39,8 +40,6 @@ WHOLE = {
     "novograd": lambda: optax.novograd(1e-2),
 }
 MIXED = {
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.1)),
-    "finite": lambda: optax.apply_if_finite(optax.sgd(0.1), 5),
     "prodigy": optax.contrib.prodigy,
     "d-adaptation": optax.contrib.dadapt_adamw,
 }
@@ -57,14 +56,19 @@ class Shelf:
         return self.kept[code]()
 
 
-def store_with(*names: str, dtype="f4", sharded=False) -> Store:
+def store_with(*names: str, dtype="f4", sharded=False, gradients_of=None) -> Store:
     store = Store(OptimizerEngine(Shelf()), task="/job:ps/task:0")
     rng = np.random.default_rng(3)
     values = [rng.normal(size=shape).astype(dtype) for shape in SHAPES.values()]
     store.create([VariableEntry(k, f"v{k}", True, sharded) for k in SHAPES], values)
     for number, name in enumerate(names, 1):
         register(store, number, name)
+        bind(store, number, of_values(made(name), values_of(store), gradients_of))
     return store
+
+
+def made(name: str):
+    return {**ROWWISE, **WHOLE, **MIXED}[name]()
 
 
 def local(transformation):
@@ -113,8 +117,10 @@ def test_steps_on_the_server_are_steps_of_optax_on_the_tree(name):
                 value, want[key], rtol=2e-3, atol=2e-5, err_msg=name
             )
             assert value.dtype == np.float32
-    store.create([VariableEntry(9, "part", True, True)], [np.ones(7, "f4")])
-    push = optimize({2: gradients(9)[2], 9: np.ones(7, "f4")})
+    one = np.ones(SHAPES[1], "f4")
+    store.create([VariableEntry(9, "part", True, True)], [one])
+    bind_each(store, 1, transformation, [9])
+    push = optimize({2: gradients(9)[2], 9: one})
     if name in ROWWISE:
         assert store.push(push).applied
         return
@@ -131,6 +137,7 @@ def test_any_shape_is_optimised(shape):
     store, transformation = store_with("adam"), ROWWISE["adam"]()
     value = np.full(shape, 2, "f4")
     store.create([VariableEntry(9, "odd", True, False)], [value])
+    bind_each(store, 1, transformation, [9])
     state, step = transformation.init(value), local(transformation)
     want = value
     for _ in range(2):
@@ -141,11 +148,12 @@ def test_any_shape_is_optimised(shape):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_what_mixes_variables_is_refused_with_what_to_write_instead(name):
-    with pytest.raises(
-        InvalidArgumentError, match=f"{name!r} mixes variables.*before apply_gradients"
-    ):
-        store_with(name)
+def test_what_mixes_variables_is_refused_whoever_says_otherwise(name):
+    store = store_with()
+    register(store, 1, name)
+    told = of_values(made("sgd"), values_of(store))
+    with pytest.raises(InvalidArgumentError, match=f"{name!r}.*several variables"):
+        bind(store, 1, told)
 
 
 @pytest.mark.parametrize("name", ["adam", "every second"])
@@ -158,6 +166,8 @@ def test_rows_of_a_sharded_variable_are_optimised_as_the_whole(name):
         VariableEntry(11, "v1/1", True, True),
     ]
     parts.create(entries, halves)
+    tree = {"v1": ((10, 11), SHAPES[1], "f4")}
+    bind(parts, 1, binding(made(name), tree))
     for turn in range(3):
         grad = gradients(turn)[1]
         whole.push(optimize({1: grad}))
@@ -210,6 +220,7 @@ def test_updates_are_in_place_unless_somebody_reads():
 def test_programs_are_compiled_once_per_shape_and_dtype():
     store = store_with("adam")
     store.create([VariableEntry(9, "twin", True, False)], [np.zeros(SHAPES[1], "f4")])
+    bind_each(store, 1, made("adam"), [9])
     engine = store._engine
     for turn in range(3):
         grads = gradients(turn)
@@ -225,9 +236,10 @@ BF16 = ml_dtypes.bfloat16
     [("f8", "f8"), ("f4", "f8"), ("f4", BF16), (BF16, "f4")],
 )
 def test_gradients_of_other_dtypes_are_taken_as_optax_takes_them(value, gradient):
-    store, transformation = store_with("adam", dtype=value), ROWWISE["adam"]()
-    keys = (2,)
+    transformation, keys = ROWWISE["adam"](), (2,)
     # jax without 64 bits takes the float64 gradient of a float32 variable as float32.
+    taken = "f4" if (value, gradient) == ("f4", "f8") else gradient
+    store = store_with("adam", dtype=value, gradients_of=taken)
     with jax.enable_x64(value == "f8"):
         want = {k: jnp.asarray(values_of(store)[k]) for k in keys}
         state, step = jax.jit(transformation.init)(want), local(transformation)
@@ -270,27 +282,22 @@ def test_a_push_of_assigns_adds_and_gradients_applies_in_order_and_whole():
     np.testing.assert_array_equal(values_of(store)[2], before)
 
 
-def test_a_transformation_that_cannot_be_compiled_for_a_shape_changes_nothing():
+def test_a_transformation_that_cannot_be_traced_for_a_shape_is_not_bound():
     def update(grads, state, params=None):
         for leaf in jax.tree.leaves(grads):
             if leaf.shape == SHAPES[2]:
                 raise ValueError("not this shape")
         return grads, state
 
-    engine = OptimizerEngine(
-        lambda _: optax.GradientTransformation(lambda p: (), update)
-    )
-    store = Store(engine, task="ps")
+    store = shipped(optax.GradientTransformation(lambda p: (), update))
     entries = [VariableEntry(k, f"v{k}", True, False) for k in SHAPES]
     store.create(entries, [np.zeros(s, "f4") for s in SHAPES.values()])
-    register(store, 1, "picky")
     with pytest.raises(
-        InvalidArgumentError,
-        match=r"'picky' cannot be applied to float32\[7\].*not this",
+        InvalidArgumentError, match=r"'mine' cannot be traced.*not this"
     ):
+        bind(store, 1, of_values(optax.identity(), values_of(store)))
+    with pytest.raises(NotFoundError, match=r"'v1', optimizer 'mine'.*in no tree"):
         store.push(optimize(gradients(0)))
-    assert all((value == 0).all() for value in values_of(store).values())
-    assert store.read([Read(1, -1)])[0] == [0]
 
 
 def shipped(transformation: object) -> Store:
@@ -299,30 +306,36 @@ def shipped(transformation: object) -> Store:
     return store
 
 
-def test_what_is_no_transformation_of_this_kind_is_refused_with_words():
-    with pytest.raises(
-        InvalidArgumentError, match=r"expected an optax.Grad.* got builtins.dict"
-    ):
+def test_what_is_no_transformation_or_calls_back_is_refused_with_words():
+    with pytest.raises(InvalidArgumentError, match=r"'mine'.* GradientTransf.* got {}"):
         shipped({})
-    with pytest.raises(
-        InvalidArgumentError, match="'mine' cannot be applied to one variable"
-    ):
-        shipped(optax.lbfgs())
-    with pytest.raises(
-        InvalidArgumentError, match=r"calls back into Python .pure_callback"
-    ):
-        shipped(
-            optax.stateless(
-                lambda grads, _: jax.tree.map(
-                    lambda g: jax.jit(
-                        lambda x: jax.pure_callback(
-                            lambda y: y, jax.ShapeDtypeStruct(x.shape, x.dtype), x
-                        )
-                    )(g),
-                    grads,
-                )
-            )
+
+    def called(grads, _):
+        return jax.tree.map(
+            lambda g: jax.pure_callback(lambda x: x, jax.typeof(g), g), grads
         )
+
+    store = shipped(optax.stateless(called))
+    store.create([VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
+    with pytest.raises(
+        InvalidArgumentError, match=r"calls back into Python .pure_call"
+    ):
+        bind_each_as(store, optax.identity())
+
+
+def bind_each_as(store: Store, transformation) -> None:
+    """Tells a tree of another transformation than the one that is there."""
+    bind_each(store, 1, transformation, [1])
+
+
+def test_what_makes_a_transformation_is_one():
+    store = shipped(optax.MultiSteps(optax.sgd(1.0), 2))
+    store.create([VariableEntry(1, "v", True, False)], [np.zeros(3, "f4")])
+    bind_each(store, 1, optax.MultiSteps(optax.sgd(1.0), 2), [1])
+    for want in (0, -1, -1, -2):
+        store.push(optimize({1: np.ones(3, "f4")}))
+        (value,) = store.read([Read(1, -1)])[1]
+        assert (value == want).all()
 
 
 def test_ids_name_one_optimizer_and_gradients_must_fit():
@@ -337,6 +350,8 @@ def test_ids_name_one_optimizer_and_gradients_must_fit():
         store.push(optimize(grads, optimizer=5))
     with pytest.raises(InvalidArgumentError, match=r"'v2', optimizer 'sgd'.*got int32"):
         store.push(optimize({2: np.ones(7, "i4")}))
+    with pytest.raises(InvalidArgumentError, match=r"'v2'.*of float32.*got float16"):
+        store.push(optimize({2: np.ones(7, "f2")}))
     store.clear()
     assert store.statistics()["slot_bytes"] == 0
 

@@ -3,10 +3,12 @@
 import asyncio
 
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ps_callers import SESSION, Gated, Peer
+from ps_trees import binding, message
 
 from zstrat.errors import (
     InvalidArgumentError,
@@ -157,6 +159,7 @@ async def test_a_refused_pull_does_not_undo_the_push(rig, wrong, kind):
 async def test_both_parts_have_one_turn(rig):
     rig.gate.clear()
     loading = rig.ask(CreateOptimizer(SESSION, 1, "sgd", b"sgd"))
+    rig.ask(tell(0))
     first = rig.ask(
         exchange(0, op=ROWS, optimizer=1, reads=[0], rows=[1], indices=[[0]])
     )
@@ -235,6 +238,7 @@ async def test_a_session_that_ends_while_the_push_computes(rig, monkeypatch):
 async def test_who_drains_answers_what_does_not_have_to_wait(rig, monkeypatch):
     loading = rig.ask(CreateOptimizer(SESSION, 1, "sgd", b"sgd"))
     assert await loading == Done()
+    await rig.answer(tell(0))
     assert await rig.service.drain()
     compiles = exchange(0, op=ROWS, optimizer=1, rows=[0], indices=[[0]])
     answer = rig.ask(compiles)
@@ -245,6 +249,12 @@ async def test_who_drains_answers_what_does_not_have_to_wait(rig, monkeypatch):
     answer = rig.ask(exchange(0, rows=[0], indices=[rows]))
     assert (answer.applied, answer.arrays) == (True, ())
     assert isinstance(error_of(answer.pull_error), UnavailableError)
+
+
+def tell(key: int):
+    """That optimizer 1 moves a variable."""
+    tree = {"w": ((key,), (4, 2), "f4")}
+    return message(SESSION, 1, binding(optax.sgd(0.5), tree))
 
 
 @pytest.mark.parametrize("role", [Job.EVALUATOR, Job.OBSERVER, Job.PS])

@@ -6,11 +6,13 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from ps_callers import SESSION, Gated, Peer
+from ps_trees import binding, message
 
 from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
@@ -335,6 +337,8 @@ def test_an_exchange_reads_what_was_folded(ps, sender):
 async def test_who_came_before_has_his_turn_before(ps, sender):
     ps.gate.clear()
     making = ps.ask(CreateOptimizer(SESSION, 9, "sgd", b"sgd"))
+    tree = {"w": ((KEY,), ramp().shape, "f4")}
+    ps.ask(message(SESSION, 9, binding(optax.sgd(0.5), tree)))
     sender.push(ramp())
     sender.carry(4)
     # It waits for its optimizer, and holds the variable meanwhile.

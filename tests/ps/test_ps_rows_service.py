@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from ps_callers import SESSION, Gated, Peer
+from ps_trees import binding, message
 
 from zstrat.errors import (
     AlreadyExistsError,
@@ -103,12 +104,19 @@ async def test_a_lookup_is_answered_at_once_beside_whole_values(rig):
         rig.ask(PullRows(SESSION, [], [1], (np.array([10]),)), rig.worker)
 
 
+def tell(key: int):
+    """That optimizer 1 moves a variable."""
+    tree = {"w": ((key,), (10, 2), "f4")}
+    return message(SESSION, 1, binding(optax.sgd(0.5), tree))
+
+
 async def test_a_large_lookup_goes_to_the_thread_and_sees_no_later_push(
     rig, monkeypatch
 ):
     monkeypatch.setattr(requests_module, "INLINE", 0)
     rig.gate.clear()
     held_up = rig.ask(CreateOptimizer(SESSION, 1, "sgd", b"sgd"))
+    told = rig.ask(tell(1))
     rows = rig.ask(PullRows(SESSION, [], [1], (np.array([3]),)))
     heads = [Update(1, int(UpdateOp.OPTIMIZE_ROWS), 1, 2)]
     pushed = rig.ask(
@@ -119,7 +127,7 @@ async def test_a_large_lookup_goes_to_the_thread_and_sees_no_later_push(
     assert isinstance(other, Pulled)  # another variable does not wait
     assert not any(x.done() for x in (held_up, rows, pushed, after))
     rig.gate.set()
-    assert await held_up == Done()
+    assert await held_up == await told == Done()
     assert (await rows).arrays[0].tolist() == [[6, 7]]
     assert (await pushed).applied
     assert (await after).arrays[0].tolist() == [[5.5, 6.5]]
@@ -127,6 +135,7 @@ async def test_a_large_lookup_goes_to_the_thread_and_sees_no_later_push(
 
 async def test_small_compiled_pushes_of_rows_are_applied_on_the_spot(rig):
     await rig.answer(CreateOptimizer(SESSION, 1, "sgd", b"sgd"))
+    await rig.answer(tell(1))
 
     def push(*ids):
         arrays = (np.array(ids), np.ones((len(ids), 2), "f4"))

@@ -7,6 +7,8 @@ import numpy as np
 import optax
 import pytest
 from ps_callers import SESSION, Peer
+from ps_trees import binding
+from ps_trees import message as bind_message
 
 from zstrat.config import Settings, Timeouts
 from zstrat.errors import (
@@ -22,6 +24,7 @@ from zstrat.ps import PsService
 from zstrat.ps import _requests as requests_module
 from zstrat.wire import (
     Beat,
+    BindOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
@@ -87,7 +90,9 @@ class Rig:
     def held_up(self) -> asyncio.Future:
         """The compute thread is busy with optimizer 9 until the gate opens."""
         self.loader.gate.clear()
-        return self.ask(CreateOptimizer(SESSION, 9, "sgd", b"sgd"))
+        created = self.ask(CreateOptimizer(SESSION, 9, "sgd", b"sgd"))
+        self.ask(tell(9))
+        return created
 
 
 @pytest.fixture
@@ -97,6 +102,12 @@ async def rig():
     yield rig
     rig.loader.gate.set()
     await rig.service.drain()
+
+
+def tell(optimizer: int) -> BindOptimizer:
+    """That plain descent moves all variables."""
+    tree = {f"v{key}": ((key,), (4,), "f4") for key in range(3)}
+    return bind_message(SESSION, optimizer, binding(optax.sgd(0.5), tree))
 
 
 def add(*keys: int, step: int = -1, value: float = 1.0, session: int = SESSION) -> Push:
@@ -184,13 +195,15 @@ async def test_a_retry_that_pushes_other_variables_waits_for_the_first_try(
 
 async def test_what_fails_on_the_thread_frees_its_names(rig):
     broken = rig.ask(CreateOptimizer(SESSION, 1, "unknown", b"unknown"))
-    mixed = rig.ask(CreateOptimizer(SESSION, 1, "global", b"global"))
+    clips = rig.ask(CreateOptimizer(SESSION, 2, "global", b"global"))
+    other = rig.ask(tell(2))
     unfit = rig.ask(descend(0, optimizer=1))
     async with asyncio.timeout(60):
         with pytest.raises(KeyError, match="unknown"):
             await broken
-        with pytest.raises(InvalidArgumentError, match="mixes variables"):
-            await mixed
+        assert await clips == Done()
+        with pytest.raises(InvalidArgumentError, match="another program here"):
+            await other
         with pytest.raises(NotFoundError, match="no optimizer with id 1"):
             await unfit
     assert rig.ask(add(0)) == Pushed(True, [1])
@@ -206,10 +219,11 @@ async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
             CreateVariables,
             DeleteVariables,
             CreateOptimizer,
+            BindOptimizer,
             Pull,
             Push,
         },
-        Job.WORKER: {Pull, Push},
+        Job.WORKER: {BindOptimizer, Pull, Push},
         Job.EVALUATOR: {Pull},
     }.get(role, set())
     some = [
@@ -218,7 +232,11 @@ async def test_every_role_may_do_what_is_its_own_and_no_more(rig, role):
         DeleteVariables(SESSION, []),
         pull(0),
         add(0),
+        tell(9),
     ]
+    opened = rig.held_up()
+    rig.loader.gate.set()
+    assert await opened == Done()
     for message in some:
         if type(message) in may:
             rig.ask(message, peer)

@@ -9,6 +9,8 @@ import optax
 import pytest
 from ps_callers import SESSION, Peer
 from ps_snapshot_rig import TASK, halt, size_of, snapshot_rig, wait
+from ps_trees import binding
+from ps_trees import message as bind_message
 from safetensors.numpy import load_file
 
 from zstrat.config import Settings
@@ -29,6 +31,7 @@ from zstrat.ps import _snapshot_service as service_module
 from zstrat.ps._pins import Pin
 from zstrat.wire import (
     CreateOptimizer,
+    Done,
     Job,
     OpenSession,
     PinSnapshot,
@@ -42,8 +45,8 @@ from zstrat.wire import (
 
 
 @pytest.fixture
-async def rig(monkeypatch):
-    async with snapshot_rig(monkeypatch) as rig:
+async def rig():
+    async with snapshot_rig() as rig:
         yield rig
 
 
@@ -53,7 +56,7 @@ async def rig(monkeypatch):
 async def test_a_pin_names_values_and_slots_and_keeps_them(rig):
     rows = np.random.default_rng(0).normal(size=(6, 3)).astype("f4")
     table, bias = await rig.create(0, 1, rows), await rig.create(1, 2, np.float64(4))
-    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.optimizer("adam", table)
     gradient = np.ones((6, 3), "f4")
     await rig.update(table, UpdateOp.OPTIMIZE, gradient, optimizer=9)
     value = np.array(await rig.read(table))
@@ -84,7 +87,7 @@ async def test_a_pin_names_values_and_slots_and_keeps_them(rig):
 async def test_a_pin_keeps_rows_while_rows_are_trained(rig):
     value = np.random.default_rng(0).normal(size=(50, 4)).astype("f4")
     table = await rig.create(0, 1, value)
-    await rig.client.create_optimizer(9, "momentum", b"momentum")
+    await rig.optimizer("momentum", table)
     indices, gradient = np.array([3, 40]), np.ones((2, 4), "f4")
     push = (UpdateOp.OPTIMIZE_ROWS, indices, gradient)
     await rig.update(table, *push, optimizer=9)
@@ -157,6 +160,8 @@ async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):
     optimizer = service.handle(rig.chief, CreateOptimizer(SESSION, 9, "adam", b"adam"))
     head = Update(1, int(UpdateOp.OPTIMIZE), 9, 1)
     gradient = np.ones((4, 2), "f4")
+    told = binding(optax.adam(0.1), {"w": ((1,), (4, 2), "f4")})
+    bound = service.handle(rig.chief, bind_message(SESSION, 9, told))
     push = service.handle(rig.chief, Push(SESSION, -1, 0, 0, [head], (gradient,)))
     waiting = asyncio.ensure_future(
         service.handle(rig.chief, PinSnapshot(SESSION, 1, [1], []))
@@ -166,6 +171,7 @@ async def test_a_coordinator_that_was_lost_gets_no_pin_any_more(rig):
     with pytest.raises(UnavailableError, match=f"{TASK}: the coordinator"):
         await waiting
     await optimizer
+    assert await bound == Done()
     assert (await push).applied
     assert rig.statistics()["snapshots"] == 0
 

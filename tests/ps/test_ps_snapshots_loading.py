@@ -12,8 +12,8 @@ from zstrat.wire import LoadEntry, StoreEntry, UpdateOp
 
 
 @pytest.fixture
-async def rig(monkeypatch):
-    async with snapshot_rig(monkeypatch) as rig:
+async def rig():
+    async with snapshot_rig() as rig:
         yield rig
 
 
@@ -36,7 +36,7 @@ async def test_values_and_slots_move_to_other_pieces(rig, tmp_path, op, dtype):
     value = np.random.default_rng(2).normal(size=(6, 3)).astype(dtype)
     gradient = np.random.default_rng(3).normal(size=(6, 3)).astype("f4")
     whole = await rig.create(0, 1, value)
-    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.optimizer("adam", whole)
 
     async def train(ref, part):
         arrays = [part] if op is UpdateOp.OPTIMIZE else [np.arange(len(part)), part]
@@ -50,6 +50,7 @@ async def test_values_and_slots_move_to_other_pieces(rig, tmp_path, op, dtype):
         await rig.create(1, key, np.zeros((part.stop - part.start, 3), dtype), True)
         for key, part in parts.items()
     ]
+    await rig.bind("adam", *refs)
     entries = []
     for key, part in parts.items():
         for tensor in pinned:
@@ -129,7 +130,7 @@ REFUSED = [
 
 async def test_what_does_not_fit_is_refused_and_nothing_changes(rig):
     ref = await rig.create(0, 1, np.ones((6, 3), "f4"))
-    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.optimizer("adam", ref)
     first, row = StoreEntry(1, 0, "", 0), np.zeros((1, 3), "f4")
     for entry, array, error, words in REFUSED:
         with pytest.raises(error, match=words):
@@ -141,7 +142,7 @@ async def test_what_does_not_fit_is_refused_and_nothing_changes(rig):
 async def test_a_load_without_a_path_forgets_slots(rig):
     """The next gradient makes them anew: Adam's first step again, of the rate 0.1."""
     ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
-    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.optimizer("adam", ref)
     push = (UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"))
     for _ in range(3):
         await rig.update(ref, *push, optimizer=9)
@@ -157,7 +158,7 @@ async def test_a_load_without_a_path_forgets_slots(rig):
 @pytest.mark.parametrize("place", ["file", "name", "shape", "key"])
 async def test_a_load_that_is_refused_forgets_no_slots(rig, tmp_path, place):
     ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
-    await rig.client.create_optimizer(9, "adam", b"adam")
+    await rig.optimizer("adam", ref)
     await rig.update(ref, UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"), optimizer=9)
     path, _ = await save(rig, tmp_path, [ref])
     slots = rig.statistics()["slot_bytes"]
@@ -176,7 +177,7 @@ async def test_a_load_that_is_refused_forgets_no_slots(rig, tmp_path, place):
 
 async def test_what_is_loaded_beside_forgotten_slots_goes_to_new_ones(rig, tmp_path):
     ref = await rig.create(0, 1, np.zeros((4, 2), "f4"))
-    await rig.client.create_optimizer(9, "momentum", b"momentum")
+    await rig.optimizer("momentum", ref)
     push = (UpdateOp.OPTIMIZE, np.ones((4, 2), "f4"))
     await rig.update(ref, *push, optimizer=9)
     path, _ = await save(rig, tmp_path, [ref], [9])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import optax
 import pytest
+from ps_trees import binding, message
 
 from zstrat.config import Settings
 from zstrat.errors import NotFoundError, PermissionDeniedError, StaleSessionError
@@ -112,20 +113,22 @@ async def test_what_is_still_being_made_goes_when_it_is_there(ps):
 async def test_an_optimizer_makes_room_for_another_and_leaves_no_slots(ps):
     await create(ps, 1, [1, 1])
 
-    async def optimize():
+    async def optimize(transformation):
+        told = binding(transformation, {"w": ((1,), (2,), "f4")})
+        assert await ask(ps, message(SESSION, 9, told)) == Done()
         gradient = (np.ones(2, "f4"),)
         update = Update(1, UpdateOp.OPTIMIZE, 9, 1)
         await ask(ps, Push(SESSION, -1, 0, 0, [update], gradient))
 
     assert await ask(ps, CreateOptimizer(SESSION, 9, "adam", b"adam")) == Done()
-    await optimize()
+    await optimize(optax.adam(0.5))
     (moved, _) = await value(ps, 1)
     assert ps.statistics()["slot_bytes"] > 0
     assert await ask(ps, Withdraw(SESSION, [], [9])) == Done()
     assert ps.statistics()["optimizers"] == 0
     assert ps.statistics()["slot_bytes"] == 0
     assert await ask(ps, CreateOptimizer(SESSION, 9, "sgd", b"sgd")) == Done()
-    await optimize()
+    await optimize(optax.sgd(0.5))
     # Plain gradient descent: half of a gradient of one.
     np.testing.assert_allclose((await value(ps, 1))[0], np.subtract(moved, 0.5))
 

@@ -170,6 +170,12 @@ class Servers:
         entry = StoreEntry(spec.key, optimizer, name, 0)
         await self.client.store(spec.ps, [entry], [value])
 
+    async def bind_optimizer(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        """Any program that applies gradients tells the tree, and tells it first."""
+        await self.client.bind(optimizer, data, servers)
+
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:

@@ -284,6 +284,19 @@ class ClusterSession:
         work = self.servers.write_slot(optimizer_id, spec, name, value)
         self.run(work, "assigning to the state of an optimizer")
 
+    def bind_optimizer(
+        self, optimizer_id: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        """Tells parameter servers (None: all) which variables the optimizer moves."""
+        work = self.servers.bind_optimizer(optimizer_id, data, servers)
+        self.run(work, "telling the tree of an optimizer")
+
+    async def bind_optimizer_async(
+        self, optimizer_id: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        work = self.servers.bind_optimizer(optimizer_id, data, servers)
+        await self.run_async(work, "telling the tree of an optimizer")
+
     def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:

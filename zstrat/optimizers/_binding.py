@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 MOST: Final = 1 << 24
 """Bytes of one description: a tree of a hundred thousand leaves."""
 
+_MALFORMED: Final = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -98,7 +102,7 @@ class Binding:
             if not len(rule.kinds) == len(rule.gradients) == len(keys):
                 raise ValueError("lists of different lengths")
             wanted = told["cut"]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _MALFORMED as error:
             raise InvalidArgumentError(
                 f"not the tree of optimizer {name!r}: {type(error).__name__}: {error}"
             ) from error
@@ -128,6 +132,11 @@ def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
 
 def _cut_of(rule: TreeRule) -> Any:
     """What both sides have to agree on."""
+    if acts := rule.update().acts or rule.init().acts:
+        raise ValueError(
+            f"it calls back into Python ({acts}), which a parameter server does not "
+            "run: take the callback out"
+        )
     cut = rule.cut()
     if cut.coupling is not None:
         raise ValueError("it looks at several variables at a time")

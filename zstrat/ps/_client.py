@@ -14,7 +14,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import numpy as np
+
 from zstrat.wire import (
+    BindOptimizer,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
@@ -39,8 +42,6 @@ from ._snapshot_client import SnapshotCalls
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Sequence
-
-    import numpy as np
 
     from zstrat.wire import PlainTree
 
@@ -265,6 +266,35 @@ class PsClient(SnapshotCalls):
         message = CreateOptimizer(self._session, optimizer, name, code)
         parts = [Part(ps, message, object, _nothing) for ps in range(len(self._links))]
         await self._ask(parts, _nothing)
+
+    async def bind(
+        self,
+        optimizer: int,
+        data: bytes,
+        servers: Sequence[int] | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Tells servers (None: all) which variables an optimizer moves: ``data`` is
+        `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            NotFoundError: The optimizer does not exist.
+            InvalidArgumentError: It does not fit, or is another program there.
+            AlreadyExistsError: A variable is in another tree, which moves it otherwise.
+            BusyError: The optimizer has too many trees.
+
+        Cancellation: it may have been bound.
+        """
+        told = range(len(self._links)) if servers is None else servers
+        arrays = (np.frombuffer(data, np.uint8),)
+        message = BindOptimizer(self._session, optimizer, arrays)
+        parts = [Part(ps, message, object, _nothing) for ps in told]
+        await self._ask(parts, _nothing, deadline)
 
     async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
         """Drops what a failed creation of these has left, as far as it is there. What

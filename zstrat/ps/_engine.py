@@ -1,12 +1,13 @@
 """Any optax transformation, applied where the variable lives.
 
 A transformation is registered once per session (shipped code, loaded by the caller's
-`load_code`), probed for what it needs to see at a time (`zstrat.ps._probe`), and then
-compiled by XLA per shape and dtype. Value and slots are donated, so that an update
-writes where they are; a reader's lease turns that into an update beside it
-(`zstrat.ps._cell` has the proof). Each variable has a program of its own: XLA runs the
-parts of a larger one on several threads, and waking those costs more than starting
-four small programs (110 us against 40 for four arrays of 512 floats).
+`load_code`). When its tree is told, it is cut into what moves each leaf
+(`zstrat.ps._bindings`), and that is compiled by XLA per shape and dtype. Value and
+slots are donated, so that an update writes where they are; a reader's lease turns that
+into an update beside it (`zstrat.ps._cell` has the proof). Each variable has a program
+of its own: XLA runs the parts of a larger one on several threads, and waking those
+costs more than starting four small programs (110 us against 40 for four arrays of 512
+floats).
 
 Gradients of some rows are gathered, updated and scattered (`zstrat.ps._xla_rows`).
 
@@ -16,39 +17,39 @@ is never asked to optimise never imports them. They live behind `zstrat.ps._xla`
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from zstrat.wire import UpdateOp, VariableEntry
+from zstrat.wire import UpdateOp
 
 from ._arithmetic import check_rows, is_floating
+from ._bindings import Bindings, digest_of
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._cell import Cell
+    from ._bindings import Bound
+    from ._plans import Held
     from ._row_calls import Ready
     from ._slots import Ahead, RowStep, Slots, Step
     from ._xla import Programs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Registered:
-    """An optimizer with its compiled programs.
+    """An optimizer with its compiled programs, and what it is bound to.
 
-    ``rows``: it may be applied to parts of a variable. Its methods run on one thread at
-    a time, which owns the variables.
+    Its methods run on one thread at a time, which owns the variables.
     """
 
     optimizer: int
     name: str
     digest: bytes
-    rows: bool
+    bindings: Bindings
     programs: Programs
 
     def prepare(self, steps: Sequence[Step], ahead: Ahead) -> None:
@@ -60,6 +61,7 @@ class Registered:
             ResourceExhaustedError: There is no memory for slots.
         """
         for step in steps:
+            self.programs.adopted(step.slots, step.rule, step.cell)
             self.programs.prepare(step, ahead)
 
     def complete(
@@ -69,13 +71,16 @@ class Registered:
         self.programs.complete(steps)
         self.programs.rows.complete(rows, ahead)
 
-    def make_slots(self, cell: Cell) -> Slots:
-        """New slots for a variable.
+    def make_slots(self, held: Held) -> Slots | None:
+        """New slots for a variable, if it is known yet what moves it.
 
         Raises:
             InvalidArgumentError: The transformation cannot be applied to this shape.
         """
-        return self.programs.make_slots(cell)
+        bound = self.bindings.get(held.entry.key)
+        if bound is None:
+            return None
+        return self.programs.make_slots(bound.alike, held.cell)
 
     def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
         """Gives leaves, by their places, other dtypes."""
@@ -95,6 +100,8 @@ class Registered:
 
     def prepare_rows(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
         """`prepare` for gradients of rows, which are sorted and distinct."""
+        for step in steps:
+            self.programs.adopted(step.slots, step.rule, step.cell)
         self.programs.rows.prepare(steps, ahead)
 
     def ready_rows(self, steps: Sequence[RowStep]) -> list[Ready] | None:
@@ -109,6 +116,16 @@ class Registered:
     def apply_rows(self, steps: Sequence[RowStep]) -> None:
         """Applies gradients to rows of each variable (which occurs once)."""
         self.programs.rows.apply(steps)
+
+
+class Checked(NamedTuple):
+    """An update by an optimizer that fits. ``operands`` are those that the variable's
+    rule takes; ``mixed``: its rows are in any order but sorted and distinct."""
+
+    optimizer: Registered
+    bound: Bound
+    operands: tuple[np.ndarray, ...]
+    mixed: bool
 
 
 class OptimizerEngine:
@@ -132,26 +149,26 @@ class OptimizerEngine:
         return len(self._registered)
 
     def load(self, optimizer: int, name: str, code: bytes) -> Registered:
-        """Loads and probes a transformation. Cost: 0.5 to 2 s, more with the first one.
+        """Loads a transformation; the first one brings jax and optax with it.
 
         Raises:
-            InvalidArgumentError: It is no transformation, or one that cannot run where
-                it sees one variable at a time; says what to write instead.
+            InvalidArgumentError: It is none.
             Exception: Whatever loading the code raises.
         """
-        from ._layouts import Transformation
-        from ._probe import probe
+        from zstrat.optimizers import checked
+
         from ._xla import Programs
 
         if optimizer <= 0:
             raise InvalidArgumentError(
                 f"optimizer {name!r}: id {optimizer} is not above 0"
             )
-        transformation = Transformation.check(name, self.load_code(code))
-        rows = probe(name, transformation)
-        digest = _digest(code)
-        programs = Programs(optimizer, name, transformation)
-        return Registered(optimizer, name, digest, rows, programs)
+        try:
+            transformation = checked(self.load_code(code))
+        except TypeError as error:
+            raise InvalidArgumentError(f"optimizer {name!r}: {error}") from error
+        bindings, programs = Bindings(name, transformation), Programs(optimizer, name)
+        return Registered(optimizer, name, digest_of(code), bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
         """
@@ -181,11 +198,16 @@ class OptimizerEngine:
     def is_registered(self, optimizer: int, code: bytes) -> bool:
         """Whether this very code is known under this id."""
         known = self._registered.get(optimizer)
-        return known is not None and known.digest == _digest(code)
+        return known is not None and known.digest == digest_of(code)
 
     def forget(self, optimizer: int) -> None:
         """Its id is free again, if it was taken."""
         self._registered.pop(optimizer, None)
+
+    def unbind(self, keys: Iterable[int]) -> None:
+        """Variables with these keys are gone."""
+        for each in self._registered.values():
+            each.bindings.forget(keys)
 
     def clear(self) -> None:
         """Forgets all optimizers and their programs."""
@@ -195,67 +217,110 @@ class OptimizerEngine:
         self,
         optimizer: int,
         op: UpdateOp,
-        entry: VariableEntry,
-        cell: Cell,
-        operands: Sequence[np.ndarray],
-    ) -> tuple[Registered, bool]:
-        """The optimizer, if it takes such a gradient for a variable, and whether the
-        rows that it names are in any order but sorted and distinct.
+        held: Held,
+        arrays: Sequence[np.ndarray],
+        operands: Sequence[np.ndarray] | None,
+    ) -> Checked:
+        """An update, if the optimizer moves the variable and takes such a gradient.
 
-        A gradient of another floating dtype than the variable's is handed to optax as
-        it is (but for 64 bits, see `fitting`): slots and update get the dtypes that
-        optax gives them, and the new value is cast to the variable's dtype, as by
-        `optax.apply_updates`.
+        Args:
+            operands: Those that the push has brought for the optimizer.
 
         Raises:
-            NotFoundError: The optimizer does not exist.
-            InvalidArgumentError: The gradient does not fit, or the optimizer may not be
-                applied to parts of a variable and the variable is one.
+            NotFoundError: The optimizer does not exist, or nobody has told that the
+                variable is in its tree.
+            InvalidArgumentError: Gradient or operands do not fit, or the optimizer may
+                not be applied to parts of a variable and the variable is one.
         """
+        name = held.entry.name
         known = self._registered.get(optimizer)
         if known is None:
             raise NotFoundError(
-                f"variable {entry.name!r}: no optimizer with id {optimizer} is there"
+                f"variable {name!r}: no optimizer with id {optimizer} is there"
             )
-        who = f"variable {entry.name!r}, optimizer {known.name!r}"
+        who = f"variable {name!r}, optimizer {known.name!r}"
+        bound = known.bindings.get(held.entry.key)
+        if bound is None:
+            raise NotFoundError(
+                f"{who}: the variable is in no tree that was bound to the optimizer "
+                "here; whoever applies gradients tells the tree first"
+            )
         rows = op is UpdateOp.OPTIMIZE_ROWS
-        if len(operands) != 1 + rows:
+        if len(arrays) != 1 + rows:
             want = "indices and gradient rows" if rows else "1 gradient"
-            raise InvalidArgumentError(f"{who}: expected {want}, got {len(operands)}")
-        if (entry.sharded or rows) and not known.rows:
-            raise InvalidArgumentError(
-                f"{who}: it looks at more than one row at a time (a norm, a trust "
-                "ratio, factored moments), so on the parts of a sharded variable or on "
-                "some rows it would compute something else; keep this variable in one "
-                "piece and send a dense gradient, or use an optimizer that works "
-                "element by element (sgd, adam, adagrad, rmsprop, lion, ...)"
-            )
+            raise InvalidArgumentError(f"{who}: expected {want}, got {len(arrays)}")
+        if held.entry.sharded or rows or bound.leaf.is_part:
+            _require_rowwise(bound, who)
         mixed = False
+        cell, gradient = held.cell, arrays[-1]
         if rows:
-            mixed = not check_rows(operands[0], operands[1].shape, cell.shape, who)
-        elif operands[0].shape != cell.shape:
+            mixed = not check_rows(arrays[0], gradient.shape, cell.shape, who)
+        elif gradient.shape != cell.shape:
             raise InvalidArgumentError(
                 f"{who}: expected a gradient of shape {cell.shape}, got "
-                f"{operands[0].shape}"
+                f"{gradient.shape}"
             )
-        gradient = operands[-1]
-        if not _is_differentiable(cell.dtype, gradient.dtype):
+        _require_dtype(bound, cell.dtype, gradient.dtype, who)
+        return Checked(known, bound, _taken(bound, operands, who), mixed)
+
+
+def _require_rowwise(bound: Bound, who: str) -> None:
+    if reason := bound.leaf.rule.row_dependence:
+        raise InvalidArgumentError(
+            f"{who}: it looks at more than one row at a time (a norm, a trust ratio, "
+            "factored moments), so on the parts of a sharded variable or on some rows "
+            f"it would compute something else: {reason}; keep this variable in one "
+            "piece and send a dense gradient, or use an optimizer that works element "
+            "by element (sgd, adam, adagrad, rmsprop, lion, ...)"
+        )
+
+
+def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> None:
+    if not _is_differentiable(value, got):
+        raise InvalidArgumentError(
+            f"{who}: expected a floating-point gradient for {value.name}, got "
+            f"{got.name}"
+        )
+    want = np.dtype(bound.leaf.rule.gradient)
+    if got != want and (not is_wide(got) or _narrow(got) != want):
+        raise InvalidArgumentError(
+            f"{who}: expected a gradient of {want.name}, as the tree says that the "
+            f"optimizer was told, got {got.name}"
+        )
+
+
+def _taken(
+    bound: Bound, operands: Sequence[np.ndarray] | None, who: str
+) -> tuple[np.ndarray, ...]:
+    """The operands that a rule takes, of those of its tree."""
+    uses, kinds = bound.leaf.rule.uses, bound.leaf.operands
+    if not uses:
+        return ()
+    if operands is None or len(operands) != len(kinds):
+        came = "none came" if operands is None else f"{len(operands)} came"
+        raise InvalidArgumentError(
+            f"{who}: it takes {len(kinds)} values that are made of all gradients (a "
+            f"global norm), and {came} before it in the push"
+        )
+    for number in uses:
+        got, (shape, dtype) = operands[number], kinds[number]
+        if got.shape != shape or got.dtype != dtype:
             raise InvalidArgumentError(
-                f"{who}: expected a floating-point gradient for {cell.dtype.name}, got "
-                f"{gradient.dtype.name}"
+                f"{who}: expected operand {number} to be {dtype.name}{list(shape)}, "
+                f"got {got.dtype.name}{list(got.shape)}"
             )
-        return known, mixed
+    return tuple([operands[number] for number in uses])
 
 
-def _digest(code: bytes) -> bytes:
-    return hashlib.blake2b(code, digest_size=16).digest()
+def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:
+    """The gradient as its rule takes it: jax makes 32 bits of 64 for a variable of
+    32."""
+    want = np.dtype(bound.leaf.rule.gradient)
+    return gradient if gradient.dtype == want else gradient.astype(want)
 
 
-def fitting(gradient: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The gradient as jax would take it: 64 bits only for a variable of 64 bits."""
-    if is_wide(gradient.dtype) and not is_wide(dtype):
-        return gradient.astype(np.complex64 if dtype.kind == "c" else np.float32)
-    return gradient
+def _narrow(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
 
 
 def _is_differentiable(value: np.dtype, gradient: np.dtype) -> bool:

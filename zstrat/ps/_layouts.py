@@ -1,6 +1,6 @@
 """What slots look like, numbered, so that variables which look alike share programs.
 
-One `Layouts` belongs to one optimizer. It knows what the transformation makes of a
+One `Layouts` belongs to one optimizer. It knows what the transformation keeps beside a
 variable (by shapes alone, nothing is computed) and says in whose name a failure is.
 """
 
@@ -11,103 +11,88 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
-import jax.numpy as jnp
-import optax
+import numpy as np
 
 from zstrat.errors import BusyError, InvalidArgumentError
 
-from ._slots import LAYOUTS, Leaf, is_wide
+from ._slots import LAYOUTS, Leaf, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
+    from zstrat.optimizers import LeafRule
 
     from ._cell import Cell
+    from ._unbound import Unbound
 
 Shape = jax.ShapeDtypeStruct
 Context = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
-class Transformation:
-    """An optax transformation, with its functions checked to be there."""
-
-    init: Any
-    update: Any
-
-    @staticmethod
-    def check(name: str, loaded: object) -> Transformation:
-        """
-        Raises:
-            InvalidArgumentError: ``loaded`` is no optax transformation.
-        """
-        if not isinstance(loaded, optax.GradientTransformation):
-            raise InvalidArgumentError(
-                f"optimizer {name!r}: expected an optax.GradientTransformation, got "
-                f"{type(loaded).__module__}.{type(loaded).__qualname__}"
-            )
-        return Transformation(loaded.init, loaded.update)
-
-    def leaves(self, value: Any) -> tuple[Any, ...]:
-        """The state of a new variable, flat. Copies, because a leaf that *is* the value
-        (an average that starts there) would be donated twice by the first step."""
-        return tuple(jnp.copy(leaf) for leaf in jax.tree.leaves(self.init(value)))
-
-    def step(
-        self, structure: Any, value: Any, leaves: Any, gradient: Any
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """One update of a value and of the leaves of its state."""
-        state = jax.tree.unflatten(structure, leaves)
-        updates, state = self.update(gradient, state, value)
-        leaves, after = jax.tree.flatten(state)
-        if after != structure:
-            raise TypeError(f"its state changes from {structure} to {after}")
-        return optax.apply_updates(value, updates), tuple(leaves)
-
-
-@dataclass(frozen=True, slots=True)
 class Layout:
-    """What the slots of a variable look like.
-
-    ``by_rows``: every leaf has the variable's rows or does not depend on how many there
-    are, so that updates of some rows are possible.
-    """
+    """What the slots of a variable look like, and the rule that moves it, of all that
+    are moved alike."""
 
     value: Shape
-    structure: Any
+    rule: LeafRule
     leaves: tuple[Shape, ...]
     about: tuple[Leaf, ...]
-    by_rows: bool
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether updates of some rows are possible."""
+        return not self.rule.row_dependence
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is traced and run with 64 bits."""
+        return self.rule.tree.wide
 
 
 class Layouts:
     """The layouts of one optimizer, by number."""
 
-    def __init__(self, name: str, transformation: Transformation) -> None:
-        self.name, self.transformation = name, transformation
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._device = jax.local_devices(backend="cpu")[0]
         self._numbers: dict[Layout, int] = {}
         self._layouts: list[Layout] = []
-        self._initial: dict[tuple[tuple[int, ...], np.dtype], int] = {}
+        self._initial: dict[tuple[LeafRule, tuple[int, ...], np.dtype], int] = {}
 
     def __getitem__(self, number: int) -> Layout:
         return self._layouts[number]
 
-    def initial(self, cell: Cell) -> int:
+    def initial(self, rule: LeafRule, cell: Cell) -> int:
         """The number of the layout that a new variable's slots have.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
         """
-        key = (cell.shape, cell.dtype)
+        key = (rule, cell.shape, cell.dtype)
         number = self._initial.get(key)
         if number is None:
-            with precision(is_wide(cell.dtype)), self.words(cell), self.here():
-                layout = _initial(self.transformation, spec(cell))
+            with precision(rule.tree.wide), self.words(cell), self.here():
+                kinds = rule.kinds(cell.shape[0] if cell.shape else None)
+            about = tuple([Leaf(slot.name, slot.rows) for slot in rule.slots])
+            layout = Layout(spec(cell), rule, tuple(map(spec, kinds)), about)
             number = self._initial[key] = self.number(layout)
         return number
+
+    def adopted(self, unbound: Unbound, rule: LeafRule, cell: Cell) -> Slots:
+        """Slots that were loaded before anybody knew the rule.
+
+        Raises:
+            InvalidArgumentError: They are not what the rule keeps, or not all of it.
+        """
+        layout = self._layouts[self.initial(rule, cell)]
+        pairs = zip(layout.about, layout.leaves, strict=True)
+        wanted = [(leaf, tuple(s.shape), np.dtype(s.dtype)) for leaf, s in pairs]
+        cells = unbound.taken(wanted, f"optimizer {self.name!r}")
+        leaves = tuple(map(spec, cells))
+        number = self.number(Layout(layout.value, rule, leaves, layout.about))
+        return Slots(cells, layout.about, number)
 
     def number(self, layout: Layout) -> int:
         """
@@ -154,25 +139,7 @@ def shape(dims: tuple[int, ...], dtype: Any) -> Shape:
     return jax.ShapeDtypeStruct(dims, dtype)  # type: ignore[no-untyped-call]
 
 
-def _initial(transformation: Transformation, value: Shape) -> Layout:
-    state = jax.eval_shape(transformation.init, value)
-    found, structure = jax.tree_util.tree_flatten_with_path(state)
-    leaves = tuple(map(spec, jax.eval_shape(transformation.leaves, value)))
-    names = [jax.tree_util.keystr(path) for path, _ in found]
-    if not value.shape:
-        about = tuple(Leaf(name, rows=False) for name in names)
-        return Layout(value, structure, leaves, about, by_rows=False)
-    more = shape((value.shape[0] + 1, *value.shape[1:]), value.dtype)
-    grown = [leaf.shape for leaf in jax.eval_shape(transformation.leaves, more)]
-    pairs = list(zip(leaves, grown, strict=True))
-    rows = [_has_rows(leaf.shape, after, value.shape[0]) for leaf, after in pairs]
-    about = tuple(Leaf(name, has) for name, has in zip(names, rows, strict=True))
-    by_rows = all(
-        has or leaf.shape == after
-        for has, (leaf, after) in zip(rows, pairs, strict=True)
-    )
-    return Layout(value, structure, leaves, about, by_rows)
-
-
-def _has_rows(before: tuple[int, ...], after: tuple[int, ...], rows: int) -> bool:
-    return before[:1] == (rows,) and after == (rows + 1, *before[1:])
+def operands_of(rule: LeafRule) -> tuple[Shape, ...]:
+    """What the operands that it takes look like."""
+    kinds = rule.tree.cut().operand_kinds
+    return tuple([spec(kinds[number]) for number in rule.uses])

@@ -19,6 +19,8 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
 from ._arithmetic import is_floating
+from ._slots import Leaf
+from ._unbound import Unbound
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,13 +43,15 @@ class Source(NamedTuple):
 
 class Move(NamedTuple):
     """``source`` goes to rows from ``at`` on of the value, or of a leaf of the slots of
-    an optimizer; whole to what does not have the variable's rows."""
+    an optimizer; whole to what does not have the variable's rows. ``rows``: whether it
+    has them, as whoever stored it says."""
 
     held: Held
     optimizer: Registered | None
     leaf: str
     at: int
     source: Source
+    rows: bool = False
 
     @property
     def who(self) -> str:
@@ -64,6 +68,7 @@ class _Target:
     cell: Cell
     moves: list[Move]
     rows: bool
+    unbound: Unbound | None = None
 
     def fill(self) -> None:
         cell = self.cell
@@ -82,6 +87,10 @@ class _Target:
                 cell.settle()  # some of it is new already
             raise
         cell.settle()
+        if self.unbound is not None:
+            for move in self.moves:
+                size = move.source.shape[0] if self.rows else 1
+                self.unbound.fill(move.leaf, move.at, move.at + size)
 
     def _place(self, out: np.ndarray, move: Move) -> np.ndarray:
         if not self.rows:
@@ -131,7 +140,7 @@ class Loading:
         made: dict[tuple[int, int], Slots] = {}
         checked = [self._check(moves, made) for moves in groups.values()]
         for moves, rows in checked:
-            self._targets.append(_Target(self._retyped(moves, made), moves, rows))
+            self._targets.append(self._target(moves, rows, made))
         for held, optimizer in self.anew:
             held.slots.pop(optimizer, None)
         for move in self.moves:
@@ -165,6 +174,8 @@ class Loading:
         cell, rows = first.held.cell, bool(first.held.cell.shape)
         if first.optimizer is not None:
             slots = self._slots_of(first, made)
+            if isinstance(slots, Unbound):
+                _make_room(first, slots)
             place = _place_of(first, slots)
             cell, rows = slots.cells[place], slots.leaves[place].rows
         for move in moves:
@@ -177,28 +188,46 @@ class Loading:
         return moves, rows
 
     def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
-        """Those that are there, or new ones in ``made``."""
+        """Those that are there, or new ones in ``made``: of what comes, if nobody has
+        told yet what the optimizer keeps."""
         assert move.optimizer is not None
         number, held = move.optimizer.optimizer, move.held
         key = (held.entry.key, number)
-        slots = made.get(key) or held.slots.get(number)
-        if slots is None or (key not in made and self._forgets(key)):
-            slots = made[key] = move.optimizer.make_slots(held.cell)
+        if key in made:
+            return made[key]
+        slots = None if self._forgets(key) else held.slots.get(number)
+        if slots is None:
+            slots = made[key] = move.optimizer.make_slots(held) or Unbound.like(None)
+        elif isinstance(slots, Unbound):
+            slots = made[key] = Unbound.like(slots)
         return slots
 
     def _forgets(self, key: tuple[int, int]) -> bool:
         return any((held.entry.key, number) == key for held, number in self.anew)
 
-    def _retyped(self, moves: list[Move], made: dict[tuple[int, int], Slots]) -> Cell:
+    def _target(
+        self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
+    ) -> _Target:
         """Where they go, of their dtype."""
         first = moves[0]
         if first.optimizer is None:
-            return first.held.cell
+            return _Target(first.held.cell, moves, rows)
         slots = self._slots_of(first, made)
         place = _place_of(first, slots)
+        if isinstance(slots, Unbound):
+            return _Target(slots.cells[place], moves, rows, slots)
         if slots.cells[place].dtype != first.source.dtype:
             first.optimizer.retype(slots, {place: first.source.dtype})
-        return slots.cells[place]
+        return _Target(slots.cells[place], moves, rows)
+
+
+def _make_room(move: Move, slots: Unbound) -> None:
+    """For what comes, whatever it is: nobody knows better."""
+    source, cell = move.source, move.held.cell
+    rows, shape = move.rows and bool(cell.shape), source.shape
+    if rows:
+        shape = (cell.shape[0], *shape[1:])
+    slots.make_room(Leaf(move.leaf, rows), shape, source.dtype, move.who)
 
 
 def _place_of(move: Move, slots: Slots) -> int:

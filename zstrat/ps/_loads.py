@@ -110,6 +110,7 @@ class Loads:
                         entry.leaf,
                         entry.at,
                         source,
+                        entry.rows,
                     )
                     for entry, source in zip(places, sources, strict=True)
                 ],

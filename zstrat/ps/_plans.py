@@ -17,17 +17,18 @@ from zstrat.wire import UpdateOp
 
 from ._arithmetic import SCATTERS, compute
 from ._creating import CreatePlan, InitializePlan
-from ._engine import OptimizerEngine, Registered, fitting
+from ._engine import Checked, OptimizerEngine, Registered, fitting
 from ._rows import gather
 from ._slots import Ahead, RowStep, Slots, Step, lose
 from ._writes import Write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from weakref import ref
 
     from zstrat.wire import Push, VariableEntry
 
+    from ._bindings import Tree
     from ._cell import Cell
     from ._fold import Fold
     from ._row_calls import Ready
@@ -50,10 +51,9 @@ class Held:
 class PlannedUpdate:
     held: Held
     op: UpdateOp
-    optimizer: Registered | None
     operands: Sequence[np.ndarray]
-    mixed: bool = False
-    """Gradients of rows that are not sorted and distinct."""
+    checked: Checked | None = None
+    """If an optimizer makes it."""
 
     def compute(self) -> None:
         """A plain update; those of an optimizer go through `Registered.apply`."""
@@ -218,25 +218,28 @@ def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
     before = set[int]()  # keys that an earlier run, or a plain update, has changed
     for update in updates:
         held, key, run = update.held, update.held.entry.key, found[-1]
-        if update.optimizer is not run.optimizer or key in seen:
-            run = Run(update.optimizer)
+        checked = update.checked
+        optimizer = None if checked is None else checked.optimizer
+        if optimizer is not run.optimizer or key in seen:
+            run = Run(optimizer)
             found.append(run)
             before |= seen
             seen.clear()
-        if update.optimizer is None:
+        if checked is None:
             run.plain.append(update)
             before.add(key)
             continue
         seen.add(key)
         late = key in before
-        gradient = fitting(update.operands[-1], held.cell.dtype)
+        gradient = fitting(update.operands[-1], checked.bound)
+        rule, operands = checked.bound.alike, checked.operands
         if update.op is UpdateOp.OPTIMIZE:
-            run.steps.append(Step(held.cell, held.slots, gradient, late))
+            step = Step(held.cell, held.slots, rule, gradient, operands, late)
+            run.steps.append(step)
         else:
             indices = update.operands[0].astype(np.intp, copy=False)
-            mixed = update.mixed
-            step = RowStep(held.cell, held.slots, indices, gradient, mixed, late)
-            run.rows.append(step)
+            rows = RowStep(held.cell, held.slots, rule, indices, gradient, operands)
+            run.rows.append(rows._replace(mixed=checked.mixed, late=late))
     return found
 
 
@@ -265,7 +268,7 @@ class RowsPlan:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """A transformation to load, probe and register."""
+    """A transformation to load and register."""
 
     generation: int
     engine: OptimizerEngine
@@ -279,7 +282,23 @@ class OptimizerPlan:
         self.loaded = self.engine.load(self.optimizer, self.name, self.code)
 
 
-Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan
+@dataclass(slots=True)
+class BindPlan:
+    """A tree to trace and to bind. ``find`` looks a variable up by its key."""
+
+    generation: int
+    optimizer: Registered
+    data: bytes
+    find: Callable[[int], Held | None]
+    tree: Tree | None = None
+
+    def compute(self) -> None:
+        """Raises what `Bindings.trace` does."""
+        with self.optimizer.programs.here():
+            self.tree = self.optimizer.bindings.trace(self.data, self.find)
+
+
+Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindPlan
 
 
 def work_of(op: UpdateOp, held: Held, operands: Sequence[np.ndarray]) -> int:

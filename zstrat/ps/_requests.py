@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, assert_never
 
 from zstrat.wire import (
     Again,
+    BindOptimizer,
     CreateOptimizer,
     CreateVariables,
     DeleteVariables,
@@ -54,6 +55,7 @@ Plain = (
     | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
+    | BindOptimizer
     | Withdraw
 )
 """Requests that are one thing to do; `zstrat.ps._exchange` has the one that is two."""
@@ -94,6 +96,8 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
             plan = store.plan_initialize(initial, code)
         case CreateOptimizer(optimizer=optimizer, name=name, code=code):
             plan = store.plan_optimizer(optimizer, name, code)
+        case BindOptimizer(optimizer=optimizer, arrays=arrays):
+            plan = store.plan_binding(optimizer, arrays)
         case DeleteVariables(keys=keys):
             store.delete(keys)
             return Done()
@@ -149,7 +153,7 @@ def names_of(message: Request) -> list[Hashable]:
             return [entry.key for entry in initial]
         case DeleteVariables(keys=keys):
             return list(keys)
-        case CreateOptimizer(optimizer=optimizer):
+        case CreateOptimizer(optimizer=optimizer) | BindOptimizer(optimizer=optimizer):
             return [("optimizer", optimizer)]
         case Withdraw(keys=keys, optimizers=optimizers):
             return [*keys, *(("optimizer", each) for each in optimizers)]

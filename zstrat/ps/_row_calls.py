@@ -66,7 +66,7 @@ def calls(
             program = kinds.program(kind, size, steps[0].cell)
             _fill(program, pieces, opened)
             with precision(kind.layout.is_wide):
-                fresh, others = program.run(shared)
+                fresh, others = program.run(shared, steps[0].operands)
         except Exception as error:
             # Goes to the caller. Only XLA itself can fail here, out of memory say.
             if new is not None:  # some rows are written and others are not

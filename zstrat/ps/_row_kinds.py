@@ -8,7 +8,7 @@ a copy. What a program leaves in one call is lent to it again as memory for the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from zstrat.rows import aligned
 
-from ._layouts import Layout, Layouts, Shape, precision, shape, spec
+from ._layouts import Layouts, Shape, precision, shape, spec
 from ._row_layouts import (
     RowLayout,
     arguments_of,
@@ -30,10 +30,11 @@ from ._row_layouts import (
     vector,
 )
 from ._rows import CALL_BYTES, FEWEST, as_rows, bucket, sizes
-from ._slots import is_wide
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+
+    from zstrat.optimizers import LeafRule
 
     from ._cell import Cell
 
@@ -58,7 +59,7 @@ class RowProgram:
     scratch: Any = None
 
     def run(
-        self, shared: Sequence[np.ndarray]
+        self, shared: Sequence[np.ndarray], operands: Sequence[np.ndarray]
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The new rows, as opaque vectors, of value and slots, which are valid until
         the next call; and the new slots without rows."""
@@ -67,7 +68,9 @@ class RowProgram:
         scratch, self.scratch = self.scratch, None
         if scratch is None:
             scratch = self.memory()
-        moved, others = self.call(value, rows, list(shared), gradient, scratch)
+        moved, others = self.call(
+            value, rows, list(shared), list(operands), gradient, scratch
+        )
         fresh = [
             as_rows(np.asarray(each).reshape(rows.shape))
             for each, rows in zip(moved, self.inputs, strict=False)
@@ -104,7 +107,7 @@ class RowKinds:
         self._kinds: dict[tuple[int, np.dtype], Kind] = {}
         self._alike: dict[RowLayout, Kind] = {}
         self._steady: dict[tuple[int, np.dtype], int] = {}
-        self._initials: dict[tuple[Shape, int], Any] = {}
+        self._initials: dict[tuple[LeafRule, Shape, int], Any] = {}
 
     @property
     def count(self) -> int:
@@ -145,24 +148,25 @@ class RowKinds:
         """
         key = (number, gradient)
         if key not in self._steady:
-            with precision(is_wide(cell.dtype)), self.layouts.words(cell):
+            with precision(self.layouts[number].is_wide), self.layouts.words(cell):
                 self._steady[key] = self._settle(number, gradient)
         return self._steady[key]
 
-    def initial(self, row: Shape, rows: int, cell: Cell) -> tuple[Any, int]:
-        """A program that makes the first slots of so many or fewer rows, and how many
+    def initial(self, rule: LeafRule, cell: Cell) -> tuple[Any, int]:
+        """A program that makes the first slots of the rows of a variable, and how many
         it takes at a time."""
-        size = bucket(rows, _most([row]))
-        call = self._initials.get((row, size))
+        row = shape(cell.shape[1:], cell.dtype)
+        size = bucket(cell.shape[0], _most([row]))
+        call = self._initials.get((rule, row, size))
         if call is None:
-            jitted = jax.jit(self.layouts.transformation.leaves)
+            jitted = jax.jit(rule.init)
             with (
-                precision(is_wide(cell.dtype)),
+                precision(rule.tree.wide),
                 self.layouts.words(cell),
                 self.layouts.here(),
             ):
                 call = jitted.lower(rows_of(size, row)).compile()
-            self._initials[row, size] = call
+            self._initials[rule, row, size] = call
         return call, size
 
     def _settle(self, number: int, gradient: np.dtype) -> int:
@@ -170,7 +174,7 @@ class RowKinds:
             layout = self.layouts[number]
             rows = row_layout(layout, gradient)
             (new, *moved), shared = jax.eval_shape(
-                update_of(self.layouts, rows), *arguments_of(rows, FEWEST)
+                update_of(rows), *arguments_of(rows, FEWEST)
             )
             if spec(new) != rows_of(FEWEST, rows.value):
                 raise TypeError(f"it turns rows of {rows.value} into {spec(new)}")
@@ -182,29 +186,21 @@ class RowKinds:
             ]
             if tuple(after) == layout.leaves:
                 return number
-            number = self.layouts.number(
-                Layout(
-                    layout.value,
-                    layout.structure,
-                    tuple(after),
-                    layout.about,
-                    layout.by_rows,
-                )
-            )
+            number = self.layouts.number(replace(layout, leaves=tuple(after)))
         raise TypeError("the dtypes of its state change with every update")
 
     def _new(self, layout: RowLayout, cell: Cell) -> Kind:
         most = _most(layout.gathered)
         memory = [aligned((most * nbytes_of(row),), _BYTE) for row in layout.gathered]
         with precision(layout.is_wide), self.layouts.words(cell):
-            jaxpr = jax.make_jaxpr(update_of(self.layouts, layout))(
+            jaxpr = jax.make_jaxpr(update_of(layout))(
                 *arguments_of(layout, FEWEST)
             ).jaxpr
         return Kind(layout, is_apart(jaxpr, layout), most, memory)
 
     def _compile(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
         layout = kind.layout
-        update = update_of(self.layouts, layout)
+        update = update_of(layout)
         with (
             precision(layout.is_wide),
             self.layouts.words(cell),
@@ -219,14 +215,15 @@ class RowKinds:
             ]:
                 raise TypeError("its state changes with the number of rows")
             jitted = jax.jit(
-                flat(update, layout, size), donate_argnums=4, keep_unused=True
+                flat(update, layout, size), donate_argnums=5, keep_unused=True
             )
-            value, rows, others, gradient, scratch = arguments
+            value, rows, others, operands, gradient, scratch = arguments
             scratch = list(map(vector, scratch))
             call = jitted.lower(
                 vector(value),
                 list(map(vector, rows)),
                 others,
+                operands,
                 vector(gradient),
                 scratch,
             ).compile()

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import jax.extend.core
 import numpy as np
 
-from ._layouts import Layout, Layouts, Shape, shape
-from ._slots import is_wide
+from ._layouts import Layout, Shape, operands_of, shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from zstrat.optimizers import LeafRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class RowLayout:
     """
 
     value: Shape
-    structure: Any
+    rule: LeafRule
     leaves: tuple[Shape, ...]
     rows: tuple[bool, ...]
     gradient: Shape
@@ -47,7 +48,8 @@ class RowLayout:
 
     @property
     def is_wide(self) -> bool:
-        return is_wide(np.dtype(self.value.dtype))
+        """Whether it is traced and run with 64 bits."""
+        return self.rule.tree.wide
 
     def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
         """The leaves in the order of the state."""
@@ -60,15 +62,16 @@ class RowLayout:
         return [x for x, has in pairs if has], [x for x, has in pairs if not has]
 
 
-def update_of(layouts: Layouts, layout: RowLayout) -> Any:
-    """``(value, rows, shared, gradient, scratch) -> ([value, *rows], shared)``."""
+def update_of(layout: RowLayout) -> Any:
+    """``(value, rows, shared, operands, gradient, scratch) -> ([value, *rows],
+    shared)``."""
 
     def update(
-        value: Any, rows: Any, shared: Any, gradient: Any, scratch: Any
+        value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
     ) -> tuple[Any, Any]:
         del scratch  # nothing but memory
-        new, leaves = layouts.transformation.step(
-            layout.structure, value, layout.merge(rows, shared), gradient
+        new, leaves = layout.rule.step(
+            value, layout.merge(rows, shared), gradient, operands
         )
         rows, shared = layout.split(leaves)
         return [new, *rows], shared
@@ -81,14 +84,14 @@ def flat(update: Any, layout: RowLayout, size: int) -> Any:
     in one long row half as long."""
 
     def flattened(
-        value: Any, rows: Any, shared: Any, gradient: Any, scratch: Any
+        value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
     ) -> Any:
         vectors = [value, *rows, gradient]
         shapes = [(size, *row.shape) for row in layout.gathered]
         value, *rows, gradient = [
             vector.reshape(dims) for vector, dims in zip(vectors, shapes, strict=True)
         ]
-        moved, others = update(value, rows, shared, gradient, scratch)
+        moved, others = update(value, rows, shared, operands, gradient, scratch)
         return [each.reshape(-1) for each in moved], others
 
     return flattened
@@ -102,20 +105,21 @@ def vector(rows: Shape) -> Shape:
 def arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
     """What `update_of` takes, for ``size`` rows."""
     value, *rows, gradient = (rows_of(size, row) for row in layout.gathered)
-    return value, rows, layout.shared, gradient, [value, *rows]
+    operands = list(operands_of(layout.rule))
+    return value, rows, layout.shared, operands, gradient, [value, *rows]
 
 
 def row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
     """
     Raises:
-        TypeError: Some slots have neither a row for each row nor none.
+        TypeError: Rows are not moved one by one.
     """
     if not layout.by_rows:
-        raise TypeError("some of its state follows the rows, but not one to one")
+        raise TypeError(layout.rule.row_dependence)
     row = layout.value.shape[1:]
     return RowLayout(
         shape(row, layout.value.dtype),
-        layout.structure,
+        layout.rule,
         tuple(
             shape(leaf.shape[1:] if about.rows else leaf.shape, leaf.dtype)
             for leaf, about in zip(layout.leaves, layout.about, strict=True)
@@ -126,16 +130,17 @@ def row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
 
 
 def is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
-    """Whether no slot without rows is computed from any row. Errs on the safe side:
-    what an inner function returns is taken to depend on all that it is given."""
-    shared = len(layout.shared)
+    """Whether no slot without rows is computed from any row; operands are not. Errs on
+    the safe side: what an inner function returns is taken to depend on all that it is
+    given."""
+    shared = len(layout.shared) + len(layout.rule.uses)
     first = len(layout.gathered) - 1  # value and slots come before, gradient behind
     tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
     for equation in jaxpr.eqns:
         variables = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]
         if not tainted.isdisjoint(variables):
             tainted.update(equation.outvars)
-    outputs = jaxpr.outvars[len(jaxpr.outvars) - shared :]
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(layout.shared) :]
     return not any(isinstance(v, jax.extend.core.Var) and v in tainted for v in outputs)
 
 

@@ -5,7 +5,8 @@ requests for variables are served by `zstrat.ps._serving`, those about snapshots
 `zstrat.ps._snapshot_service`.
 
 Who may do what: a coordinator owns the session, creates, deletes and ships optimizers;
-it and the workers pull and push; the evaluator pulls; anybody may inspect. A worker
+it and the workers pull, push, and tell which variables an optimizer moves (data, no
+code); the evaluator pulls; anybody may inspect. A worker
 that is a program of its own joins the session of the one that creates the variables.
 """
 
@@ -23,6 +24,7 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import (
+    BindOptimizer,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
@@ -75,6 +77,7 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     InitializeVariables: frozenset({Job.CHIEF}),
     DeleteVariables: frozenset({Job.CHIEF}),
     CreateOptimizer: frozenset({Job.CHIEF}),
+    BindOptimizer: frozenset({Job.CHIEF, Job.WORKER}),
     Withdraw: frozenset({Job.CHIEF}),
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
+    from zstrat.optimizers import LeafRule
+
     from ._cell import Cell
     from ._writes import Write
 
@@ -64,6 +66,8 @@ class Slots:
 
 class Step(NamedTuple):
     """One gradient for one variable. ``slots`` is the variable's, by optimizer.
+    ``rule`` stands for all that are moved alike (`zstrat.ps._bindings`), ``operands``
+    are what it takes besides.
 
     ``late``: an earlier update of the same push changes the variable, so that its slots
     are made, and get their dtypes, when its turn comes.
@@ -71,7 +75,9 @@ class Step(NamedTuple):
 
     cell: Cell
     slots: dict[int, Slots]
+    rule: LeafRule
     gradient: np.ndarray
+    operands: tuple[np.ndarray, ...] = ()
     late: bool = False
 
 
@@ -81,8 +87,10 @@ class RowStep(NamedTuple):
 
     cell: Cell
     slots: dict[int, Slots]
+    rule: LeafRule
     indices: np.ndarray
     gradient: np.ndarray
+    operands: tuple[np.ndarray, ...] = ()
     mixed: bool = False
     late: bool = False
     """As of `Step`."""

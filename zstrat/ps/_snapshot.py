@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
 from zstrat.wire import TensorEntry
 
+from ._unbound import Unbound
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -170,6 +172,8 @@ def _pinned(held: Held, optimizers: Sequence[int]) -> Iterator[Pinned]:
         slots = held.slots.get(optimizer)
         if slots is None:
             continue
+        if isinstance(slots, Unbound):
+            slots.require_filled(f"optimizer {optimizer}")
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
             name, shape = cell.dtype.name, list(cell.shape)
             entry = TensorEntry(key, optimizer, leaf.name, name, shape, leaf.rows)

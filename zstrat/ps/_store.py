@@ -39,7 +39,7 @@ from ._arithmetic import check_rows
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
-from ._plans import Held, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._plans import BindPlan, Held, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
 
 if TYPE_CHECKING:
@@ -214,6 +214,7 @@ class Store:
         for key in set(keys):
             version = self._held.pop(key).version
             self._first_version = max(self._first_version, version + 1)
+        self._engine.unbind(keys)
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
         """Drops what is there of a creation that failed elsewhere."""
@@ -286,7 +287,7 @@ class Store:
             return Again()
         held.cell.replace(fold.sum)
         held.version += 1
-        self._record(push)
+        self._record(push, 1)
         return Pushed(applied=True, versions=self._versions(push))
 
     # ---- optimizers --------------------------------------------------------------
@@ -298,6 +299,27 @@ class Store:
         if self._engine.is_registered(optimizer, code):
             return Done()
         return OptimizerPlan(self._generation, self._engine, optimizer, name, code)
+
+    def plan_binding(
+        self, optimizer: int, arrays: Sequence[np.ndarray]
+    ) -> BindPlan | Done:
+        """The same tree again has nothing to do.
+
+        Raises:
+            NotFoundError: The optimizer does not exist.
+            InvalidArgumentError: It is no array of bytes.
+            BusyError: The optimizer has too many trees.
+        """
+        known = self._engine.get(optimizer)
+        if len(arrays) != 1 or arrays[0].dtype != np.uint8:
+            raise InvalidArgumentError(
+                f"{self._task}: the tree of optimizer {known.name!r} is one array of "
+                f"bytes, got {[array.dtype.name for array in arrays]!r:.80}"
+            )
+        data = arrays[0].tobytes()
+        if known.bindings.has(data, self._held.get):
+            return Done()
+        return BindPlan(self._generation, known, data, self._held.get)
 
     # ---- committing --------------------------------------------------------------
 
@@ -325,6 +347,10 @@ class Store:
             case OptimizerPlan(loaded=loaded):
                 assert loaded is not None, "commit before compute"
                 self._engine.register(loaded)
+            case BindPlan(optimizer=optimizer, tree=tree):
+                assert tree is not None, "commit before compute"
+                here = [key for key in tree.leaves if key in self._held]
+                optimizer.bindings.add(tree, here)
             case _:
                 assert_never(plan)
         return Done()
@@ -337,13 +363,13 @@ class Store:
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
             update.held.version += 1
-        self._record(plan.push)
+        self._record(plan.push, len(plan.updates))
         return Pushed(applied=True, versions=self._versions(plan.push))
 
-    def _record(self, push: Push) -> None:
+    def _record(self, push: Push, updates: int) -> None:
         self._ledger.record(push.step, push.part)
         self.counts.pushes += 1
-        self.counts.updates += len(push.updates)
+        self.counts.updates += updates
 
     def _duplicate(self, push: Push) -> Pushed | None:
         """The answer to a push that was applied before; admits any other.

@@ -37,6 +37,7 @@ def push_plan(
     """
     arrays, at, work = push.arrays, 0, 0
     planned: list[PlannedUpdate] = []
+    shared: dict[int, Sequence[np.ndarray]] = {}
     for key, code, optimizer, count in push.updates:
         held = variables.get(key)
         if held is None:
@@ -49,13 +50,16 @@ def push_plan(
             )
         operands = arrays[at : at + count]
         at += count
+        if op is UpdateOp.OPERANDS:
+            shared[engine.get(optimizer).optimizer] = operands
+            continue
         work += work_of(op, held, operands)
         if op in OPTIMIZERS:
-            known, mixed = engine.check(optimizer, op, held.entry, held.cell, operands)
-            planned.append(PlannedUpdate(held, op, known, operands, mixed))
+            known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
+            planned.append(PlannedUpdate(held, op, operands, known))
         else:
             _check_plain(optimizer, op, held, operands)
-            planned.append(PlannedUpdate(held, op, None, operands))
+            planned.append(PlannedUpdate(held, op, operands))
     if at != len(arrays):
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"

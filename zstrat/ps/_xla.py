@@ -1,7 +1,7 @@
 """Whole gradients behind XLA. Imported with the first optimizer, never at start-up.
 
 `Programs` holds what one optimizer has compiled. A program updates one variable:
-``(value, slots, gradient) -> (value, slots)``, with value and slots donated. It is
+``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
 compiled ahead of its first use, so that a transformation which cannot be traced for a
 shape is refused before anything has changed. Gradients of some rows have programs of
 their own (`zstrat.ps._xla_rows`), and the same slots.
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ._cell import Cell
-from ._layouts import Layout, Layouts, Transformation, precision, shape, spec
-from ._slots import Ahead, Slots, Step, is_wide, lose
+from ._layouts import Context, Layout, Layouts, operands_of, precision, shape, spec
+from ._slots import Ahead, Slots, Step, lose
+from ._unbound import Unbound
 from ._writes import Write
 from ._xla_rows import RowPrograms
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import numpy as np
+
+    from zstrat.optimizers import LeafRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Program:
         cell, slots = step.cell, step.slots[optimizer]
         with precision(self.wide):
             given = tuple([leaf.give() for leaf in slots.cells])
-            value, leaves = self.call(cell.give(), given, step.gradient)
+            value, leaves = self.call(cell.give(), given, step.gradient, step.operands)
         cell.take_back(value)
         if slots.layout == self.after:
             for leaf, new in zip(slots.cells, leaves, strict=True):
@@ -52,12 +55,9 @@ class Program:
 class Programs:
     """The programs of one optimizer, by what they were compiled for."""
 
-    def __init__(
-        self, optimizer: int, name: str, transformation: Transformation
-    ) -> None:
+    def __init__(self, optimizer: int, name: str) -> None:
         self._optimizer = optimizer
-        self._layouts = Layouts(name, transformation)
-        self._transformation = transformation
+        self._layouts = Layouts(name)
         self._programs: dict[object, Program] = {}
         self._initials: dict[int, Any] = {}
         self.rows = RowPrograms(optimizer, self._layouts)
@@ -66,6 +66,10 @@ class Programs:
     def count(self) -> int:
         """How many have been compiled."""
         return len(self._programs) + len(self._initials) + self.rows.count
+
+    def here(self) -> Context:
+        """In which it is traced and compiled: for the CPU."""
+        return self._layouts.here()
 
     def has(self, layout: int, gradient: np.dtype) -> bool:
         """Whether the program for slots of this layout is compiled."""
@@ -84,10 +88,12 @@ class Programs:
         slots = step.slots.get(self._optimizer)
         number = ahead.layouts.get(place)
         if number is None and slots is None:
-            number = self._layouts.initial(step.cell)
+            number = self._layouts.initial(step.rule, step.cell)
             self._first(step.cell, number)
             if not step.late:
-                slots = step.slots[self._optimizer] = self._initial(step.cell)
+                slots = step.slots[self._optimizer] = self._initial(
+                    step.rule, step.cell
+                )
         if number is None:
             assert slots is not None
             number = slots.layout
@@ -99,7 +105,7 @@ class Programs:
         """Makes slots for which `prepare` was too early."""
         for step in steps:
             if self._optimizer not in step.slots:
-                step.slots[self._optimizer] = self._initial(step.cell)
+                step.slots[self._optimizer] = self._initial(step.rule, step.cell)
 
     def apply(self, steps: Sequence[Step]) -> None:
         """Updates values and slots, and waits until they are there."""
@@ -121,13 +127,29 @@ class Programs:
                 lose(self._optimizer, [step], error)
             raise
 
-    def make_slots(self, cell: Cell) -> Slots:
+    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
         """New slots for a variable, by rows if they have them.
 
         Raises: As `prepare`.
         """
-        layout = self._layouts[self._layouts.initial(cell)]
-        return self.rows.initial(cell) if layout.by_rows else self._initial(cell)
+        layout = self._layouts[self._layouts.initial(rule, cell)]
+        if layout.by_rows:
+            return self.rows.initial(rule, cell)
+        return self._initial(rule, cell)
+
+    def adopted(
+        self, slots: dict[int, Slots], rule: LeafRule, cell: Cell
+    ) -> Slots | None:
+        """Those of the optimizer, if there are any; from now on as the rule has them.
+
+        Raises:
+            InvalidArgumentError: They were loaded, and are not what the rule keeps.
+        """
+        mine = slots.get(self._optimizer)
+        if isinstance(mine, Unbound):
+            mine = self._layouts.adopted(mine, rule, cell)
+            slots[self._optimizer] = mine
+        return mine
 
     def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
         """Gives leaves, by their places, other dtypes, as gradients of those would."""
@@ -139,10 +161,10 @@ class Programs:
         number = self._layouts.number(replace(layout, leaves=leaves))
         self.rows.convert(slots, number)
 
-    def _initial(self, cell: Cell) -> Slots:
-        number = self._layouts.initial(cell)
+    def _initial(self, rule: LeafRule, cell: Cell) -> Slots:
+        number = self._layouts.initial(rule, cell)
         call = self._first(cell, number)
-        with precision(is_wide(cell.dtype)):
+        with precision(rule.tree.wide):
             # Waits, because XLA reads the value where numpy may write to it next.
             leaves = [leaf.block_until_ready() for leaf in call(cell.give())]
         cells = tuple(map(Cell.on_device, leaves))
@@ -154,7 +176,8 @@ class Programs:
         """The program that makes new slots, of this layout."""
         call = self._initials.get(number)
         if call is None:
-            initial, wide = jax.jit(self._transformation.leaves), is_wide(cell.dtype)
+            rule = self._layouts[number].rule
+            initial, wide = jax.jit(rule.init), rule.tree.wide
             with precision(wide), self._layouts.words(cell), self._layouts.here():
                 call = initial.lower(spec(cell)).compile()
             self._initials[number] = call
@@ -169,27 +192,19 @@ class Programs:
         return program
 
     def _compile(self, step: Step, layout: Layout) -> Program:
-
-        def update(value: Any, leaves: Any, gradient: Any) -> tuple[Any, Any]:
-            return self._transformation.step(layout.structure, value, leaves, gradient)
-
-        wide = is_wide(step.cell.dtype)
-        gradient = spec(step.gradient)
+        rule, wide = layout.rule, layout.is_wide
+        given = (layout.value, layout.leaves, spec(step.gradient), operands_of(rule))
         with precision(wide), self._layouts.words(step.cell), self._layouts.here():
-            new, leaves = jax.eval_shape(update, layout.value, layout.leaves, gradient)
+            new, leaves = jax.eval_shape(rule.step, *given)
             if spec(new) != layout.value:
                 raise TypeError(f"it turns a {layout.value} into a {spec(new)}")
             after = tuple(map(spec, leaves))
             # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
             # its first step) have no output that they could be donated to.
             donated = (0, 1) if after == layout.leaves else (0,)
-            jitted = jax.jit(update, donate_argnums=donated)
-            call = jitted.lower(layout.value, layout.leaves, gradient).compile()
-        return Program(call, self._layouts.number(_with(layout, after)), wide)
-
-
-def _with(layout: Layout, leaves: tuple[jax.ShapeDtypeStruct, ...]) -> Layout:
-    return Layout(layout.value, layout.structure, leaves, layout.about, layout.by_rows)
+            call = jax.jit(rule.step, donate_argnums=donated).lower(*given).compile()
+        number = self._layouts.number(replace(layout, leaves=after))
+        return Program(call, number, wide)
 
 
 def _is_whole(step: Step, optimizer: int) -> bool:

@@ -22,15 +22,17 @@ from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.rows import lasting
 
 from ._cell import Cell
-from ._layouts import precision, shape
+from ._layouts import precision
 from ._row_calls import Open, Ready, calls, together
 from ._row_kinds import Kind, RowKinds
 from ._rows import as_rows
-from ._slots import RowStep, Slots, is_wide, lose
+from ._slots import RowStep, Slots, lose
 from ._writes import Write
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from zstrat.optimizers import LeafRule
 
     from ._layouts import Layouts
     from ._slots import Ahead
@@ -65,7 +67,7 @@ class RowPrograms:
             tables = [each.rows_in_place() for each in (step.cell, *slots.with_rows)]
             if kind is None or any(table is None for table in tables):
                 return None
-            key = (id(kind), together(kind, slots, number))
+            key = (id(kind), together(kind, slots, number), *map(id, step.operands))
             group = groups.get(key)
             if group is None:
                 group = groups[key] = Ready(kind, [])
@@ -118,7 +120,8 @@ class RowPrograms:
                 place = (self._optimizer, id(step.cell))
                 if self._optimizer not in step.slots:
                     room = ahead.rooms.pop(place, None)
-                    step.slots[self._optimizer] = self.initial(step.cell, room)
+                    slots = self.initial(step.rule, step.cell, room)
+                    step.slots[self._optimizer] = slots
                 self._steady(step)
 
     def apply(self, steps: Sequence[RowStep]) -> None:
@@ -138,7 +141,7 @@ class RowPrograms:
 
     def _prepare(self, step: RowStep, ahead: Ahead) -> None:
         if self._optimizer not in step.slots:
-            step.slots[self._optimizer] = self.initial(step.cell)
+            step.slots[self._optimizer] = self.initial(step.rule, step.cell)
         slots = self._steady(step)
         ahead.layouts[self._optimizer, id(step.cell)] = slots.layout
         self._reserve(slots, ahead)
@@ -160,7 +163,7 @@ class RowPrograms:
         if number is None and slots is not None:
             number = slots.layout
         if number is None:
-            number = self._numbered(cell)
+            number = self._numbered(step.rule, cell)
             ahead.rooms[place] = self._room(cell, number)
         if slots is not None:
             self._reserve(slots, ahead)
@@ -185,31 +188,32 @@ class RowPrograms:
                 "keeps beside it"
             ) from None
 
-    def _numbered(self, cell: Cell) -> int:
+    def _numbered(self, rule: LeafRule, cell: Cell) -> int:
         """The layout of new slots, which are made by rows."""
         layouts = self._kinds.layouts
-        number = layouts.initial(cell)
-        layout = layouts[number]
-        if not layout.by_rows:
+        number = layouts.initial(rule, cell)
+        if rule.row_dependence:
             raise InvalidArgumentError(
-                f"optimizer {layouts.name!r} keeps something for {cell.dtype.name}"
-                f"{list(cell.shape)} that has no row for each of its rows: send a "
-                "dense gradient"
+                f"optimizer {layouts.name!r} does not move {cell.dtype.name}"
+                f"{list(cell.shape)} row by row ({rule.row_dependence}): send a dense "
+                "gradient"
             )
         return number
 
-    def initial(self, cell: Cell, room: list[np.ndarray] | None = None) -> Slots:
+    def initial(
+        self, rule: LeafRule, cell: Cell, room: list[np.ndarray] | None = None
+    ) -> Slots:
         """New slots, made a block of rows at a time: there is no second table of them
         on the way. ``room``: memory for them."""
-        number = self._numbered(cell)
+        number = self._numbered(rule, cell)
         layout = self._kinds.layouts[number]
         made = self._room(cell, number) if room is None else room
         value, total = cell.look(), len(cell.look())
-        call, size = self._kinds.initial(shape(cell.shape[1:], cell.dtype), total, cell)
+        call, size = self._kinds.initial(rule, cell)
         if total < size:
             value = np.zeros((size, *cell.shape[1:]), cell.dtype)
             value[:total] = cell.look()
-        with precision(is_wide(cell.dtype)):
+        with precision(rule.tree.wide):
             for start in range(0, max(total, 1), size):
                 # The last block overlaps the one before.
                 at = max(0, min(start, total - size))
@@ -241,7 +245,7 @@ class RowPrograms:
             slots = step.slots[self._optimizer]
             kind = self._kinds.get(slots.layout, step.gradient.dtype)
             assert kind is not None, "apply() without prepare()"
-            key = (id(kind), together(kind, slots, number))
+            key = (id(kind), together(kind, slots, number), *map(id, step.operands))
             _, group = groups.setdefault(key, (kind, []))
             group.append(step)
         return list(groups.values())

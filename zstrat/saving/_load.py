@@ -134,10 +134,13 @@ def _ask(
         server.resets.append(LoadEntry(key, optimizer, "", "", "", 0, 0, 0))
     stop = start + (component.shape[0] if component.shape else 0)
     for piece, first, last in tensor.within(start, stop):
-        at = piece.start + first - start if tensor.by_rows and tensor.shape else 0
+        rows = tensor.by_rows and bool(tensor.shape)
+        at = piece.start + first - start if rows else 0
         path = os.path.join(folder, piece.file)
         server.entries.append(
-            LoadEntry(key, optimizer, load.leaf, path, piece.name, first, last, at)
+            LoadEntry(
+                key, optimizer, load.leaf, path, piece.name, first, last, at, rows
+            )
         )
 
 
@@ -185,7 +188,8 @@ def _batches(
             if some and (size + array.nbytes > PIECE or len(some) == ENTRIES):
                 yield some, arrays
                 some, arrays, size = [], [], 0
-            some.append(StoreEntry(entry.key, entry.optimizer, entry.leaf, at))
+            key, optimizer, leaf = entry.key, entry.optimizer, entry.leaf
+            some.append(StoreEntry(key, optimizer, leaf, at, entry.rows))
             arrays.append(array)
             size += array.nbytes
     if some:

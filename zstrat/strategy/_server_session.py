@@ -41,6 +41,17 @@ class ServerSession(Protocol):
         """Assigns one array that an optimizer keeps beside a variable."""
         ...
 
+    def bind_optimizer(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None:
+        """Tells parameter servers (None: all) which variables the optimizer moves:
+        `zstrat.optimizers.Binding.encoded`. The same again is fine."""
+        ...
+
+    async def bind_optimizer_async(
+        self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
+    ) -> None: ...
+
     def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:

@@ -20,6 +20,7 @@ from ._messages import Awaited as Awaited
 from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import Batch as Batch
 from ._messages import Beat as Beat
+from ._messages import BindOptimizer as BindOptimizer
 from ._messages import BuildResource as BuildResource
 from ._messages import CallState as CallState
 from ._messages import CancelSteps as CancelSteps

@@ -74,6 +74,7 @@ from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
+from ._variable_messages import BindOptimizer as BindOptimizer
 from ._variable_messages import CreateOptimizer as CreateOptimizer
 from ._variable_messages import CreateVariables as CreateVariables
 from ._variable_messages import DeleteVariables as DeleteVariables
@@ -115,6 +116,7 @@ Message = (
     | InitializeVariables
     | DeleteVariables
     | CreateOptimizer
+    | BindOptimizer
     | Withdraw
     | Pull
     | PullRows

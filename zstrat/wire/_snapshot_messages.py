@@ -106,7 +106,10 @@ class LoadEntry(NamedTuple):
     ``at`` on of a variable's value or slot (as in `TensorEntry`). A tensor without the
     variable's rows goes whole (``start``, ``stop`` and ``at`` are 0). ``name`` "":
     nothing is read, and all that is asked is whether the file is there. ``path`` "" of
-    an optimizer: it forgets what it keeps beside the variable, and begins anew."""
+    an optimizer: it forgets what it keeps beside the variable, and begins anew.
+
+    ``rows``: the slot has the variable's rows. Asked while the server does not know yet
+    what the optimizer keeps beside the variable."""
 
     key: int
     optimizer: int
@@ -116,6 +119,7 @@ class LoadEntry(NamedTuple):
     start: int
     stop: int
     at: int
+    rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class StoreEntry(NamedTuple):
     optimizer: int
     leaf: str
     at: int
+    rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ class UpdateOp(enum.IntEnum):
     SCATTER_UPDATE = 9  # of duplicate indices the last one wins
     OPTIMIZE = 10  # gradient, applied by the update's optimizer
     OPTIMIZE_ROWS = 11  # indices [n], gradient rows [n, ...], applied by the optimizer
-    OPERANDS = 12  # what the OPTIMIZE updates of the optimizer behind it share
+    OPERANDS = 12  # what the optimizer makes of all gradients: it changes no variable
 
 
 class VariableEntry(NamedTuple):
@@ -95,6 +95,18 @@ class CreateOptimizer:
 
 
 @dataclass(frozen=True, slots=True)
+class BindOptimizer:
+    """Which variables an optimizer moves, and what their tree looks like. One array of
+    bytes: data, never code, so that whoever applies gradients may send it. Answered by
+    `Done`. The same again is no error."""
+
+    kind: ClassVar = 66
+    session: int
+    optimizer: int
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
 class Withdraw:
     """A creation has failed, and its numbers will be given to others: drops what is
     there of these variables and optimizers. Answered by `Done`, also if nothing is."""
@@ -149,8 +161,10 @@ class Pulled:
 
 
 class Update(NamedTuple):
-    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds; ``operands`` is
-    how many of the push's arrays belong to this update."""
+    """``optimizer`` is 0 unless ``op`` is one of the OPTIMIZE kinds, or OPERANDS, whose
+    arrays all updates behind it in the push share that are of the same optimizer, and
+    whose ``key`` is that of any variable. ``operands`` is how many of the push's arrays
+    belong to this update."""
 
     key: int
     op: int

@@ -39,7 +39,7 @@ from zstrat.wire import (
 )
 
 from . import _machine
-from ._direct import Asking, Direct
+from ._direct import Asking, Direct, bind
 from ._executor import Executor
 from ._requests import Owned, serve
 from ._resources import Load, Resources
