@@ -60,7 +60,7 @@ def test_a_map_in_a_step_calls_its_function_for_each_replica(strategy, name):
 
 
 def test_parts_of_unlike_layouts_are_mapped_together(strategy):
-    apart = PerReplica([row for row in ROWS])
+    apart = PerReplica(list(ROWS))
     assert apart.whole is None
     total = jax.tree.map(jnp.add, joined(strategy), apart)
     np.testing.assert_allclose(
