@@ -191,14 +191,15 @@ class StrategyExtended(abc.ABC):
         keeps that belongs to no variable alone.
 
         Args:
-            colocate_with: What `non_slot_devices` returned.
+            colocate_with: What `non_slot_devices` returned. It moves nothing: values
+                of this process are where it is.
             args, kwargs, group: As in `update`.
 
         Raises:
             ValueError: There is a value per replica among the arguments.
             RuntimeError: In a replica function, or in the scope of another strategy.
         """
-        del colocate_with  # values of this process are where it is
+        del colocate_with
         require_cross_replica(self._strategy, "update_non_slot()")
         with self._strategy.scope():
             return updated(self._strategy, [fn], args, dict(kwargs or {}), group)
