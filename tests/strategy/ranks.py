@@ -37,8 +37,12 @@ class Threads:
 
     generation = 0
 
-    def __init__(self, board, rank):
-        self.board, self.rank = board, rank
+    def __init__(self, board, rank, options=None):
+        self.board, self.rank, self.options = board, rank, options
+
+    def under(self, options):
+        """Its calls say the options, too."""
+        return Threads(self.board, self.rank, options)
 
     @property
     def size(self):
@@ -69,6 +73,8 @@ class Threads:
         )
 
     def _meet(self, what, tree, combine):
+        if self.options is not None:
+            what = (*what, self.options)
         return self.board.meet(self.rank, what, list(tree), combine)
 
 

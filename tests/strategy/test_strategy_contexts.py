@@ -257,6 +257,8 @@ def test_options_and_the_reduction_of_losses():
     assert not options.experimental_bucketizing_dynamic_shape
     assert options.experimental_xla_options is None
     assert get_strategy().run(lambda: 1, options=options) == 1
+    with pytest.raises(TypeError, match=r"options of strategy\.run .* got dict"):
+        get_strategy().run(lambda: 1, (), {}, {"x": 1})
     assert get_loss_reduction() is zs.ReduceOp.SUM
 
 

@@ -52,7 +52,7 @@ def test_rows_are_concatenated(ops):
     )
     np.testing.assert_array_equal(rows.indices, [0, 1, 0, 2])
     np.testing.assert_array_equal(rows.values[:, 0], [0.5, 0.5, 1, 1])
-    np.testing.assert_array_equal(ones, [1, 1])
+    np.testing.assert_array_equal(ones.values, [[1, 1], [1, 1]])
 
 
 def test_a_value_of_one_device_is_its_own_sum():

@@ -95,9 +95,10 @@ def test_reduce_to_inside_of_a_step_is_part_of_it(four):
     @zs.function
     def step():
         own = four.run(lambda x: x * 2, args=(values,))
-        return four.extended.reduce_to("sum", own, own)
+        found = four.extended.reduce_to("sum", own, own)
+        return four.experimental_local_results(found)
 
-    assert float(step()) == 12.0
+    assert [float(x) for x in step()] == [12.0] * 4
 
 
 def test_a_broadcast_has_one_value_for_each_replica(four):
@@ -261,6 +262,12 @@ def test_methods_of_the_first_version(four, strategy):
     assert four.reduce("sum", values) == 10
     assert four.group(values) is None
     assert four.configure(cluster_spec={"worker": ["here:1"]}) is None
+    several = {"worker": ["here:1", "there:1"]}
+    with pytest.raises(ValueError, match="2 tasks that train together"):
+        four.configure(cluster_spec=several, task_type="worker", task_id=0)
+    assert four.configure(cluster_spec=several, task_type="evaluator") is None
+    known = four.cluster_resolver.cluster_spec()
+    assert four.configure(cluster_spec=known, task_type="worker", task_id=0) is None
     config = {"device_filters": ["/job:ps"]}
     copied = four.update_config_proto(config)
     assert copied == config

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
+from zstrat.program import _joined
 from zstrat.strategy import Mirrored, PerReplica
 from zstrat.strategy._per_replica import local_results, select_replica
 from zstrat.strategy._regroup import (
@@ -116,11 +117,12 @@ def test_one_array_for_all_replicas(kind, stacked):
     for found, part in zip(value.values, parts, strict=True):
         np.testing.assert_array_equal(found, part)
     assert value.whole is array
-    leaves, treedef = jax.tree.flatten(value)
-    assert leaves == [array]
-    doubled = treedef.unflatten([array * 2])
+    doubled = jax.tree.map(lambda x: x * 2, value)
     assert isinstance(doubled, kind)
     np.testing.assert_array_equal(doubled.values[1], parts[1] * 2)
+    leaves, treedef = _joined.flatten(value)
+    assert leaves == [array]
+    assert treedef.unflatten([array]).whole is array
 
     @jax.jit
     def program(value):

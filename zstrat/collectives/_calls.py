@@ -35,6 +35,7 @@ class Calls(abc.ABC):
         tag: str | None,
         algorithm: str | None = None,
         compression: str | None = None,
+        bytes_per_pack: int | None = None,
     ) -> Options:
         """What a caller said, with what the group says where he did not."""
 
@@ -57,6 +58,7 @@ class Calls(abc.ABC):
         timeout: float | None = None,
         compression: str | None = None,
         algorithm: str | None = None,
+        bytes_per_pack: int | None = None,
     ) -> Any:
         """Every array of ``tree``, reduced over all ranks: the same bits on all.
 
@@ -77,6 +79,7 @@ class Calls(abc.ABC):
                 dtypes; with another tag for every call it is lost.
             algorithm: "ring", "tree", ... (`ALGORITHMS`), for what goes by messages;
                 default: chosen by size.
+            bytes_per_pack: As of the group; default: what the group was given.
 
         Returns:
             The tree, with new arrays of the same kinds (numpy or jax) and shapes.
@@ -90,14 +93,15 @@ class Calls(abc.ABC):
             TypeError: Not for this dtype, or no array, or none that can be written to
                 ``in_place``.
             ValueError: There is no such op, algorithm or compression; ``timeout`` is
-                not above 0; an array that is reduced ``in_place`` is read-only, or
-                shares memory with another one of the tree.
+                not above 0, or ``bytes_per_pack`` below it; an array that is reduced
+                ``in_place`` is read-only, or shares memory with another one of the
+                tree.
             BusyError: Too many operations are under way.
             ClosedError: The group was closed.
 
         Interrupting it (Ctrl-C) ends the generation, for all ranks.
         """
-        options = self._options(timeout, tag, algorithm, compression)
+        options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
         return self._wait(
             requests.all_reduce(self.size, tree, op, in_place, densify, options),
             options,
@@ -114,13 +118,14 @@ class Calls(abc.ABC):
         timeout: float | None = None,
         compression: str | None = None,
         algorithm: str | None = None,
+        bytes_per_pack: int | None = None,
     ) -> Pending[Any]:
         """As `all_reduce`, but returns at once what can be awaited.
 
         The arrays must not be changed before it is over; with ``in_place`` they are
         complete when the result has been asked for.
         """
-        options = self._options(timeout, tag, algorithm, compression)
+        options = self._options(timeout, tag, algorithm, compression, bytes_per_pack)
         return self._start(
             requests.all_reduce(self.size, tree, op, in_place, densify, options),
             options,

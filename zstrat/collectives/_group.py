@@ -13,7 +13,7 @@ from zstrat.errors import ClosedError
 
 from ._calls import Calls
 from ._forming import form
-from ._invitation import invitation_of, positive
+from ._invitation import invitation_of, not_negative, positive
 from ._requests import described_with
 from ._station import awaited
 from ._work import Options, Work
@@ -297,10 +297,14 @@ class Group(Calls):
         tag: str | None,
         algorithm: str | None = None,
         compression: str | None = None,
+        bytes_per_pack: int | None = None,
     ) -> Options:
         invited = self._invited
         seconds = positive("timeout", timeout, invited.timeout)
-        return Options(seconds, tag, compression, algorithm, invited.bytes_per_pack)
+        packs = invited.bytes_per_pack
+        if bytes_per_pack is not None:
+            packs = not_negative("bytes_per_pack", bytes_per_pack)
+        return Options(seconds, tag, compression, algorithm, packs)
 
     def _start(self, request: Request, options: Options) -> Pending[Any]:
         self._check_open()

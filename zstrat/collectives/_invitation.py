@@ -119,8 +119,7 @@ def invitation_of(
     """
     settings = settings or settings_from(environment())
     resolver = resolver or TFConfigClusterResolver()
-    if bytes_per_pack < 0:
-        raise ValueError(f"bytes_per_pack={bytes_per_pack}: expected 0 or more")
+    not_negative("bytes_per_pack", bytes_per_pack)
     seats = seats_of(resolver, tasks)
     seat = own_seat(resolver, seats)
     times = settings.timeouts
@@ -149,6 +148,17 @@ def positive(name: str, given: float | None, default: float) -> float:
     if not value > 0:
         raise ValueError(f"{name}={given}: expected seconds above 0")
     return float(value)
+
+
+def not_negative(name: str, given: int) -> int:
+    """A number that a caller gave.
+
+    Raises:
+        ValueError: It is below 0.
+    """
+    if given < 0:
+        raise ValueError(f"{name}={given}: expected 0 or more")
+    return given
 
 
 def _lane_named(lane: str) -> str:

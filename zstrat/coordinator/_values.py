@@ -14,12 +14,11 @@ import math
 import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
-from zstrat.program import Resource, rebuild
+from zstrat.program import Resource, _joined, rebuild
 from zstrat.wire import Layout, dtype_named
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class RemoteValue:
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
-        return jax.tree.map(_on_device, self.fetch(timeout))
+        return _joined.mapped(_on_device, self.fetch(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
         """As `fetch`. Cancellation: loses nothing; await it again."""

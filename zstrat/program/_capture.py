@@ -29,12 +29,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import jax
-
 from zstrat.variables import lives_here, operands_of, recorder, require_servers
 from zstrat.wire._messages import UpdateOp
 
-from . import _refusals
+from . import _joined, _refusals
 from ._context import asked
 from ._copies import is_apart, shown_to, spread
 from ._fresh import current_trace, fresh
@@ -47,6 +45,8 @@ from ._writes import Write, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    import jax
 
     from zstrat.variables import GradientCall, Optimizer, Table, Variable
 
@@ -301,7 +301,7 @@ class Capture:
             )
         element = self._feed.element(ordinal, iterator)
         self.draws.append(ordinal)
-        self._drawn.extend(jax.tree.leaves(element))
+        self._drawn.extend(_joined.leaves(element))
         return element
 
     def drew(self, leaf: object) -> bool:

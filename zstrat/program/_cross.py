@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from ._where import here
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
 
     from jax.sharding import Mesh
 
@@ -72,6 +72,11 @@ class Collective(Protocol):
         """What rank ``root`` gave."""
         ...
 
+    def under(self, options: Any) -> Collective:
+        """The same processes, with these options (of whoever made it) in place of
+        those that it was made with."""
+        ...
+
     def reform(self, *, timeout: float | None = None) -> None:
         """Brings the same tasks together again, with newcomers for those lost."""
         ...
@@ -97,11 +102,31 @@ class Channel:
     The collective behind it may change (a group that is formed anew): ``mark`` is what
     a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
     `PROCESS` and that of the replicas, XLA carries out what steps do.
+
+    Calls that are to be carried out with options of their own go through a channel of
+    their own (`under`), so they are one call with no others.
     """
 
-    def __init__(self, collective: Collective, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, collective: Collective, mesh: Mesh | None = None, options: Any = None
+    ) -> None:
         self.collective = collective
         self.mesh = mesh
+        self.options = options
+
+    def under(self, options: Hashable) -> Channel:
+        """The same processes, for calls with these options (`Collective.under`)."""
+        return Channel(self.collective, self.mesh, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Channel) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Hashable:
+        return id(self.collective), self.options
 
     @property
     def rank(self) -> int:
@@ -123,13 +148,16 @@ class Channel:
             PeerLostError, CollectiveTimeoutError: Names the rank.
         """
         given = [np.asarray(array) for array in arrays]
+        collective = self.collective
+        if self.options is not None:
+            collective = collective.under(self.options)
         match kind:
             case Kind.SUM:
-                return list(self.collective.all_reduce(given, "sum"))
+                return list(collective.all_reduce(given, "sum"))
             case Kind.GATHER:
-                return list(self.collective.all_gather(given, 0))
+                return list(collective.all_gather(given, 0))
             case Kind.FIRST:
-                return list(self.collective.broadcast(given, 0))
+                return list(collective.broadcast(given, 0))
 
 
 def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:

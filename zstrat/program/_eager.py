@@ -20,7 +20,7 @@ from zstrat.variables import (
     update_all,
 )
 
-from . import _refusals
+from . import _joined, _refusals
 from ._fresh import current_trace
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ class Immediate:
         if self._is_inside():
             raise _refusals.draw_inside()
         # A copy: on a CPU asarray would share the memory, which is the user's.
-        element = jax.tree.map(jnp.array, iterator.draw())
-        self._drawn.extend(jax.tree.leaves(element))
+        element = _joined.mapped(jnp.array, iterator.draw())
+        self._drawn.extend(_joined.leaves(element))
         return element
 
     def drew(self, leaf: object) -> bool:

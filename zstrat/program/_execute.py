@@ -16,6 +16,7 @@ import numpy as np
 
 from zstrat.variables import Binds, read_all, read_parts, update_all
 
+from . import _joined
 from ._compile import Program
 from ._eager import Immediate
 from ._held import Outdated
@@ -285,7 +286,7 @@ def _leaves(draws: Draws) -> list[Any]:
 def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The body's result. It is given jax arrays, as a captured step is, and containers
     of its own: other calls share these arguments."""
-    args, kwargs = jax.tree.map(_as_jax, (args, dict(kwargs)))
+    args, kwargs = _joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)
 
 

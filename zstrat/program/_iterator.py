@@ -32,6 +32,8 @@ from zstrat.data import Closing, is_steady, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
+from . import _joined
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
@@ -164,7 +166,7 @@ class StepIterator:
             raise OutOfRangeError(
                 f"End of sequence: {self.name} is exhausted"
             ) from None
-        return element if self._steady else jax.tree.map(kept, element)
+        return element if self._steady else _joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
@@ -202,7 +204,7 @@ class Element:
 
     def __init__(self, element: Any) -> None:
         leaves: list[Any]
-        leaves, treedef = jax.tree.flatten(element)
+        leaves, treedef = _joined.flatten(element)
         for number, leaf in enumerate(leaves):
             if type(leaf) is not np.ndarray and not _is_strong(leaf):
                 leaves[number] = _array(leaf)

@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
+from . import _joined
 from ._flow import Flow
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ def wide_leaves(
     paths = [
         f"{root}{keystr(path)}"
         for root, tree in (("args", args), ("kwargs", kwargs))
-        for path, _ in tree_flatten_with_path(tree)[0]
+        for path, _ in _joined.flatten_with_path(tree)[0]
     ]
     places = [paths[gap] for gap in gaps]
     for number, element in enumerate(elements):
         whole = element.treedef.unflatten(element.leaves)
         places += [
             f"element {number}{keystr(path)} of the step"
-            for path, _ in tree_flatten_with_path(whole)[0]
+            for path, _ in _joined.flatten_with_path(whole)[0]
         ]
     return {number: places[number] for number in found}
 

@@ -27,6 +27,8 @@ from jax.tree_util import keystr
 
 from zstrat.variables import AbstractVariable, Variable
 
+from . import _joined
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -93,7 +95,7 @@ def split(
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
     """
-    paths, treedef = jax.tree_util.tree_flatten_with_path(result)
+    paths, treedef = _joined.flatten_with_path(result)
     slots: list[int | Static] = []
     arrays: list[Any] = []
     for path, leaf in paths:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zstrat.program import _joined
 from zstrat.program._narrow import uncut
 from zstrat.program._signature import Plain
 from zstrat.program._spread import Spread
@@ -36,7 +37,7 @@ class UnevenParts(ValueError):
 
 def unwrapped(tree: Any) -> Any:
     """The pytree with the numbers themselves."""
-    return jax.tree.map(_value, tree)
+    return _joined.mapped(_value, tree)
 
 
 def require_one_each(node: Any, replicas: int) -> None:
@@ -70,7 +71,7 @@ def require_known(tree: Any) -> None:
     Raises:
         UnevenParts: There is one.
     """
-    for leaf in jax.tree.leaves(tree):
+    for leaf in _joined.leaves(tree):
         if isinstance(leaf, np.ndarray | np.generic) and not is_known(leaf):
             raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
 
@@ -136,7 +137,7 @@ class Arguments:
 
     def _sort(self, leaf: Any) -> None:
         if isinstance(leaf, _Parts):
-            leaf = _joined(leaf.parts)
+            leaf = _as_one(leaf.parts)
         if isinstance(leaf, Spread):
             self._plan.append(("split", None))
             self.split.append(leaf)
@@ -161,7 +162,7 @@ def _value(leaf: Any) -> Any:
     return leaf.value if isinstance(leaf, Plain) else leaf
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _as_one(parts: Sequence[Any]) -> Any:
     """One array of those of the replicas, or what is the same for all of them."""
     first, *others = values = [_value(part) for part in parts]
     if not isinstance(first, jax.Array | np.ndarray | np.generic) and all(

@@ -24,7 +24,10 @@ class ChosenGroup:
 
     def __init__(self, group: Group, options: CommunicationOptions) -> None:
         self._group = group
+        self._options = options
         self._algorithm = _ALGORITHMS.get(options.implementation)
+        self._timeout = options.timeout_seconds
+        self._packs = options.bytes_per_pack or None
 
     @property
     def rank(self) -> int:
@@ -39,13 +42,22 @@ class ChosenGroup:
         return self._group.generation
 
     def all_reduce(self, tree: Any, op: str = "sum") -> Any:
-        return self._group.all_reduce(tree, op, algorithm=self._algorithm)
+        return self._group.all_reduce(
+            tree,
+            op,
+            algorithm=self._algorithm,
+            timeout=self._timeout,
+            bytes_per_pack=self._packs,
+        )
 
     def all_gather(self, tree: Any, axis: int = 0) -> Any:
-        return self._group.all_gather(tree, axis)
+        return self._group.all_gather(tree, axis, timeout=self._timeout)
 
     def broadcast(self, tree: Any, root: int = 0) -> Any:
-        return self._group.broadcast(tree, root)
+        return self._group.broadcast(tree, root, timeout=self._timeout)
+
+    def under(self, options: CommunicationOptions) -> ChosenGroup:
+        return ChosenGroup(self._group, self._options.merge(options))
 
     def reform(self, *, timeout: float | None = None) -> None:
         self._group.reform(timeout=timeout)

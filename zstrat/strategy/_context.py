@@ -14,6 +14,7 @@ from zstrat.collectives import ReduceOp
 from zstrat.program import _alone
 from zstrat.variables import creator
 
+from ._called_with import called_with
 from ._frames import Frame as Frame
 from ._frames import current as current
 from ._frames import entered as entered
@@ -121,10 +122,16 @@ class ReplicaContext:
     ) -> Any:
         """Sums or averages a pytree over the replicas; each gets the result.
 
-        ``options`` is taken for TF's sake: the strategy knows how. Differentiable: the
-        gradient is the same reduction of the incoming gradients. `IndexedSlices` are
-        concatenated, duplicates kept; a mean divides their values by the number of
-        replicas. In a step all processes have equally many rows.
+        Differentiable: the gradient is the same reduction of the incoming gradients.
+        `IndexedSlices` are concatenated, duplicates kept; a mean divides their values
+        by the number of replicas. In a step all processes have equally many rows.
+
+        ``options`` are `CommunicationOptions` of this call, for what goes between
+        processes; what they leave out is as the strategy was made. They must be the
+        same in all processes. In a step the call is then a collective by itself. A
+        strategy of one process has nobody to wait for: there they change nothing. So
+        do ``bytes_per_pack`` and ``implementation`` for `IndexedSlices`, and
+        ``bytes_per_pack`` where XLA carries out what steps do.
 
         Cost: one collective over the devices of the process for all dense leaves, and
         one between the processes of the strategy, if there are several.
@@ -132,19 +139,21 @@ class ReplicaContext:
         Raises:
             ValueError: ``reduce_op`` is no reduction; replicas that run in turns bring
                 different structures or shapes; in a step, processes bring different
-                numbers of rows.
+                numbers of rows; ``options`` ask for an implementation that the strategy
+                was not made for, or, in a step that XLA carries out, for a timeout.
+            TypeError: ``options`` are no `CommunicationOptions`.
             InvalidArgumentError: Processes bring arrays of different shapes or dtypes.
             RuntimeError: This is not the replica context that is current; or, where
                 replicas run in turns, a function that jax transforms calls it.
         """
-        del options
         self._require_current()
         op = reduction(reduce_op)
+        team = called_with(self._strategy._team(), options, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
-            return own(mine.meet(reducing(self._strategy._team(), op, value)))
-        return self._strategy._team().all_reduce(value, mean=op is ReduceOp.MEAN)
+            return own(mine.meet(reducing(team, op, value)))
+        return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
         """Concatenates a pytree over the replicas along ``axis``, in replica order, for
@@ -160,20 +169,24 @@ class ReplicaContext:
         Args:
             axis: An integer, or an integer array without dimensions. Negative: from the
                 end.
+            options: As of `all_reduce`. Their timeout is that of the call; the other
+                ones change nothing here, where every process talks to every other.
 
         Raises:
-            TypeError: ``axis`` is no integer.
+            TypeError: ``axis`` is no integer; ``options`` are no
+                `CommunicationOptions`.
             NotImplementedError: A leaf is an `IndexedSlices`.
             ValueError: A leaf has rank 0 or no such axis; replicas that run in turns
                 bring different structures, or arrays that differ in another dimension;
-                in a step, the processes give arrays of different lengths.
+                in a step, the processes give arrays of different lengths; ``options``
+                as in `all_reduce`.
             InvalidArgumentError: Arrays of processes differ in another dimension, or in
                 their dtype.
             RuntimeError: This is not the replica context that is current; or, where
                 replicas run in turns, a function that jax transforms calls it.
         """
-        del options
         self._require_current()
+        team = called_with(self._strategy._team(), options, "all_gather")
         require_gatherable(value)
         along = as_axis(axis, "all_gather")
         for leaf in jax.tree.leaves(value):
@@ -181,8 +194,8 @@ class ReplicaContext:
         if self.num_replicas_in_sync == 1:
             return value
         if (mine := turn.get()) is not None:
-            return own(mine.meet(gathering(self._strategy._team(), value, along)))
-        return self._strategy._team().all_gather(value, along)
+            return own(mine.meet(gathering(team, value, along)))
+        return team.all_gather(value, along)
 
     def merge_call(
         self,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ._options import CommunicationOptions
-from ._per_replica import DistributedValues, Mirrored, PerReplica
-from ._places import places, put
+from ._per_replica import DistributedValues, PerReplica
+from ._places import for_each, places, put
 from ._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class CrossDeviceOps(abc.ABC):
         Args:
             destinations: Where it is wanted: a value per replica or a variable (where
                 it lives), an array, or TF's name of a device. `Mirrored`, if that is
-                on several devices.
+                on several devices, or a value of several replicas: of one for each.
             options: `CommunicationOptions` for the hook; left out: the default ones.
 
         Raises:
@@ -147,10 +147,7 @@ class CrossDeviceOps(abc.ABC):
 
     def broadcast_implementation(self, tensor: Any, destinations: Any) -> Any:
         """See `broadcast`; copies, if it is not overridden."""
-        placed = put(tensor, places(destinations))
-        if isinstance(destinations, DistributedValues) and placed is tensor:
-            return Mirrored((tensor,) * destinations.replicas)
-        return placed
+        return for_each(put(tensor, places(destinations)), destinations)
 
 
 def checked_pairs(pairs: Pairs) -> Pairs:

@@ -16,17 +16,21 @@ import functools
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
+
 from zstrat.program import drawn
 from zstrat.variables import AbstractVariable, recorder
 
 from ._across import reduce_across
+from ._called_with import called_with
 from ._copy_home import reducible
 from ._cross_device import CrossDeviceOps, checked_pairs
 from ._frames import current, require_cross_replica, require_scope
 from ._multi_step import MultiStepContext
+from ._places import for_each
 from ._reductions import ReductionToOneDevice
 from ._updating import agreed, components_of, updated
-from ._values import reduce_values, reduction
+from ._values import is_whole, reduce_values, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -187,14 +191,15 @@ class StrategyExtended(abc.ABC):
         keeps that belongs to no variable alone.
 
         Args:
-            colocate_with: What `non_slot_devices` returned.
+            colocate_with: What `non_slot_devices` returned. It moves nothing: values
+                of this process are where it is.
             args, kwargs, group: As in `update`.
 
         Raises:
             ValueError: There is a value per replica among the arguments.
             RuntimeError: In a replica function, or in the scope of another strategy.
         """
-        del colocate_with  # values of this process are where it is
+        del colocate_with
         require_cross_replica(self._strategy, "update_non_slot()")
         with self._strategy.scope():
             return updated(self._strategy, [fn], args, dict(kwargs or {}), group)
@@ -222,17 +227,24 @@ class StrategyExtended(abc.ABC):
         destinations: Any,
         options: object = None,
     ) -> Any:
-        """The sum or mean of the replicas' values, on other devices.
+        """The sum or mean of the replicas' values, on other devices: `Mirrored` on
+        several, and for a value of several replicas, with one value for each.
 
         Args:
             value: A pytree of values, distributed or not.
             destinations: Where the result is wanted: a value per replica or a variable
                 (where it lives), an array, or TF's name of a device.
+            options: `CommunicationOptions` of this call, as of
+                `ReplicaContext.all_reduce`; in one process what its `CrossDeviceOps`
+                are given, of which zstrat's own, as TF's, make nothing.
 
         Raises:
             RuntimeError: In a replica function, or in the scope of another strategy.
             ValueError: An unknown operation or destination, or the sum of a value that
-                is the same on several replicas.
+                is the same on several replicas; ``options`` as in
+                `ReplicaContext.all_reduce`.
+            TypeError: There are several processes, and ``options`` are no
+                `CommunicationOptions`.
             AssertionError: ``destinations`` is a list or tuple.
         """
         return self.batch_reduce_to(reduce_op, [(value, destinations)], options)[0]
@@ -250,12 +262,16 @@ class StrategyExtended(abc.ABC):
         for _, destination in pairs:
             _require_one_place(destination)
         team = self._strategy._team()
-        values = [reducible(op, value) for value, _ in pairs]
         if team.channel is not None:
-            return list(reduce_across(team, op, values, None))
+            # Of one process they are for its own `CrossDeviceOps`.
+            team = called_with(team, options, "reduce_to")
+        values = [reducible(op, value) for value, _ in pairs]
+        where = [destination for _, destination in pairs]
+        if team.channel is not None:
+            return _wanted(reduce_across(team, op, values, None), where)
         if recorder.get() is not None:
             # Part of a program, which knows by itself where things are.
-            return list(reduce_values(op, values, None, team.size))
+            return _wanted(reduce_values(op, values, None, team.size), where)
         given = [(x, pair[1]) for x, pair in zip(values, pairs, strict=True)]
         return self._cross_device_ops().reduced(op, given, team.size, options)
 
@@ -321,6 +337,14 @@ class StrategyExtended(abc.ABC):
                 members = inputs if isinstance(inputs, tuple) else (inputs,)
                 fn(context, *members)
         return context
+
+
+def _wanted(found: Sequence[Any], destinations: Sequence[Any]) -> list[Any]:
+    """Results that stay where they are, as their destinations have them."""
+    return [
+        jax.tree.map(lambda x, where=where: for_each(x, where), one, is_leaf=is_whole)
+        for one, where in zip(found, destinations, strict=True)
+    ]
 
 
 def _variable(var: Any, verb: str) -> AbstractVariable:

@@ -169,7 +169,9 @@ def _is_parts(node: object) -> bool:
 
 
 def _dtype_of(leaf: Any) -> Any:
-    one = leaf.values[0] if isinstance(leaf, PerReplica) else leaf
+    one = leaf
+    if isinstance(leaf, PerReplica):
+        one = leaf.values[0] if leaf.whole is None else leaf.whole
     return one.dtype if isinstance(one, jax.Array) else np.asarray(one).dtype
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zstrat.program import _joined
 from zstrat.program._collective import AXIS, Team
 from zstrat.program._narrow import fits
 from zstrat.program._signature import Plain
@@ -147,7 +148,7 @@ class LocalMesh:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         require_all_one_each((args, kwargs), self.replicas)
-        tree = jax.tree.map(self._near, (tuple(args), dict(kwargs)))
+        tree = _joined.mapped(self._near, (tuple(args), dict(kwargs)))
         results = in_turns(
             self._strategy, self.team, self.devices, fn, tree[0], tree[1]
         )
@@ -184,7 +185,7 @@ class LocalMesh:
     def _as_step(self) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             way = self._staged if self._is_compiled else self._traced
-            return jax.tree.map(returned, way(given(), args, kwargs))
+            return _joined.mapped(returned, way(given(), args, kwargs))
 
         return step
 

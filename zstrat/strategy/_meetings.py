@@ -111,7 +111,8 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
         ]
         return [treedef.unflatten(reduced)] * len(values)
 
-    return Meeting(("all_reduce", op), f"all_reduce {op.name}", tree, join)
+    words = f"all_reduce {op.name}{_options_of(team)}"
+    return Meeting(("all_reduce", op, team.channel), words, tree, join)
 
 
 def gathering(team: Team, tree: Any, axis: int) -> Meeting:
@@ -122,7 +123,8 @@ def gathering(team: Team, tree: Any, axis: int) -> Meeting:
         gathered = _concatenated(team, columns, axis)
         return [treedef.unflatten(gathered)] * len(values)
 
-    return Meeting(("all_gather", axis), f"all_gather along {axis}", tree, join)
+    words = f"all_gather along {axis}{_options_of(team)}"
+    return Meeting(("all_gather", axis, team.channel), words, tree, join)
 
 
 def updating(
@@ -170,6 +172,11 @@ def _own(array: Any) -> Any:
     if isinstance(array, jax.core.Tracer):
         return jnp.copy(strong(array))
     return jnp.asarray(np.array(array))
+
+
+def _options_of(team: Team) -> str:
+    options = None if team.channel is None else team.channel.options
+    return "" if options is None else f" with {options}"
 
 
 def _combined(

@@ -4,7 +4,9 @@ An array over the devices is laid out so that each device has exactly what its r
 made: a program takes it as it is and gives it as it is, and nothing is copied. The
 values of the replicas are then views of it, made when they are asked for.
 
-Law of the file: whichever way it is kept, ``values`` are the same.
+Law of the file: whichever way it is kept, ``values`` are the same, and so is what jax
+sees of it: the values, each a leaf. Only zstrat's own flattening sees the one array
+(`zstrat.program._joined`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program import name_node
+from zstrat.program import _joined, name_node
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 class DistributedValues:
     """One value (an array or a pytree) per local replica, in replica order.
 
-    Base of `PerReplica` and `Mirrored`. A pytree node: a step may take and return it.
+    Base of `PerReplica` and `Mirrored`. A step may take and return it. To jax it is a
+    pytree of the values: `jax.tree.map` calls its function once for each replica. What
+    is to be computed with all of them in one operation is there by another name,
+    `whole`.
     """
 
     __slots__ = ("_count", "_stacked", "_values", "_whole")
@@ -65,7 +70,15 @@ class DistributedValues:
 
     @property
     def whole(self) -> Any:
-        """The one array for all replicas, None if there is none."""
+        """The one array in which all values lie, None if there is none.
+
+        Its rows are the replicas' rows, those of replica 0 first, so functions that do
+        not look beyond a row (``x * 2``) may take it in place of the values: it is one
+        operation for all devices. Functions that look along the first axis (softmax,
+        cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
+        accelerators, give it this array: jax refuses arguments that lie on different
+        devices each.
+        """
         return self._whole
 
     @property
@@ -102,13 +115,13 @@ class Mirrored(DistributedValues):
 
 
 _Layout = tuple[int, bool] | None
-"""Of the one array: how many replicas, and whether it is stacked. None: a tuple."""
+"""Of the one array: how many replicas, and whether it is stacked. None: the values."""
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
-    if node.whole is None:
-        return node.values, None
-    return (node.whole,), (node.replicas, node.is_stacked)
+    if node.whole is not None and _joined.is_joined():
+        return (node.whole,), (node.replicas, node.is_stacked)
+    return node.values, None
 
 
 def _per_replica(layout: _Layout, children: Any) -> PerReplica:

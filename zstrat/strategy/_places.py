@@ -59,6 +59,22 @@ def places(destination: Any) -> tuple[jax.Device, ...]:
     )
 
 
+def for_each(placed: Any, destination: Any) -> Any:
+    """What `put` made for the devices of a destination, as that has it: for a value
+    per replica one for each replica, however many of them share a device."""
+    if not isinstance(destination, DistributedValues) or destination.replicas < 2:
+        return placed
+    count = destination.replicas
+    if not isinstance(placed, DistributedValues):
+        return Mirrored((placed,) * count)
+    if placed.replicas == count:
+        return placed
+    there = dict(zip(places(destination), placed.values, strict=True))
+    first = placed.values[0]
+    devices = [next(iter(_of_array(x)), None) for x in destination.values]
+    return Mirrored([first if d is None else there[d] for d in devices])
+
+
 def put(value: Any, devices: Sequence[jax.Device]) -> Any:
     """The value on these devices: `Mirrored` on several, as it is for none.
 

@@ -27,7 +27,7 @@ from ._all_reduced import all_reduced, at
 from ._cross_device import CrossDeviceOps
 from ._devices import device_named, task_names
 from ._packs import in_packs
-from ._places import places, put
+from ._places import for_each, places, put
 from ._values import as_array, computable, reduce_slices
 
 if TYPE_CHECKING:
@@ -75,8 +75,11 @@ class _InPacks(CrossDeviceOps):
             reduce_slices(reduce_op, parts) if is_sparse else next(reduced)
             for parts, is_sparse in zip(values, sparse, strict=True)
         ]
-        where = [places(destination) for _, destination in value_destination_pairs]
-        return [put(*pair) for pair in zip(found, where, strict=True)]
+        where = [destination for _, destination in value_destination_pairs]
+        return [
+            for_each(put(total, places(destination)), destination)
+            for total, destination in zip(found, where, strict=True)
+        ]
 
 
 @final
@@ -130,7 +133,9 @@ class _AllReduce(_InPacks):
         rest = [pair for number, pair in enumerate(pairs) if number not in found]
         others = iter(super().batch_reduce_implementation(reduce_op, rest, options))
         return [
-            at(found[number], places(destination)) if number in found else next(others)
+            for_each(at(found[number], places(destination)), destination)
+            if number in found
+            else next(others)
             for number, (_, destination) in enumerate(pairs)
         ]
 

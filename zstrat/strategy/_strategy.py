@@ -24,6 +24,7 @@ from ._copy_home import by_copies, copies_of, reducible
 from ._in_turns import in_turns
 from ._inputs import Inputs
 from ._one_program import as_one_program
+from ._options import RunOptions
 from ._regroup import regroup
 from ._turns import NeedsTurns
 from ._turns_region import uneven
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from ._distributed_dataset import DistributedDataset
     from ._extended import StrategyExtended
     from ._input_options import InputOptions
-    from ._options import RunOptions
 
 
 class Strategy(FirstVersion):
@@ -153,7 +153,11 @@ class Strategy(FirstVersion):
         replica of a strategy of several processes, or of parameter servers, is a plain
         call.
 
+        ``options`` change nothing: TF's are for the compiler, and jax compiles for each
+        shape as it comes.
+
         Raises:
+            TypeError: ``options`` are no `RunOptions`.
             ValueError: ``args`` is no list or tuple; a drawn batch does not split
                 evenly; a variable of parameter servers whose aggregation is NONE is
                 updated by several replicas.
@@ -167,7 +171,12 @@ class Strategy(FirstVersion):
             )
         _context.require_cross_replica(self, "run()")
         self._used("run")
-        del options
+        if not (options is None or isinstance(options, RunOptions)):
+            raise TypeError(
+                "options of strategy.run must be zs.RunOptions or None, got "
+                f"{type(options).__name__} {options!r:.80}: arguments of the function "
+                "go into args and kwargs"
+            )
         named = {} if kwargs is None else kwargs
         with self.scope():
             return self._run_replicas(fn, args, named)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
+from zstrat.program import _joined
 from zstrat.program._capture import Capture
 from zstrat.program._context import asked
 from zstrat.program._copies import copies_of, has_copies, keep_copies
@@ -115,7 +116,7 @@ class _Region:
         self._strategy, self._fn = strategy, fn
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
-        self._leaves, self._treedef = jax.tree.flatten(tree)
+        self._leaves, self._treedef = _joined.flatten(tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self._capture: Capture | None = None
         self._result: Any = None
@@ -151,7 +152,7 @@ class _Region:
         self._capture = Capture(feed, is_region=True)
         with self._capture.recording():
             results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
-        self._result = jax.tree.flatten(regroup(results))
+        self._result = _joined.flatten(regroup(results))
         arrays = [x for x in self._result[0] if isinstance(x, jax.Array)]
         changed = [copies for _, copies in self._last.moves.values.values()]
         updates = [update.operands for update in self._last.updates]

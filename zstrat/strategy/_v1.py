@@ -1,6 +1,7 @@
 """What TF's first version of strategies had besides: on every strategy here.
 
-Law of the file: no behaviour of its own; each method is another one by its old name.
+Law of the file: no behaviour of its own; each method is another one by its old name, or
+changes nothing, and refuses what would need it to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zstrat.cluster import normalize_cluster_spec
 from zstrat.data import Dataset
 from zstrat.errors import OutOfRangeError
 from zstrat.program import drawn
@@ -20,12 +22,19 @@ from ._input_options import InputReplicationMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
 
 
 class FirstVersion(abc.ABC):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
     the class has not."""
+
+    is_default: bool = False
+
+    @property
+    @abc.abstractmethod
+    def cluster_resolver(self) -> Any: ...
 
     @abc.abstractmethod
     def run(
@@ -78,7 +87,8 @@ class FirstVersion(abc.ABC):
         self, numpy_input: Any, session: object = None
     ) -> Dataset:
         """``zs.data.Dataset.from_tensor_slices(numpy_input)``: a pytree of arrays, row
-        by row. ``session`` is taken for TF's sake."""
+        by row. ``session`` changes nothing: there are none, and the arrays stay here.
+        """
         del session
         return Dataset.from_tensor_slices(numpy_input)
 
@@ -100,8 +110,8 @@ class FirstVersion(abc.ABC):
         return list(self.experimental_local_results(value))
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all that ``value`` consists of has been computed. ``name`` is
-        taken for TF's sake."""
+        """Waits until all that ``value`` consists of has been computed. ``name``
+        changes nothing: there is no graph with a node that could have it."""
         del name
         wait: Any = jax.block_until_ready  # untyped
         wait(self.unwrap(value))
@@ -113,12 +123,32 @@ class FirstVersion(abc.ABC):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy is told its cluster when it is made."""
-        del session_config, cluster_spec, task_type, task_id
+        """Changes nothing: a strategy is told its cluster when it is made, and there
+        are no sessions to configure.
+
+        Raises:
+            ValueError: The cluster has several tasks that train together, of which this
+                strategy was not told: each would train alone.
+        """
+        del session_config, task_id
+        if not self.is_default and task_type not in ("evaluator", "ps"):
+            _require_known(self.cluster_resolver, normalize_cluster_spec(cluster_spec))
 
     def update_config_proto(self, config_proto: Mapping[str, Any] | Any) -> Any:
         """A copy of the configuration: there is no session that would read it."""
         return copy.deepcopy(config_proto)
+
+
+def _require_known(resolver: ClusterResolver | None, spec: ClusterSpec) -> None:
+    training = sum(spec.num_tasks(x) for x in ("chief", "worker") if x in spec.jobs)
+    known = None if resolver is None else resolver.cluster_spec()
+    if training > 1 and normalize_cluster_spec(known) != spec:
+        raise ValueError(
+            f"configure: the cluster has {training} tasks that train together, and "
+            "this strategy was made for another one, or for one process: tell it when "
+            "it is made, zs.MultiWorkerMirroredStrategy(resolver), or leave "
+            "cluster_spec out for a training in each process"
+        )
 
 
 def _calls(make: Callable[[], Any]) -> Iterator[Any]:

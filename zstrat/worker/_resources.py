@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
-from zstrat.program import StepDataset, StepIterator, Structure
+from zstrat.program import StepDataset, StepIterator, Structure, _joined
 from zstrat.wire import Layout
 
 from ._traceback import trim
@@ -262,7 +262,7 @@ def _wants_context(maker: Callable[..., object]) -> bool:
 
 
 def _layout_of_element(element: object, name: str) -> Layout:
-    leaves, treedef = jax.tree.flatten(element)
+    leaves, treedef = _joined.flatten(element)
     structure = _plain(treedef)
     if isinstance(structure, list) and structure[:1] == ["*"]:
         raise TypeError(
@@ -282,7 +282,7 @@ def _layout_of_element(element: object, name: str) -> Layout:
 
 def _layout_of_value(value: object) -> Layout:
     """Of a pytree of arrays; of any other object an empty one."""
-    leaves, treedef = jax.tree.flatten(value)
+    leaves, treedef = _joined.flatten(value)
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):
         return Layout(0, [], [], None)

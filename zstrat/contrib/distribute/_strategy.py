@@ -291,7 +291,8 @@ class DistributionStrategy:
         return self.engine.unwrap(value)
 
     def group(self, value: Any, name: str | None = None) -> None:
-        """Waits until all that ``value`` consists of has been computed."""
+        """Waits until all that ``value`` consists of has been computed; ``name``
+        changes nothing."""
         self.engine.group(value, name)
 
     # ---- the cluster -----------------------------------------------------------------
@@ -303,7 +304,13 @@ class DistributionStrategy:
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Changes nothing: a strategy of one machine has no cluster."""
+        """Changes nothing: a strategy of one machine has no cluster.
+
+        Raises:
+            ValueError: The cluster has several tasks that train together: each would
+                train alone.
+        """
+        self.engine.configure(session_config, cluster_spec, task_type, task_id)
 
     def _require_here(self, destinations: Any) -> None:
         """Refuses a place on another worker; there are none on one machine."""

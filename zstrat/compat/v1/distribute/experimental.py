@@ -53,8 +53,8 @@ def TPUStrategy(  # a class of TF
     steps_per_run: int | None = None,
     device_assignment: Any = None,
 ) -> Strategy:
-    """`zstrat.TPUStrategy`. ``steps_per_run`` is taken for TF's sake: a loop of steps
-    on the device is `jax.lax.scan`."""
+    """`zstrat.TPUStrategy`. ``steps_per_run`` changes nothing, as in TF where a program
+    runs its steps by itself: a loop of steps on the device is `jax.lax.scan`."""
     del steps_per_run
     second: Any = zstrat.TPUStrategy
     made: Strategy = second(tpu_cluster_resolver, device_assignment)

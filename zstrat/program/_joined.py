@@ -1,0 +1,68 @@
+"""Pytrees as programs take them: a value per replica counts as the array it lies in.
+
+jax sees as many leaves in a value per replica as there are replicas, whichever way it
+is kept: that is what it means (`jax.tree.map`). A program is faster: one array over all
+devices goes in and comes out as it is. So whatever flattens for a program does it here.
+
+A treedef that is made here gives back the value per replica that it was made of, from
+that one array, wherever it unflattens.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._structure import TreeDef
+
+
+@final
+class _Asked(threading.local):
+    is_joined = False
+
+
+_asked: Final = _Asked()
+
+
+def is_joined() -> bool:
+    """Whether a node that is kept as one array is to give that array as its child: what
+    the class of such a node asks where it is flattened."""
+    return _asked.is_joined
+
+
+def flatten(tree: Any) -> tuple[list[Any], TreeDef]:
+    """As `jax.tree.flatten`."""
+    found: tuple[list[Any], TreeDef] = _joining(jax.tree.flatten, tree)
+    return found
+
+
+def flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], TreeDef]:
+    """As `jax.tree_util.tree_flatten_with_path`."""
+    found: tuple[list[tuple[Any, Any]], TreeDef]
+    found = _joining(jax.tree_util.tree_flatten_with_path, tree)
+    return found
+
+
+def leaves(tree: Any) -> list[Any]:
+    """As `jax.tree.leaves`."""
+    return flatten(tree)[0]
+
+
+def mapped(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """As `jax.tree.map`, of one tree."""
+    found, treedef = flatten(tree)
+    return treedef.unflatten([fn(leaf) for leaf in found])
+
+
+def _joining(flatten: Callable[[Any], Any], tree: Any) -> Any:
+    before = _asked.is_joined
+    _asked.is_joined = True
+    try:
+        return flatten(tree)
+    finally:
+        _asked.is_joined = before
