@@ -379,9 +379,9 @@ def test_a_copy_has_the_same_parts(make_cluster):
     np.testing.assert_array_equal(twin.numpy(), value)
     assert [part.name for part in twin] == ["w/part_0", "w/part_1"]
     assert places(twin) == [2, 0]
-    local = copy.deepcopy(w)
-    assert places(local) == [zv.LOCAL] * 2
-    np.testing.assert_array_equal(local.numpy(), np.zeros_like(value))
+    other = copy.deepcopy(w)  # outside of the scope
+    assert places(other) == [1, 2]
+    np.testing.assert_array_equal(other.numpy(), np.zeros_like(value))
     with fake.strategy.scope():
         part = copy.deepcopy(w.variables[0])
     assert isinstance(part, zv.Variable)
