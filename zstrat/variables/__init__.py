@@ -34,6 +34,12 @@ from ._local_rows import row_leaves as row_leaves
 from ._module import Module as Module
 from ._module import unwatch as unwatch
 from ._module import watch as watch
+from ._narrowing import NarrowingWarning as NarrowingWarning
+from ._narrowing import is_cut as is_cut
+from ._narrowing import is_machinery as is_machinery
+from ._narrowing import line_outside as line_outside
+from ._narrowing import outside as outside
+from ._narrowing import what_is_lost as what_is_lost
 from ._optimizer import Optimizer as Optimizer
 from ._optimizer import next_id as next_id
 from ._recorder import KeepsCopies as KeepsCopies

@@ -26,6 +26,7 @@ from ._creator import (
 from ._home import Detached, Home, NamesDevices
 from ._initial import initialize
 from ._local import LocalHome
+from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
@@ -67,6 +68,10 @@ class Variable(AbstractVariable):
             ``synchronization`` is not of its enum; it is to be trainable and its
             synchronization is ON_READ; a step is being traced.
         TypeError: The value is no array of numbers or booleans.
+
+    Warns:
+        NarrowingWarning: No dtype was given, and the value is an array of float64, as
+            numpy makes them: steps would refuse the variable.
     """
 
     __slots__ = ("__weakref__", "_container", "_home")
@@ -237,6 +242,9 @@ def create(
     Raises:
         ValueError: A step is being traced, or the creator refuses a request.
         RuntimeError: The scope is not that of the owner.
+
+    Warns:
+        NarrowingWarning: One has 64 bits, which nobody asked for.
     """
     for request in requests:
         check(request)
@@ -244,9 +252,12 @@ def create(
     if owner is not None:
         require_owner(current, owner, requests[0].name)
         current = owner if current is None else current
-    if current is not None:
-        return current.create_variables(requests)
-    return [_local(request) for request in requests]
+    if current is None:
+        made: Sequence[AbstractVariable] = [_local(request) for request in requests]
+    else:
+        made = current.create_variables(requests)
+    warn_of_wide(requests, made)
+    return made
 
 
 def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> Request:
