@@ -156,6 +156,7 @@ _EXPORTS: Final[dict[str, str]] = {
         (
             "IndexedSlices",
             "Module",
+            "NarrowingWarning",
             "Optimizer",
             "ShardedVariable",
             "Variable",

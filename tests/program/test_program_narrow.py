@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.variables import ABSENT, IndexedSlices, apply
+from zstrat.variables import ABSENT, IndexedSlices, NarrowingWarning, apply
 from zstrat.wire._messages import UpdateOp
 
 TABLE = np.arange(40, dtype=np.float32).reshape(10, 4) / 7
@@ -35,7 +35,8 @@ def test_wide_integers_that_ids_are_computed_of_have_to_fit(home, dtype):
         drawn(zs.StepIterator([{"ids": wide}]))
     # What no id depends on may be cut, and what fits is looked up.
     fits = np.array([2, 9], dtype)
-    rows, _ = run({"ids": fits}, np.int64(2**40))
+    with pytest.warns(NarrowingWarning, match=r"args\[1\].*1099511627776 becomes 0"):
+        rows, _ = run({"ids": fits}, np.int64(2**40))
     np.testing.assert_array_equal(rows, TABLE[[2, 9]])
 
     @zs.function
@@ -97,7 +98,8 @@ def test_ids_of_rows_on_devices_have_to_fit(home):
         return jax.jit(lambda x: x + 1)(grad.values).sum(), hashes % 7
 
     fits, wide = np.array([1, 2]), np.array([1, 2**32 + 1])
-    step(fits, wide)  # no row is found by these
+    with pytest.warns(NarrowingWarning, match=r"args\[1\].*4294967297 becomes 1"):
+        step(fits, wide)  # no row is found by these
     with pytest.raises(ValueError, match=r"args\[0\] .*contains 4294967297"):
         step(wide, wide)
     assert step.trace_count == 1

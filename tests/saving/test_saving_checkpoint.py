@@ -120,12 +120,11 @@ def test_dtypes(tmp_path, dtype):
     from zstrat.wire import DTYPES
 
     raw = np.array([[0, 1], [1, 0]]).astype(DTYPES[dtype])
-    value, scalar = Variable(raw), Variable(raw[0, 1])
+    value = Variable(raw, dtype=raw.dtype)
+    scalar = Variable(raw[0, 1], dtype=raw.dtype)
     path = Checkpoint(v=value, s=scalar).save(tmp_path / "c")
-    other, other_scalar = (
-        Variable(np.zeros_like(raw)),
-        Variable(np.zeros_like(raw[0, 0])),
-    )
+    other = Variable(np.zeros_like(raw), dtype=raw.dtype)
+    other_scalar = Variable(np.zeros_like(raw[0, 0]), dtype=raw.dtype)
     Checkpoint(v=other, s=other_scalar).restore(path)
     assert other.numpy().tobytes() == raw.tobytes()
     assert other_scalar.numpy().tobytes() == raw[0, 1].tobytes()
@@ -172,7 +171,7 @@ def test_other_shapes_and_dtypes_are_all_named_and_nothing_changes(tmp_path):
     path = Checkpoint(
         a=Variable(ones(2)), b=Variable(ones(3)), c=Variable(ones(1))
     ).save(tmp_path / "c")
-    a, b, c = zeros(2, 2), Variable(np.zeros(3, "f8"), name="bee"), zeros(1)
+    a, b, c = zeros(2, 2), Variable(np.zeros(3), name="bee", dtype="f8"), zeros(1)
     with pytest.raises(InvalidArgumentError) as caught:
         Checkpoint(a=a, b=b, c=c).restore(path)
     text = str(caught.value)

@@ -102,7 +102,7 @@ def test_rows_that_no_gradient_has_reached_begin_anew(tmp_path):
 
 def test_variables_of_here_and_there_in_one_checkpoint(tmp_path):
     cluster = FakeCluster(2)
-    there, here = cluster.variable(np.arange(4.0), 2), Variable(5.0)
+    there, here = cluster.variable(np.arange(4, dtype="f4"), 2), Variable(5.0)
     checkpoint = Checkpoint(a=there, b=here)
     path = checkpoint.save(tmp_path / "c")
     there.assign(np.zeros(4))
@@ -233,7 +233,7 @@ def test_handles_from_elsewhere_are_refused(tmp_path):
     import pickle
 
     cluster = FakeCluster(1)
-    foreign = pickle.loads(pickle.dumps(cluster.variable(np.zeros(2))))
+    foreign = pickle.loads(pickle.dumps(cluster.variable(np.zeros(2, "f4"))))
     with pytest.raises(RuntimeError, match="written by the coordinator"):
         Checkpoint(v=foreign).write(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []

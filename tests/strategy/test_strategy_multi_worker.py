@@ -196,7 +196,7 @@ def test_copies_without_aggregation_are_each_process_s_own():
 def test_the_first_value_is_that_of_the_first_process():
     def program(strategy, rank):
         with strategy.scope():
-            v = zs.Variable(np.random.default_rng(rank).normal(size=3))
+            v = zs.Variable(np.random.default_rng(rank).normal(size=3), dtype=float)
             whole = zs.Variable(np.arange(3) + rank)
         return v.numpy().tolist(), whole.numpy().tolist()
 

@@ -184,7 +184,9 @@ def test_variables_go_round_the_ps_in_order_of_creation(make_cluster):
 
 def test_a_tree_is_created_in_one_request(cluster):
     with cluster.strategy.scope():
-        tree = zv.create_variables({"a": np.ones(3), "b": [1.0, 2.0]}, name="net")
+        tree = zv.create_variables(
+            {"a": np.float32([1, 1, 1]), "b": [1.0, 2.0]}, name="net"
+        )
     assert cluster.session.requests == ["create"]
     assert [v.spec.ps for v in jax.tree.leaves(tree)] == [0, 1, 0]
     assert {spec.name for spec in cluster.session.specs.values()} == {
@@ -424,7 +426,7 @@ def test_per_replica_values_can_be_passed_to_one_replica(cluster):
 
 def test_variables_are_deleted_when_told_and_not_before(cluster):
     with cluster.strategy.scope():
-        tree = zv.create_variables({"a": np.zeros(2), "b": [np.ones(3)]})
+        tree = zv.create_variables({"a": np.float32([0, 0]), "b": [np.float32([1])]})
         other = zv.Variable(5.0)
     cluster.strategy.delete_variables({**tree, "again": tree["a"], "x": 1.0})
     assert list(cluster.session.values) == [other.spec.key]

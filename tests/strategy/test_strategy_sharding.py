@@ -293,7 +293,8 @@ def test_a_large_value_that_is_made_here_is_warned_about(make_cluster, caplog):
 def test_several_variables_are_made_in_few_requests(make_cluster):
     fake = make_cluster(variable_partitioner=in_parts(2))
     with fake.strategy.scope():
-        made = zv.create_variables({"a": np.zeros(4), "b": np.ones((3, 2)), "c": 1.0})
+        tree = {"a": np.zeros(4), "b": np.ones((3, 2)), "c": 1.0}
+        made = zv.create_variables(tree, dtype="float32")
     assert fake.session.requests == ["create"]
     assert isinstance(made["a"], zv.ShardedVariable)
     assert [part.name for part in made["b"]] == ["b/part_0", "b/part_1"]
@@ -379,9 +380,9 @@ def test_a_copy_has_the_same_parts(make_cluster):
     np.testing.assert_array_equal(twin.numpy(), value)
     assert [part.name for part in twin] == ["w/part_0", "w/part_1"]
     assert places(twin) == [2, 0]
-    local = copy.deepcopy(w)
-    assert places(local) == [zv.LOCAL] * 2
-    np.testing.assert_array_equal(local.numpy(), np.zeros_like(value))
+    other = copy.deepcopy(w)  # outside of the scope
+    assert places(other) == [1, 2]
+    np.testing.assert_array_equal(other.numpy(), np.zeros_like(value))
     with fake.strategy.scope():
         part = copy.deepcopy(w.variables[0])
     assert isinstance(part, zv.Variable)

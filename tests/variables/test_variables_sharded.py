@@ -77,7 +77,7 @@ def test_a_component_knows_its_rows_and_its_container():
             "must have the same dtype",
         ),
         (
-            lambda: [zv.Variable(np.zeros((2, 3))), zv.Variable(np.zeros((2, 4)))],
+            lambda: [zv.Variable([[0.0, 0.0]]), zv.Variable([[0.0]])],
             ValueError,
             "the same shapes except",
         ),

@@ -162,7 +162,7 @@ def test_a_scalar_has_no_rows():
 
 def test_wide_tables_are_refused_in_a_step():
     wide = zv.ShardedVariable(
-        [zv.Variable(np.zeros(2)), zv.Variable(np.zeros(2))], "wide"
+        [zv.Variable(np.zeros(2), dtype="float64") for _ in range(2)], "wide"
     )
     with step(wide):
         for use in (wide.value, lambda: wide[0], lambda: wide.sparse_read([0])):

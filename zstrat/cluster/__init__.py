@@ -5,6 +5,7 @@ from ._hostlist import expand_hostlist as expand_hostlist
 from ._hostlist import expand_tasks_per_node as expand_tasks_per_node
 from ._kubernetes import ExecutableLocation as ExecutableLocation
 from ._kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
+from ._launched import launched_together as launched_together
 from ._ports import free_ports as free_ports
 from ._resolver import ClusterResolver as ClusterResolver
 from ._resolver import SimpleClusterResolver as SimpleClusterResolver

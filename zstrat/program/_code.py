@@ -36,10 +36,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import ProtocolError, VersionMismatchError
+from zstrat.variables import is_machinery
 
 from ._culprit import find_value, unpicklable
 from ._pytrees import Registration, register
-from ._where import is_installed, is_machinery
+from ._where import is_installed
 from ._wrappers import reduced, reduced_vjp
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ._capture import Capture
 from ._feeds import Discovery
 from ._lookups import PlannedLookup
 from ._moves import is_here
-from ._narrow import narrowed, wide_leaves
+from ._narrow import narrowed, taken_as_ids, wide_leaves
 from ._opened import channels_of
 from ._plan import Plan, PlannedUpdate, Template
 from ._retrace import Staged, Traced, leveled, retraced, staged
@@ -83,7 +83,11 @@ def discover(
     indexed = wide and any(update.table is not None for update in plan.updates)
     if plan.lookups or indexed:
         again = retraced(plan, template, call, elements)
-        plan = replace(plan, narrowed=narrowed(plan, again, wide))
+        plan = replace(
+            plan,
+            narrowed=narrowed(plan, again, wide),
+            taken=taken_as_ids(plan, again) if wide else frozenset(),
+        )
         if plan.lookups:
             return leveled(plan, again)
     return plan, template.empty([element.treedef for element in elements])

@@ -30,6 +30,7 @@ from ._running import Lookups
 from ._signature import cut
 from ._structure import ResultLayout, split
 from ._wanted import Wanted
+from ._watch import tell_of_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,8 @@ class Prepared:
         if self.plan.narrowed:
             given = [*inputs, *_leaves(draws)]
             require_fitting(self.plan.function, given, self.plan.narrowed)
+        if self.plan.watch is not None:
+            self.plan.watch.look([*inputs, *_leaves(draws)])
         if isinstance(program, RowsProgram):
             self._lookups = Lookups(program, [*inputs, *_leaves(draws)])
             self.wanted = self._lookups.first()
@@ -228,6 +231,8 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     elements, plan = _leaves(draws), program.plan
     if plan.narrowed:
         require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
+    if plan.watch is not None:
+        plan.watch.look([*inputs, *elements])
     try:
         results, operands = program.run(inputs, elements, draws)
     except BaseException:  # to the caller: it may be run again if nothing has changed
@@ -286,6 +291,7 @@ def _leaves(draws: Draws) -> list[Any]:
 def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The body's result. It is given jax arrays, as a captured step is, and containers
     of its own: other calls share these arguments."""
+    tell_of_arguments(function.name, args, kwargs, function.programs.said)
     args, kwargs = _joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)
 

@@ -75,8 +75,7 @@ def narrowed(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]
     for update in plan.updates:
         indices += [at] if update.table is not None else []
         at += len(update.operands)
-    # These keep their 64 bits on the host, and are looked at there.
-    taken = {flow.input_at_origin(n) for n in ids} - {None}
+    taken = _taken(plan, flow)
     computed = flow.inputs_of(
         [
             n
@@ -86,6 +85,19 @@ def narrowed(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]
     )
     computed |= flow.inputs_of_marked(_MARK)
     return {number: place for number, place in wide.items() if computed >> number & 1}
+
+
+def taken_as_ids(plan: Plan, closed: Any) -> frozenset[int]:
+    """The leaves of inputs and elements that are ids of lookups as they are, and so
+    keep their 64 bits, of the same program."""
+    return _taken(plan, Flow(closed))
+
+
+def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
+    # They are looked at on the host.
+    ids = range(flow.outputs - len(plan.lookups), flow.outputs)
+    sources = [flow.input_at_origin(number) for number in ids]
+    return frozenset(source for source in sources if source is not None)
 
 
 def require_fitting(

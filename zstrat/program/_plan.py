@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ._capture import Capture
     from ._lookups import PlannedLookup
     from ._structure import TreeDef
+    from ._watch import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,9 @@ class Plan:
     optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
     are updates that are part of the program: what is updated, and how. ``narrowed`` are
     leaves of arguments and elements that have to fit 32 bits: by number, with their
-    place in words. ``calls`` are the trees of gradients that parameter servers apply.
+    place in words; ``taken`` are those that are ids as they are, with all their bits;
+    ``watch`` looks at others. ``calls`` are the trees of gradients that parameter
+    servers apply.
     """
 
     function: str
@@ -132,6 +135,8 @@ class Plan:
     moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
     narrowed: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[GradientCall, ...] = ()
+    taken: frozenset[int] = frozenset()
+    watch: Watch | None = None
 
     @property
     def has_lookups(self) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import Program
@@ -25,6 +25,7 @@ from ._retrace import Staged, Traced
 from ._rows_program import RowsProgram
 from ._signature import describe, plain_numbers, require_traceable
 from ._staged import StagedProgram
+from ._watch import watch
 from ._whole import WholeProgram
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ class Programs:
 
     def __init__(self, step: str, fn: Callable[..., Any]) -> None:
         self.trace_count = 0
+        self.said: set[str] = set()
+        """Places of which it was said that jax cuts what is there."""
         self._step = step
         self._fn = fn
         self._signatures: OrderedDict[Hashable, Signature] = OrderedDict()
@@ -226,7 +229,8 @@ class Programs:
             require_traceable(args, kwargs)
             plan, body = discover(self._step, self._fn, call, draws.supply)
             draws.keep_used()
-            program = self._made(plan, body)
+            looking = watch(plan, call, draws.elements, self.said)
+            program = self._made(replace(plan, watch=looking), body)
         except BaseException:  # to the caller; the next call draws the same
             draws.unread()
             raise

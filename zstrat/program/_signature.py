@@ -149,7 +149,7 @@ def require_traceable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     Raises:
         TypeError: Names the argument.
     """
-    for place, leaf in _places(args, kwargs):
+    for place, leaf in places(args, kwargs):
         if isinstance(leaf, Iterator) and not isinstance(leaf, StepIterator):
             raise TypeError(
                 f"{place} is an iterator ({type(leaf).__name__}) that a step cannot "
@@ -167,7 +167,7 @@ def describe(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], elements: Sequence[Element]
 ) -> dict[str, str]:
     """The types that name a program, by place, in words."""
-    words = {place: _words(leaf) for place, leaf in _places(args, kwargs)}
+    words = {place: _words(leaf) for place, leaf in places(args, kwargs)}
     words |= zip(_SETTINGS, map(str, _settings(jax.config)), strict=True)
     for number, element in enumerate(elements):
         paths, _ = _joined.flatten_with_path(element.treedef.unflatten(element.leaves))
@@ -180,7 +180,7 @@ def plain_numbers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str,
     """The places of the numbers that stay what they are, with their types."""
     return {
         place: type(leaf.value)
-        for place, leaf in _places(args, kwargs)
+        for place, leaf in places(args, kwargs)
         if isinstance(leaf, Plain)
     }
 
@@ -197,14 +197,14 @@ def _iterator_mark(leaf: StepIterator, iterators: list[StepIterator]) -> Hashabl
 def _traced(
     leaf: jax.Array, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> TypeError:
-    place = next(place for place, other in _places(args, kwargs) if other is leaf)
+    place = next(place for place, other in places(args, kwargs) if other is leaf)
     return _refusals.step_inside(
         f"{place} is being traced by jax: a step function is called"
     )
 
 
 def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    for place, leaf in _places(args, kwargs):
+    for place, leaf in places(args, kwargs):
         try:
             hash(leaf)
         except TypeError:
@@ -217,7 +217,8 @@ def _refuse_unhashable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None
             ) from None
 
 
-def _places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of arguments, each with its place in words."""
     found = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
         for path, leaf in _joined.flatten_with_path(tree)[0]:

@@ -12,24 +12,14 @@ import sysconfig
 import traceback
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import jax
-import jaxlib
+from zstrat.variables import is_machinery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import TracebackType
 
-_MACHINERY: Final = tuple(
-    f"{folder}/"
-    for folder in (
-        Path(__file__).parents[1],
-        Path(jax.__file__).parent,
-        Path(jaxlib.__file__).parent,
-    )
-)
 _LIBRARY: Final = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib", "platlib")}
 )
@@ -62,11 +52,6 @@ def here() -> str:
 def raised_at(error: BaseException) -> str:
     """``file:line (function)`` of the user's code that ``error`` came through."""
     return _chosen(_frames(error.__traceback__))
-
-
-def is_machinery(filename: str) -> bool:
-    """Whether the file belongs to zstrat or jax."""
-    return filename.startswith((*_MACHINERY, "<frozen"))
 
 
 def is_installed(filename: str) -> bool:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ._where import is_installed, is_machinery
+from zstrat.variables import is_machinery
+
+from ._where import is_installed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,13 +7,21 @@ thread of their pass, and agreed upon in the thread that draws.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import numpy as np
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.data import Elements, Prefetcher, ending
+from zstrat.program._watch import words
+from zstrat.variables import (
+    NarrowingWarning,
+    is_cut,
+    what_is_lost,
+)
 
 from ._pace import Length, Paced
 from ._per_replica import PerReplica
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
     from ._input_options import InputOptions
     from ._pace import Accord
 
+    Where = tuple[str, int]
     Place = Callable[[Share], Any]
     Shares = Callable[[], "Begun"]
 
@@ -59,8 +68,10 @@ class Feed:
 
     Args:
         shares: Begins a pass over the sources; reads nothing.
+        where: The user's line that asked for the dataset.
     """
 
+    where: Where
     shares: Shares
     place: Place
     options: InputOptions
@@ -80,7 +91,7 @@ class _Pass:
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
         begun = feed.shares()
-        maker = _Maker(begun.shares, feed.place, feed.described)
+        maker = _Maker(begun.shares, feed)
         self._maker: Final = maker
         size = feed.options.experimental_per_replica_buffer_size
         self._elements: Final[Elements[Any]] = Elements(
@@ -116,12 +127,11 @@ class _Pass:
 class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them."""
 
-    def __init__(
-        self, shares: Iterator[Share], place: Place, described: Described
-    ) -> None:
+    def __init__(self, shares: Iterator[Share], feed: Feed) -> None:
         self._shares: Final = shares
-        self._place: Final = place
-        self._described: Final = described
+        self._place: Final = feed.place
+        self._described: Final = feed.described
+        self._where: Final = feed.where
         self.first: Share | None = None
         """Without its rows."""
         self._spec: Any = None
@@ -134,6 +144,7 @@ class _Maker:
                     self._spec = _spec_of(share, placed)
                     if self._described.spec is None:
                         self._described.spec = self._spec
+                        _tell(share, placed, self._where)
                     self.first = share.emptied()
                 yield placed
                 # The reader may be their only owner while the next are made.
@@ -155,6 +166,23 @@ class _Maker:
                 "batch, or set the auto_shard_policy to DATA"
             )
         return self._place(self.first)
+
+
+def _tell(share: Share, placed: Any, where: Where) -> None:
+    """Says which leaves have lost bits when they were put on the devices: floats, as
+    integers that do not fit stay on the host. They are looked at in the first element
+    of a dataset alone, because those of a kind are alike.
+
+    Warns:
+        NarrowingWarning: One for each leaf.
+    """
+    made = jax.tree.leaves(placed, is_leaf=_is_parts)
+    given = tree_flatten_with_path(share.parts[0])[0]
+    for (path, leaf), other in zip(given, made, strict=True):
+        was_cut = is_cut(leaf) and leaf.dtype != _dtype_of(other)
+        if was_cut and (lost := what_is_lost(leaf)) is not None:
+            said = words(f"element{keystr(path)} of {_NAME}", leaf, lost)
+            warnings.warn_explicit(said, NarrowingWarning, *where)
 
 
 def _spec_of(share: Share, placed: Any) -> Any:

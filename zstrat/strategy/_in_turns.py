@@ -271,6 +271,11 @@ class _Positions:
         self._variables = 0
         self._optimizers = 0
 
+    @property
+    def inner(self) -> Creator | None:
+        """Who creates for the first one."""
+        return self._made.inner
+
     def create_variables(
         self, requests: Sequence[Request]
     ) -> Sequence[AbstractVariable]:

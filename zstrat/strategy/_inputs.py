@@ -17,6 +17,7 @@ import jax
 
 from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
 from zstrat.program import StepDataset, kept
+from zstrat.variables import line_outside
 
 from ._distributed_dataset import DistributedDataset
 from ._feed import Begun, Feed
@@ -107,7 +108,13 @@ class Inputs:
             is_common=allotment.ends_with_others and is_partial,
         )
         feed = Feed(
-            shares, self._placing(chosen), chosen, self.accord, is_partial, length
+            line_outside(),
+            shares,
+            self._placing(chosen),
+            chosen,
+            self.accord,
+            is_partial,
+            length,
         )
         return DistributedDataset(feed, _DATASET)
 
@@ -135,7 +142,13 @@ class Inputs:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
         length = Length(steps, is_infinite=made.is_infinite)
         feed = Feed(
-            shares, self._placing(chosen), chosen, self.accord, is_partial, length
+            line_outside(),
+            shares,
+            self._placing(chosen),
+            chosen,
+            self.accord,
+            is_partial,
+            length,
         )
         return DistributedDataset(feed, _FUNCTION)
 
@@ -153,7 +166,8 @@ class Inputs:
             pipelines = [self._read(each.elements(), each, options) for each in made]
             return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
 
-        feed = Feed(shares, self._placing(options), options, None, is_partial)
+        where = line_outside()
+        feed = Feed(where, shares, self._placing(options), options, None, is_partial)
         return DistributedDataset(feed, _FUNCTION)
 
     def _read(

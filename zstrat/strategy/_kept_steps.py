@@ -17,7 +17,6 @@ again is told. Steps are added under a lock; a lookup takes none.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import types
 import warnings
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import Function, RetraceWarning
 from zstrat.program._programs import WARN_AT
-from zstrat.program._where import is_machinery
+from zstrat.variables import outside
 
 from ._captured import Held, captured_words, in_words
 from ._given import called_like, origin
@@ -184,17 +183,8 @@ def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) ->
         "Pass what changes from call to call among the args of run, as an array: a "
         "number as np.float32(...), say",
         RetraceWarning,
-        stacklevel=_outside(),
+        stacklevel=outside(),
     )
-
-
-def _outside() -> int:
-    """How far the line that called ``run`` is from the caller of this, as warnings
-    count."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and is_machinery(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:

@@ -156,7 +156,7 @@ class MirroredVariables:
         home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
         if not is_on_read:
-            return MirroredVariable.made(variable.spec, home, self._team)
+            return MirroredVariable.made(variable.spec, home, self._team, self)
         if not isinstance(home, DeviceHome):
             raise NotImplementedError(
                 f"variable {request.name!r}: synchronization=ON_READ with numbers of "
@@ -170,7 +170,7 @@ class MirroredVariables:
                 "get_replica_context().all_reduce and a variable that is assigned the "
                 "result"
             )
-        return SyncOnReadVariable.made(variable.spec, home, self._team)
+        return SyncOnReadVariable.made(variable.spec, home, self._team, self)
 
     def _home(
         self, value: np.ndarray, on_read: VariableAggregation | None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from zstrat.collectives import ReduceOp
-from zstrat.variables import Variable, VariableAggregation
+from zstrat.variables import DeviceHome, Variable, VariableAggregation
 
 from ._frames import in_real_replica_context
 from ._per_replica import DistributedValues, Mirrored
@@ -19,24 +19,43 @@ from ._values import reduce_values
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+
     from zstrat.program._collective import Team
-    from zstrat.variables import Home, HomeUpdate, Optimizer, VariableSpec
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        Home,
+        HomeUpdate,
+        Optimizer,
+        VariableSpec,
+    )
     from zstrat.wire import UpdateOp
 
 
 class MirroredVariable(Variable):
     """A variable of the devices of a process. Made by a strategy."""
 
-    __slots__ = ("_team",)
+    __slots__ = ("_owner", "_team")
     _team: Team
+    _owner: Creator
 
     @classmethod
-    def made(cls, spec: VariableSpec, home: Home, team: Team) -> MirroredVariable:
+    def made(
+        cls, spec: VariableSpec, home: Home, team: Team, owner: Creator
+    ) -> MirroredVariable:
         """A handle of a variable that exists already."""
         variable = object.__new__(cls)
         variable._spec, variable._home, variable._container = spec, home, None
-        variable._team = team
+        variable._team, variable._owner = team, owner
         return variable
+
+    @property
+    def owner(self) -> Creator:
+        return self._owner
+
+    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        return with_copies(self, super()._duplicated(value))
 
     def _dense(
         self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
@@ -74,6 +93,15 @@ class MirroredVariable(Variable):
 
         words = f"an update of {self._spec}"
         mine.meet(Meeting((self._spec.key, "number"), words, value, join))
+
+
+def with_copies(variable: Variable, made: AbstractVariable) -> AbstractVariable:
+    """A variable that was made like another one, with the values that the replicas of
+    this process have of that one: they need not be equal."""
+    old, new = variable.home, made.components[0].home
+    if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
+        new.take_copies_of(variable, old)
+    return made
 
 
 def of_all_copies(spec: VariableSpec, value: Any) -> Any:

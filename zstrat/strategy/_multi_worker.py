@@ -16,11 +16,13 @@ import numpy as np
 from zstrat.cluster import (
     TFConfigClusterResolver,
     id_in_cluster,
+    launched_together,
     normalize_cluster_spec,
     validate_cluster_spec,
     worker_count,
 )
 from zstrat.collectives import Group
+from zstrat.config import environment
 from zstrat.program._collective import Team
 from zstrat.program._cross import Channel
 
@@ -34,7 +36,7 @@ from ._options import CommunicationOptions
 from ._strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.program._cross import Collective
@@ -113,12 +115,15 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
 
     Args:
         cluster_resolver: Tells the tasks of the cluster and which one this is. Left
-            out: TF_CONFIG does. An empty cluster is this process alone.
+            out: TF_CONFIG does. An empty cluster is this process alone: without
+            TF_CONFIG, if it was started alone.
         communication_options: How the processes exchange what they reduce.
         group: Brings the processes together; another one in tests.
 
     Raises:
-        ValueError: The cluster does not know this task, or it trains nothing.
+        ValueError: The cluster does not know this task, or it trains nothing; or there
+            is no TF_CONFIG, and this process is one of several that were started
+            together.
         CollectiveTimeoutError: A process does not come; names it.
     """
 
@@ -132,6 +137,8 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
         resolver = cluster_resolver or TFConfigClusterResolver()
         options = communication_options or CommunicationOptions()
         spec = normalize_cluster_spec(resolver.cluster_spec())
+        if not spec and isinstance(resolver, TFConfigClusterResolver):
+            _require_alone(environment())
         task, saves = _task(resolver)
         self._resolver = resolver
         self._options = options
@@ -259,6 +266,35 @@ def _first(spec: ClusterSpec) -> tuple[str, int]:
 def _host(address: str) -> str:
     host = address.rpartition("://")[2].rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
+
+
+def _require_alone(env: Mapping[str, str]) -> None:
+    """Refuses to train alone for want of TF_CONFIG where several processes would.
+
+    Raises:
+        ValueError: Names what says that there are several, and what to give.
+    """
+    if env.get("TF_CONFIG", "").strip():
+        return  # it says that there is no cluster
+    found = launched_together(env)
+    if found is not None:
+        name, count, rank = found
+        seen, number = f"{name}={count}", f"int(os.environ[{rank!r}])"
+    elif jax.distributed.is_initialized() and jax.process_count() > 1:
+        seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
+        number = "jax.process_index()"
+    else:
+        return
+    raise ValueError(
+        "MultiWorkerMirroredStrategy finds no TF_CONFIG, so this process would train "
+        f"alone, and it was started as one of several: {seen}. Say who they are: "
+        "under srun give "
+        "MultiWorkerMirroredStrategy(zs.cluster_resolver.SlurmClusterResolver()); "
+        "elsewhere set TF_CONFIG in each process, or give a "
+        "zs.cluster_resolver.SimpleClusterResolver of the addresses of all, with "
+        f"task_type='worker' and task_id={number}. If each is to train alone, give a "
+        "SimpleClusterResolver of an empty ClusterSpec({}), or set TF_CONFIG='{}'"
+    )
 
 
 def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:

@@ -22,19 +22,28 @@ from zstrat.variables import (
     VariableAggregation,
     aggregated,
     mean_of_cut,
+    recorder,
+    refuse_read,
     shares_of,
     summed_for_mean,
 )
 from zstrat.wire import UpdateOp
 
 from . import _context
-from ._mirrored_variable import of_all_copies
+from ._mirrored_variable import of_all_copies, with_copies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.program._collective import Team
-    from zstrat.variables import HomeUpdate, Optimizer, Recorder, VariableSpec
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        HomeUpdate,
+        Optimizer,
+        Recorder,
+        VariableSpec,
+    )
 
 _SUM = VariableAggregation.SUM
 _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
@@ -43,18 +52,39 @@ _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
 class SyncOnReadVariable(Variable):
     """A variable whose synchronization is ON_READ. Made by a strategy."""
 
-    __slots__ = ("_team",)
+    __slots__ = ("_owner", "_team")
     _team: Team
+    _owner: Creator
 
     @classmethod
     def made(
-        cls, spec: VariableSpec, home: DeviceHome, team: Team
+        cls, spec: VariableSpec, home: DeviceHome, team: Team, owner: Creator
     ) -> SyncOnReadVariable:
         """A handle of a variable that exists already."""
         variable = object.__new__(cls)
         variable._spec, variable._home, variable._container = spec, home, None
-        variable._team = team
+        variable._team, variable._owner = team, owner
         return variable
+
+    @property
+    def owner(self) -> Creator:
+        return self._owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable, of which each replica has the value that it has of this one.
+        Of several processes all copy it, at the same place of the program.
+
+        Raises:
+            RuntimeError: A step is being traced; or in the scope of another strategy.
+        """
+        if recorder.get() is not None:
+            return super().__deepcopy__(memo)
+        refuse_read(self._spec)
+        made: Any = self._duplicated(self.local_value)
+        return made  # type: ignore[no-any-return]  # of this class
+
+    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        return with_copies(self, super()._duplicated(value))
 
     @property
     def is_brought_together(self) -> bool:

@@ -34,6 +34,12 @@ from ._local import LocalHome as LocalHome
 from ._module import Module as Module
 from ._module import unwatch as unwatch
 from ._module import watch as watch
+from ._narrowing import NarrowingWarning as NarrowingWarning
+from ._narrowing import is_cut as is_cut
+from ._narrowing import is_machinery as is_machinery
+from ._narrowing import line_outside as line_outside
+from ._narrowing import outside as outside
+from ._narrowing import what_is_lost as what_is_lost
 from ._optimizer import Optimizer as Optimizer
 from ._optimizer import next_id as next_id
 from ._optimizer_words import require_servers as require_servers

@@ -178,9 +178,10 @@ class AbstractVariable(ArrayOperators):
         refuse_read(self._spec)
         return self._read_now()
 
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Rows ``indices`` of the value, in their order: shape ``indices.shape + row``.
-        Nothing but these rows is fetched, each of them once.
+        Nothing but these rows is fetched, each of them once. ``name`` is taken for
+        TF's sake: there is no graph whose operations had names.
 
         Raises:
             ValueError: The variable has no first axis, or indices are no integers.
@@ -205,15 +206,29 @@ class AbstractVariable(ArrayOperators):
         """The same as `read_value_async`."""
         return await self._read_now_async()
 
-    async def sparse_read_async(self, indices: Any) -> np.ndarray:
+    async def sparse_read_async(
+        self, indices: Any, name: str | None = None
+    ) -> np.ndarray:
         """`sparse_read`, without blocking the running loop."""
         return await read_rows_async(self.table, indices)
 
     # ---- updates of the whole value ------------------------------------------------
+    #
+    # The arguments behind the first one are TF's, in its order.
 
-    def assign(self, value: Any, read_value: bool = True) -> Self:
-        """Replaces the value; returns the variable. ``read_value`` is taken for TF's
-        sake and changes nothing: reading costs nothing until it is done.
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
+        """Replaces the value; returns the variable.
+
+        The other arguments say what is so in any case, here and in all updates: every
+        update is made under a lock, so that none is lost and no reader sees half of it
+        (``use_locking``); there is no graph whose operations had names (``name``); and
+        reading costs nothing until it is done (``read_value``).
 
         Raises:
             ValueError: The shape is another one, or the dtype is of another kind.
@@ -222,41 +237,79 @@ class AbstractVariable(ArrayOperators):
         """
         return self._dense(UpdateOp.ASSIGN, value)
 
-    def assign_add(self, delta: Any, read_value: bool = True) -> Self:
-        """Adds ``delta``, of the variable's own shape; returns the variable.
+    def assign_add(
+        self,
+        delta: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
+        """Adds ``delta``, of the variable's own shape; returns the variable. The other
+        arguments are those of `assign`.
 
         Raises:
             ValueError: The shape is another one, or the dtype is of another kind.
         """
         return self._dense(UpdateOp.ADD, delta)
 
-    def assign_sub(self, delta: Any, read_value: bool = True) -> Self:
-        """Subtracts ``delta``, of the variable's own shape; returns the variable.
+    def assign_sub(
+        self,
+        delta: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
+        """Subtracts ``delta``, of the variable's own shape; returns the variable. The
+        other arguments are those of `assign`.
 
         Raises:
             ValueError: The shape is another one, or the dtype is of another kind.
         """
         return self._dense(UpdateOp.SUB, delta)
 
-    async def assign_async(self, value: Any) -> Self:
+    async def assign_async(
+        self,
+        value: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
         """`assign`, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.
         """
         return await self._dense_async(UpdateOp.ASSIGN, value)
 
-    async def assign_add_async(self, delta: Any) -> Self:
+    async def assign_add_async(
+        self,
+        delta: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
         """`assign_add`, without blocking the running loop; see `assign_async`."""
         return await self._dense_async(UpdateOp.ADD, delta)
 
-    async def assign_sub_async(self, delta: Any) -> Self:
+    async def assign_sub_async(
+        self,
+        delta: Any,
+        use_locking: bool | None = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Self:
         """`assign_sub`, without blocking the running loop; see `assign_async`."""
         return await self._dense_async(UpdateOp.SUB, delta)
 
     # ---- updates of rows -----------------------------------------------------------
 
-    def scatter_add(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_add(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Adds rows; duplicates accumulate. Returns the variable, as all of these do.
+        ``use_locking`` and ``name`` are those of `assign`.
 
         Raises:
             ValueError: Indices are no vector of integers, or the rows do not fit.
@@ -264,31 +317,67 @@ class AbstractVariable(ArrayOperators):
         """
         return self._sparse(UpdateOp.SCATTER_ADD, sparse_delta)
 
-    def scatter_sub(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_sub(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Subtracts rows; duplicates accumulate. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_SUB, sparse_delta)
 
-    def scatter_mul(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_mul(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Multiplies rows; duplicates accumulate. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MUL, sparse_delta)
 
-    def scatter_div(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_div(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Divides rows; duplicates accumulate. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_DIV, sparse_delta)
 
-    def scatter_min(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_min(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Keeps the smaller of old and given rows. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MIN, sparse_delta)
 
-    def scatter_max(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_max(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Keeps the larger of old and given rows. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_MAX, sparse_delta)
 
-    def scatter_update(self, sparse_delta: IndexedSlices) -> Self:
+    def scatter_update(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Replaces rows; of duplicates the last one wins. Raises as `scatter_add`."""
         return self._sparse(UpdateOp.SCATTER_UPDATE, sparse_delta)
 
-    async def scatter_async(self, op: UpdateOp, sparse_delta: IndexedSlices) -> Self:
+    async def scatter_async(
+        self,
+        op: UpdateOp,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """Any of the scatter updates, without blocking the running loop.
 
         Cancellation: the update may or may not have been applied.

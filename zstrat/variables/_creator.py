@@ -37,6 +37,7 @@ class Request:
     """Whether it is one component, whatever a partitioner says."""
 
 
+@runtime_checkable
 class Creator(Protocol):
     """Makes variables and knows their optimizers."""
 
@@ -54,6 +55,31 @@ class Creator(Protocol):
     def forget_optimizer(self, optimizer: int) -> None:
         """The last one that was made known has no handle: creating it failed later."""
         ...
+
+
+@runtime_checkable
+class OnBehalf(Protocol):
+    """A creator that asks another one."""
+
+    @property
+    def inner(self) -> Creator | None: ...
+
+
+def require_owner(current: Creator | None, owner: Creator, name: str) -> None:
+    """Refuses a copy of a variable in the scope of another strategy than its own.
+
+    Raises:
+        RuntimeError: ``current`` is the creator of another one.
+    """
+    asked = current.inner if isinstance(current, OnBehalf) else current
+    if asked is None or asked is owner:
+        return
+    raise RuntimeError(
+        f"variable {name!r} of one strategy is copied (copy.deepcopy) in the scope of "
+        "another one, and a copy belongs to the strategy of its original: copy it "
+        "outside of that scope, or create a new variable there from its value, "
+        "zs.Variable(variable.numpy())"
+    )
 
 
 Aside: TypeAlias = "Creator | _Unset | None"
@@ -105,6 +131,27 @@ class CurrentCreator:
 
 creator: Final = CurrentCreator()
 """The creator of the scope that this thread or task is in, if any."""
+
+
+def is_trainable(
+    trainable: bool | None, synchronization: VariableSynchronization, name: str
+) -> bool:
+    """TF's rule: what is not said is True, but for a variable that is brought together
+    when it is read.
+
+    Raises:
+        ValueError: It is said to be trainable, and is brought together when read.
+    """
+    is_on_read = synchronization is VariableSynchronization.ON_READ
+    if trainable and is_on_read:
+        raise ValueError(
+            f"variable {name!r}: Synchronization value can be set to "
+            "VariableSynchronization.ON_READ only for non-trainable variables. You "
+            "have specified trainable=True and "
+            "synchronization=VariableSynchronization.ON_READ: leave trainable out, or "
+            "leave synchronization out (AUTO) if an optimizer moves the variable"
+        )
+    return not is_on_read if trainable is None else bool(trainable)
 
 
 class CreatedInStep(ValueError):

@@ -72,6 +72,20 @@ class DeviceHome(DeviceValue):
         with self.residence.turn:
             self._put_apart(copies)
 
+    def take_copies_of(self, variable: Variable, other: DeviceHome) -> None:
+        """The values that the replicas of this process have of another variable of the
+        same form.
+
+        Raises:
+            DataLossError: They are lost.
+        """
+        copies = other.copies(variable)
+        with self.residence.turn:
+            if other.is_apart:
+                self._put_apart(copies)
+            else:
+                self._begin_anew(self.placed(copies[0]))
+
     def update_copy(
         self,
         variable: Variable,

@@ -19,7 +19,6 @@ import numpy as np
 
 from . import _convert
 from ._abstract import AbstractVariable
-from ._creator import Request
 from ._home import read_all, read_all_async, read_parts
 from ._indexing import select
 from ._recorder import Recorder, recorder
@@ -27,7 +26,7 @@ from ._rows import row_updates
 from ._spec import Part, VariableSpec
 from ._staging import refuse_read
 from ._table import Table
-from ._variable import Variable, create
+from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -179,11 +178,16 @@ class ShardedVariable(AbstractVariable):
 
     # ---- what becomes of it --------------------------------------------------------
 
-    def batch_scatter_update(self, sparse_delta: IndexedSlices) -> Self:
+    def batch_scatter_update(
+        self,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
+    ) -> Self:
         """The same as `scatter_update`, which takes any number of rows."""
-        return self.scatter_update(sparse_delta)
+        return self.scatter_update(sparse_delta, use_locking, name)
 
-    def sparse_read(self, indices: Any) -> Any:
+    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """Rows ``indices`` [n] of the value, in their order: ``[n, ...]``. Nothing but
         these rows is fetched, each of them once.
 
@@ -192,12 +196,14 @@ class ShardedVariable(AbstractVariable):
             IndexError: An index is out of bounds; inside a step where it is known.
         """
         self._require_vector(indices)
-        return super().sparse_read(indices)
+        return super().sparse_read(indices, name)
 
-    async def sparse_read_async(self, indices: Any) -> np.ndarray:
+    async def sparse_read_async(
+        self, indices: Any, name: str | None = None
+    ) -> np.ndarray:
         """`sparse_read`, without blocking the running loop."""
         self._require_vector(indices)
-        return await super().sparse_read_async(indices)
+        return await super().sparse_read_async(indices, name)
 
     def _require_vector(self, indices: Any) -> None:
         if np.ndim(indices) != 1:
@@ -207,22 +213,23 @@ class ShardedVariable(AbstractVariable):
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedVariable:
-        """A new variable in the same parts with the present values, where the current
-        scope puts them."""
+        """A new variable in the same parts with the present values. Parts that belong
+        to a strategy have copies there, others where the current scope puts them.
+
+        Raises:
+            RuntimeError: In the scope of another strategy than that of the parts.
+        """
         requests = [
-            Request(
-                value,
-                None,
-                self.dtype,
-                part.name,
-                part.trainable,
-                part.aggregation,
-                part.synchronization,
-                is_whole=True,
-            )
+            like(part, value, is_whole=True)
             for part, value in zip(self.components, self._read_parts_now(), strict=True)
         ]
-        made: Any = create(requests)
+        owners = [part.owner for part in self.components]
+        made: list[Any]
+        if all(owner is owners[0] for owner in owners):
+            made = [*create(requests, owners[0])]
+        else:  # parts that a program has joined
+            pairs = zip(requests, owners, strict=True)
+            made = [create([request], owner)[0] for request, owner in pairs]
         return ShardedVariable(made, self.name)
 
     def __reduce__(self) -> Any:

@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import keystr
 
 from ._abstract import AbstractVariable
-from ._creator import Request
+from ._creator import Request, is_trainable
 from ._spec import VariableAggregation, VariableSynchronization
 from ._variable import create
 
@@ -18,7 +18,7 @@ def create_variables(
     *,
     name: str = "",
     dtype: Any = None,
-    trainable: bool = True,
+    trainable: bool | None = None,
     aggregation: VariableAggregation = VariableAggregation.NONE,
     synchronization: VariableSynchronization = VariableSynchronization.AUTO,
 ) -> Any:
@@ -29,22 +29,25 @@ def create_variables(
 
     Args:
         dtype: Of all the variables; left out: each array's own.
+        trainable: Of all the variables; left out: they are, unless their
+            synchronization is ON_READ.
 
     Raises:
         ValueError, TypeError: As `Variable`; names the leaf.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = ["/".join(filter(None, (name, _words(path)))) for path, _ in paths]
     requests = [
         Request(
             leaf,
             None,
             dtype,
-            "/".join(filter(None, (name, _words(path)))) or "Variable",
-            trainable,
+            each or "Variable",
+            is_trainable(trainable, synchronization, each),
             aggregation,
             synchronization,
         )
-        for path, leaf in paths
+        for each, (_, leaf) in zip(names, paths, strict=True)
     ]
     return jax.tree.unflatten(treedef, create(requests))
 

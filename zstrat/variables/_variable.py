@@ -15,10 +15,18 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.wire import UpdateOp
 
 from ._abstract import AbstractVariable
-from ._creator import Request, check, creator
+from ._creator import (
+    Creator,
+    Request,
+    check,
+    creator,
+    is_trainable,
+    require_owner,
+)
 from ._home import Detached, Home, NamesDevices
 from ._initial import initialize
 from ._local import LocalHome
+from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
@@ -49,14 +57,21 @@ class Variable(AbstractVariable):
         initial_value: An array, a Python value, or a callable. A callable is called
             with ``(shape, dtype)`` if it takes two arguments and ``shape`` is given
             (`zstrat.initializers`), else without any.
+        trainable: Whether it is among the ``trainable_variables`` of a module. Left
+            out: it is, unless its synchronization is ON_READ.
         shape: Of the value; may be left out unless an initializer needs it.
         dtype: A string, numpy dtype or jax scalar type. Left out: float32 or int32
             for Python values and initializers, the array's own for arrays.
 
     Raises:
         ValueError: ``initial_value`` is None, or has another shape; ``aggregation`` or
-            ``synchronization`` is not of its enum; a step is being traced.
+            ``synchronization`` is not of its enum; it is to be trainable and its
+            synchronization is ON_READ; a step is being traced.
         TypeError: The value is no array of numbers or booleans.
+
+    Warns:
+        NarrowingWarning: No dtype was given, and the value is an array of float64, as
+            numpy makes them: steps would refuse the variable.
     """
 
     __slots__ = ("__weakref__", "_container", "_home")
@@ -66,7 +81,7 @@ class Variable(AbstractVariable):
     def __new__(
         cls,
         initial_value: Any = None,
-        trainable: bool = True,
+        trainable: bool | None = None,
         name: str | None = None,
         dtype: Any = None,
         shape: Sequence[int] | int | None = None,
@@ -75,12 +90,13 @@ class Variable(AbstractVariable):
     ) -> Variable:
         if isinstance(shape, int):
             shape = (shape,)
+        name = "Variable" if name is None else name
         request = Request(
             initial_value,
             None if shape is None else tuple(int(n) for n in shape),
             dtype,
-            "Variable" if name is None else name,
-            bool(trainable),
+            name,
+            is_trainable(trainable, synchronization, name),
             aggregation,
             synchronization,
         )
@@ -171,22 +187,27 @@ class Variable(AbstractVariable):
             return row_updates(self.table, op, rows, optimizer)
         return [(self, op, rows, optimizer)]
 
+    @property
+    def owner(self) -> Creator | None:
+        """The strategy's creator that it belongs to, which makes copies of it; None:
+        it is a plain variable of this process."""
+        return self._home if isinstance(self._home, Creator) else None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A new variable with the present value, where the current scope puts it; of a
-        part, one that is whole."""
-        spec = self._spec
-        request = Request(
-            self.numpy(),
-            None,
-            self.dtype,
-            spec.name,
-            spec.trainable,
-            spec.aggregation,
-            spec.synchronization,
-            is_whole=spec.part is not None,
-        )
-        made: Any = create([request])[0]
+        """A new variable with the present value. That of a strategy belongs to the
+        same strategy, in its scope or outside of all; that of this process goes where
+        the current scope puts it. Of a part it is one that is whole. Of several
+        processes all copy it, at the same place of the program.
+
+        Raises:
+            RuntimeError: In the scope of another strategy than the variable's.
+        """
+        made: Any = self._duplicated(self.numpy())
         return made  # type: ignore[no-any-return]  # or a ShardedVariable
+
+    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        is_whole = self.owner is not None or self._spec.part is not None
+        return create([like(self, value, is_whole=is_whole)], self.owner)[0]
 
     def __reduce__(self) -> Any:
         return detached, (self._spec,)
@@ -211,18 +232,47 @@ def detached(spec: VariableSpec) -> Variable:
     return handle(spec, _DETACHED)
 
 
-def create(requests: Sequence[Request]) -> Sequence[AbstractVariable]:
+def create(
+    requests: Sequence[Request], owner: Creator | None = None
+) -> Sequence[AbstractVariable]:
     """New variables, where the current scope puts them; it may cut them in parts.
+
+    ``owner`` makes them where no scope is current, and has to be that of the scope.
 
     Raises:
         ValueError: A step is being traced, or the creator refuses a request.
+        RuntimeError: The scope is not that of the owner.
+
+    Warns:
+        NarrowingWarning: One has 64 bits, which nobody asked for.
     """
     for request in requests:
         check(request)
     current = creator.get()
-    if current is not None:
-        return current.create_variables(requests)
-    return [_local(request) for request in requests]
+    if owner is not None:
+        require_owner(current, owner, requests[0].name)
+        current = owner if current is None else current
+    if current is None:
+        made: Sequence[AbstractVariable] = [_local(request) for request in requests]
+    else:
+        made = current.create_variables(requests)
+    warn_of_wide(requests, made)
+    return made
+
+
+def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> Request:
+    """Asks for a variable as this one is, with this value."""
+    spec = variable.spec
+    return Request(
+        value,
+        None,
+        variable.dtype,
+        spec.name,
+        spec.trainable,
+        spec.aggregation,
+        spec.synchronization,
+        is_whole,
+    )
 
 
 def _local(request: Request) -> Variable:
