@@ -157,7 +157,7 @@ def _cases(name: Name) -> list[Case]:
         found = written
     else:
         found = written or _called(name)
-        found = [*found, *_masked(name)] if found else []
+        found = [*found, *_masked(name, found[0])] if found else []
     return [replace(case, covers=name.public) for case in found]
 
 
@@ -221,7 +221,7 @@ def _arguments(thing: Any) -> dict[str, Any]:
     return given
 
 
-def _masked(name: Name) -> list[Case]:
+def _masked(name: Name, like: Case) -> list[Case]:
     """One case more for each parameter that is a mask: by path."""
     words = [w for w in inspect.signature(name.thing).parameters if w in _MASKS]
     try:
@@ -230,9 +230,10 @@ def _masked(name: Name) -> list[Case]:
     except Exception:  # what has a recipe and no other way to be built
         return []
     return [
-        Case(
-            f"{name.public}({word} by path)",
-            partial(_call, name.thing, {**given, word: kernels}),
+        replace(
+            like,
+            name=f"{name.public}({word} by path)",
+            make=partial(_call, name.thing, {**given, word: kernels}),
         )
         for word in words
     ]

@@ -70,6 +70,15 @@ def parts(frozen: str = "frozen", slow: str = "slow", rest: str = "rest") -> Any
     return by_path(lambda path, leaf: labels.get(path.split("/", 1)[0], rest))
 
 
+def cut(tree: Any, axes: int) -> Any:
+    """Without the leaves that have fewer axes."""
+    return {
+        part: {name: leaf for name, leaf in leaves.items() if leaf.ndim >= axes}
+        for part, leaves in tree.items()
+        if any(leaf.ndim >= axes for leaf in leaves.values())
+    }
+
+
 def parameters(dtype: str) -> Any:
     """The first values, as numpy arrays; ``dtype`` is one of `DTYPES`."""
     return _drawn(100, dtype, spread=1.0)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
-from optax_model import by_path, kernels, objective, parts, schedule, tables
+from optax_model import by_path, kernels, objective, parameters, parts, schedule, tables
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Case:
             and the functions of `FUNCTIONS`.
         gradients: ``plain``, ``spoiled``, ``of the value`` (of `objective`, where the
             training stands) or ``of examples``.
-        tree: ``model``, or ``lookahead``: values in pairs, gradients of the fast ones.
+        tree: ``model``; less of it, ``no scalar`` or ``matrices`` alone; or
+            ``lookahead``: values in pairs, and gradients of the fast ones.
         on_servers: What a parameter server must do, ``runs`` or ``refused``; empty
             where both are right.
         anywhere: A pattern of words with which any home may refuse it.
@@ -64,6 +65,11 @@ def muon_numbers(tree: Any) -> Any:
     table is a matrix, but adam's."""
     numbers = contrib.MuonDimensionNumbers(1, 0)
     return by_path(lambda path, leaf: numbers if "kernel" in path else None)(tree)
+
+
+def _all_of_muon(tree: Any) -> Any:
+    numbers = contrib.MuonDimensionNumbers(0, 1)
+    return by_path(lambda path, leaf: numbers)(tree)
 
 
 def _galore_numbers(tree: Any) -> Any:
@@ -138,7 +144,7 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("freeze", "by path", lambda: optax.chain(
         optax.adam(0.1), optax.freeze(tables)), _RUNS),
     ("selective_transform", "adam", lambda: optax.selective_transform(
-        optax.adam(0.1), freeze_mask=tables), _RUNS),
+        optax.adam(0.1), freeze_mask=tables(parameters("float64"))), _RUNS),
     ("inject_hyperparams", "adam", lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=schedule()), _RUNS),
     ("inject_stateful_hyperparams", "adam", lambda: (
@@ -202,8 +208,14 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("contrib.muon", "", lambda: contrib.muon(schedule()), {}),
     ("contrib.muon", "dimension numbers by path", lambda: contrib.muon(
         0.1, muon_weight_dimension_numbers=muon_numbers), _RUNS),
-    ("contrib.scale_by_muon", "masked by path", lambda: optax.chain(
-        optax.masked(contrib.scale_by_muon(), kernels), optax.scale(-0.1)), _RUNS),
+    ("contrib.scale_by_muon", "matrices", lambda: optax.chain(
+        contrib.scale_by_muon(weight_dimension_numbers=_all_of_muon),
+        optax.scale(-0.1)), {"tree": "matrices"} | _RUNS),
+    ("contrib.prodigy", "", lambda: contrib.prodigy(estim_lr0=0.05), {}),
+    ("contrib.dadapt_adamw", "", lambda: contrib.dadapt_adamw(estim_lr0=0.05), {}),
+    ("contrib.dog", "", lambda: contrib.dog(init_step=("heuristic", 0.05)), {}),
+    ("sm3", "no scalar", lambda: optax.sm3(0.1), {"tree": "no scalar"}),
+    ("scale_by_sm3", "no scalar", optax.scale_by_sm3, {"tree": "no scalar"}),
     ("contrib.reduce_on_plateau", "after sgd", lambda: optax.chain(
         optax.sgd(0.1), contrib.reduce_on_plateau(patience=2, cooldown=1)),
         _WITH_VALUE | _RUNS),

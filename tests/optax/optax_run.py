@@ -1,0 +1,178 @@
+"""Runs cases in homes, and says of each how it went; a program of its own, for it needs
+float64 or eight devices from its first line on.
+
+    python optax_run.py --dtype float64 --home mirrored --cases all --to outcomes.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import pickle
+import sys
+from dataclasses import asdict, dataclass
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+import jax
+from optax_catalogue import every_case
+from optax_homes import IN_PROCESS, Home, Member, member, servers, values_of
+from optax_programs import QUICK
+from optax_recipes import Case
+from optax_reference import Difference, Trajectory, difference, trajectory
+
+MISSING = object()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case went: ``equal``, ``wrong``, ``refused``, ``error``, or ``impossible``
+    where plain optax does not run on this tree either; and what is to be read."""
+
+    case: str
+    home: str
+    dtype: str
+    kind: str
+    words: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case} | {self.home} | {self.dtype} | {self.kind}: {self.words}"
+
+
+class Runner:
+    """The cases of one dtype, with plain optax's trajectories."""
+
+    def __init__(self, cases: list[Case], dtype: str, known: dict[str, Trajectory]):
+        self.dtype = dtype
+        self.cases = {case.name: case for case in cases}
+        self.plain = {
+            name: known.get(name) or trajectory(case, dtype)
+            for name, case in self.cases.items()
+        }
+
+    def outcomes(self, home: Home) -> list[Outcome]:
+        found = [
+            Outcome(name, home.name, self.dtype, "impossible", plain.failed)
+            for name, plain in self.plain.items()
+            if plain.failed
+        ]
+        able = [c for n, c in self.cases.items() if not self.plain[n].failed]
+        able = [c for c in able if home.is_in_process or not _has_functions(c)]
+        for batch in batched(able, home.batch):
+            found += self._batch(home, list(batch))
+        return found
+
+    def _batch(self, home: Home, cases: list[Case]) -> list[Outcome]:
+        """All in one step; one by one where something is raised, to know by whom."""
+        made: list[tuple[Case, Member]] = []
+        found: list[Outcome] = []
+        for case in cases:
+            try:
+                with home.scope():
+                    start = self.plain[case.name].start
+                    known = home.knows_its_tree
+                    made.append((case, member(case, start, knows_its_tree=known)))
+            except Exception as error:  # becomes the outcome
+                found.append(self._raised(case, home, error))
+        try:
+            return found + self._trained(home, made)
+        except Exception as error:  # becomes the outcome, of the one that raises it
+            if len(made) == 1:
+                return [*found, self._raised(made[0][0], home, error)]
+            cases = [case for case, _ in made]
+            half = len(cases) // 2
+            return (
+                found
+                + self._batch(home, cases[:half])
+                + self._batch(home, cases[half:])
+            )
+
+    def _trained(self, home: Home, made: list[tuple[Case, Member]]) -> list[Outcome]:
+        if not made:
+            return []
+        step = home.stepper([one for _, one in made])
+        wrong: dict[str, Difference] = {}
+        count = max(len(self.plain[case.name].moments) for case, _ in made)
+        for number in range(count):
+            moments = [self.plain[case.name].moments[number] for case, _ in made]
+            step([(moment.gradients, moment.extra) for moment in moments])
+            for (case, one), moment in zip(made, moments, strict=True):
+                if case.name not in wrong and (home.is_in_process or number in SEEN):
+                    found = difference(moment.values, values_of(one), number)
+                    if found is not None:
+                        wrong[case.name] = found
+        return [self._ended(home, case, one, wrong.get(case.name)) for case, one in made]
+
+    def _ended(
+        self, home: Home, case: Case, one: Member, wrong: Difference | None
+    ) -> Outcome:
+        state = getattr(one.optimizer, "state", MISSING)
+        words = "" if wrong is None else str(wrong)
+        if not words and state is not MISSING:
+            expected = self.plain[case.name].state
+            found = difference(expected, state, len(self.plain[case.name].moments))
+            words = "" if found is None else f"the state: {found}"
+            if not words and jax.tree.structure(state) != jax.tree.structure(expected):
+                words = f"the state is {jax.tree.structure(state)}"
+        kind = "wrong" if words else "equal"
+        return Outcome(case.name, home.name, self.dtype, kind, words)
+
+    def _raised(self, case: Case, home: Home, error: Exception) -> Outcome:
+        kind = "refused" if isinstance(error, ValueError) else "error"
+        words = f"{type(error).__name__}: {error}"
+        return Outcome(case.name, home.name, self.dtype, kind, words)
+
+
+SEEN = (0, 1, 4, 7, 8, 12)
+"""The steps after which values on parameter servers are read."""
+
+
+def _has_functions(case: Case) -> bool:
+    return any(word.endswith("_fn") for word in case.extra)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--home", required=True, nargs="+")
+    parser.add_argument("--cases", default="all")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--plain", help="where plain optax's trajectories are kept")
+    parser.add_argument("--to", required=True)
+    given = parser.parse_args()
+    assert jax.config.jax_enable_x64 == (given.dtype == "float64")
+    cases = every_case()
+    if given.cases == "quick":
+        cases = [case for case in cases if case.name in QUICK]
+    cases = [case for case in cases if given.only in case.name]
+    runner = Runner(cases, given.dtype, _known(given.plain))
+    _keep(given.plain, runner.plain)
+    with contextlib.ExitStack() as stack:
+        homes = [
+            home
+            for name in given.home
+            for home in (
+                stack.enter_context(servers())
+                if name == "servers"
+                else IN_PROCESS[name]()
+            )
+        ]
+        found = [outcome for home in homes for outcome in runner.outcomes(home)]
+    Path(given.to).write_text(json.dumps([asdict(outcome) for outcome in found]))
+
+
+def _known(path: str | None) -> dict[str, Trajectory]:
+    if path is None or not Path(path).exists():
+        return {}
+    return dict(pickle.loads(Path(path).read_bytes()))
+
+
+def _keep(path: str | None, plain: dict[str, Any]) -> None:
+    if path is not None and not Path(path).exists():
+        Path(path).write_bytes(pickle.dumps(plain))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
