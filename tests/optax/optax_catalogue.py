@@ -12,18 +12,20 @@ import inspect
 import pkgutil
 import types
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache, partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 from optax_model import kernels, schedule
-from optax_programs import PROGRAMS
+from optax_programs import PROGRAMS, ROWS
 from optax_recipes import NO_TRANSFORMATIONS, Case, recipes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 _ARGUMENTS: dict[str, Callable[[], Any]] = {
     "learning_rate": lambda: 0.1,
@@ -110,7 +112,7 @@ def transformations() -> dict[str, list[Case]]:
 def every_case() -> list[Case]:
     """Those of all public names, and the programs."""
     listed = [case for cases in transformations().values() for case in cases]
-    return [*PROGRAMS, *listed]
+    return [*PROGRAMS, *ROWS, *listed]
 
 
 def built(case: Case) -> Any:
@@ -187,7 +189,9 @@ def _called(name: Name) -> list[Case]:
 
 def _is_listed(name: Name) -> bool:
     return any(
-        fnmatch(known, pattern) for known in name.names for pattern in NO_TRANSFORMATIONS
+        fnmatch(known, pattern)
+        for known in name.names
+        for pattern in NO_TRANSFORMATIONS
     )
 
 

@@ -8,17 +8,21 @@ sum over the replicas is the gradient to the last bit, and no share is like anot
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax_model import path_of
+from optax_model import Rows, path_of
 from optax_recipes import FUNCTIONS, Case
 
 import zstrat as zs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+HAS_PARAMS = "params" in __import__("inspect").signature(zs.Optimizer).parameters
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ def member(case: Case, start: Any, *, knows_its_tree: bool) -> Member:
     variables = jax.tree_util.tree_map_with_path(
         lambda path, leaf: zs.Variable(leaf, name=path_of(path)), start
     )
-    given = {"params": variables} if knows_its_tree else {}
+    given = {"params": variables} if knows_its_tree and HAS_PARAMS else {}
     optimizer = zs.Optimizer(case.make(), **given)
     functions = {word: FUNCTIONS[word] for word in case.extra if word in FUNCTIONS}
     return Member(optimizer, variables, functions)
@@ -50,8 +54,22 @@ def apply(members: list[Member], brought: Any, share: Callable[[Any], Any]) -> N
         )
 
 
+def _sliced(leaf: Any, share: Callable[[Any], Any]) -> Any:
+    if isinstance(leaf, Rows):
+        return zs.IndexedSlices(share(leaf.values), leaf.indices)
+    return share(leaf)
+
+
+def _mapped(gradients: Any, share: Callable[[Any], Any]) -> Any:
+    return jax.tree.map(
+        lambda leaf: _sliced(leaf, share),
+        gradients,
+        is_leaf=lambda node: isinstance(node, Rows),
+    )
+
+
 def whole(gradients: Any) -> Any:
-    return gradients
+    return _mapped(gradients, lambda leaf: leaf)
 
 
 def shared(gradients: Any) -> Any:
@@ -63,7 +81,7 @@ def shared(gradients: Any) -> Any:
         numbers = np.arange(np.size(leaf)).reshape(np.shape(leaf))
         return jnp.where(numbers % count == index, leaf, jnp.zeros_like(leaf))
 
-    return jax.tree.map(mine, gradients)
+    return _mapped(gradients, mine)
 
 
 def values_of(one: Member) -> Any:
@@ -141,6 +159,7 @@ def _none() -> list[Home]:
 
 IN_PROCESS: dict[str, Callable[[], list[Home]]] = {
     "none": _none,
+    "none_in_a_step": lambda: _none()[:1],
     "one_device": lambda: _pair("OneDevice", zs.OneDeviceStrategy("CPU:0")),
     "mirrored": lambda: _pair("Mirrored", zs.MirroredStrategy(["CPU:0", "CPU:1"])),
     "multi_worker": lambda: _pair(
@@ -171,37 +190,57 @@ def _scheduled(coordinator: Any) -> Callable[[list[Member]], Callable[[Any], Non
 
 
 @contextlib.contextmanager
-def servers() -> Iterator[list[Home]]:
-    """Two parameter servers and a worker, and a home of each kind on them: whole
-    variables and variables cut in two, in steps; and whole ones outside."""
-    with zs.LocalCluster(num_ps=2, num_workers=1) as cluster, contextlib.ExitStack() as s:
+def servers(*kinds: str) -> Iterator[list[Home]]:
+    """Two parameter servers and a worker, and homes of these kinds on them: ``whole``
+    variables, ``partitioned`` ones, ``some cut``, in steps; and whole ones ``outside``.
+    """
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(zs.LocalCluster(num_ps=2, num_workers=1))
         cut = _Cut()
-        strategy = s.enter_context(
+        strategy = stack.enter_context(
             zs.ParameterServerStrategy(cluster.resolver, variable_partitioner=cut)
         )
-        coordinator = zs.ClusterCoordinator(strategy)
-        stepper = _scheduled(coordinator)
+        stepper = _scheduled(zs.ClusterCoordinator(strategy))
 
-        def home(name: str, parts: int, made: Any, **more: Any) -> Home:
+        def home(kind: str) -> Home:
             @contextlib.contextmanager
             def scope() -> Iterator[None]:
-                cut.parts = parts
+                cut.kind = kind
                 with strategy.scope():
                     yield
 
-            return Home(name, scope, made, is_in_process=False, **more)
+            is_outside = kind == "outside"
+            return Home(
+                f"servers, {kind}",
+                scope,
+                _eager if is_outside else stepper,
+                knows_its_tree=not is_outside,
+                is_in_process=False,
+            )
 
-        yield [
-            home("servers, whole", 1, stepper),
-            home("servers, partitioned", 2, stepper),
-            home("servers, outside", 1, _eager, knows_its_tree=False),
-        ]
+        yield [home(kind) for kind in kinds]
 
 
 class _Cut:
-    """A partitioner of so many parts along the rows."""
+    """A partitioner: in two along the rows, or not."""
 
-    parts = 1
+    kind = "whole"
 
     def __call__(self, shape: Any, dtype: Any) -> list[int]:
-        return [min(self.parts, shape[0]), *[1] * (len(shape) - 1)] if shape else []
+        del dtype
+        cuts = {"partitioned": shape, "some cut": len(shape) == 2 and shape[0] == 6}
+        return [2 if n == 0 and cuts.get(self.kind) else 1 for n in range(len(shape))]
+
+
+ON_SERVERS = {
+    "servers": ("whole", "partitioned", "outside"),
+    "servers_in_steps": ("whole", "partitioned"),
+    "servers_some_cut": ("some cut",),
+}
+
+
+def homes_of(name: str, stack: contextlib.ExitStack) -> list[Home]:
+    """Of a name that the command line knows."""
+    if name in ON_SERVERS:
+        return stack.enter_context(servers(*ON_SERVERS[name]))
+    return IN_PROCESS[name]()

@@ -8,7 +8,7 @@ bfloat16 leaves.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,23 @@ def of_examples(step: int, dtype: str) -> Any:
     """A gradient of each example, along a first axis."""
     trees = [_drawn(1000 + EXAMPLES * step + n, dtype, 0.3) for n in range(EXAMPLES)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)
+
+
+class Rows(NamedTuple):
+    """A gradient of some rows of a table; an index that is there twice counts twice."""
+
+    values: Any
+    indices: Any
+
+
+def rows(step: int, dtype: str) -> Any:
+    """`gradients`, but of the table only five rows, and never five different ones."""
+    tree = gradients(step, dtype)
+    table = tree["embed"]["table"]
+    indices = np.random.default_rng(2000 + step).integers(0, len(table), 5)
+    indices[4] = indices[step % 4]
+    values = _drawn(3000 + step, dtype, 0.3)["embed"]["table"][:5]
+    return {**tree, "embed": {"table": Rows(values, indices)}}
 
 
 def value(step: int, dtype: str) -> Any:

@@ -45,34 +45,34 @@ PROGRAMS = [
         optax.masked(_clip(0.1), kernels), optax.adam(0.1))),
     _case("apply_if_finite(chain(clip, adam))", lambda: optax.apply_if_finite(
         optax.chain(_clip(0.5), optax.adam(0.1)), 5), gradients="spoiled"),
-    _case("apply_if_finite(adam)", lambda: optax.apply_if_finite(
+    _case("apply_if_finite(adam), spoiled", lambda: optax.apply_if_finite(
         optax.adam(0.1), 5), gradients="spoiled"),
     # Each leaf by itself, by its path.
     _case("multi_transform that freezes by path", lambda: _of_parts(optax.adam(0.1))),
     _case("multi_transform, a schedule in one part",
           lambda: _of_parts(optax.sgd(schedule(0.0, 0.5)))),
-    _case("adamw(mask by path)", lambda: optax.adamw(
+    _case("adamw(decay by path)", lambda: optax.adamw(
         0.1, weight_decay=0.1, mask=kernels)),
-    _case("lamb(mask by path)", lambda: optax.lamb(
-        0.1, weight_decay=0.1, mask=kernels)),
+    _case("lamb(decay by path)", lambda: optax.lamb(
+        0.1, weight_decay=0.1, mask=kernels), "runs whole"),
     _case("masked(set_to_zero) after adam", lambda: optax.chain(
         optax.adam(0.1), optax.masked(optax.set_to_zero(), tables))),
     _case("masked(trace) by path, sgd", lambda: optax.chain(
         optax.masked(optax.trace(0.9), kernels), optax.sgd(0.1))),
     _case("muon, dimension numbers by path", lambda: contrib.muon(
-        0.05, muon_weight_dimension_numbers=muon_numbers)),
-    _case("MultiSteps(adam, 4)", lambda: optax.MultiSteps(optax.adam(0.1), 4)),
+        0.05, muon_weight_dimension_numbers=muon_numbers), "runs whole"),
+    _case("MultiSteps(adam, every 4)", lambda: optax.MultiSteps(optax.adam(0.1), 4)),
     _case("MultiSteps(adamw(mask by path), 8)", lambda: optax.MultiSteps(
         optax.adamw(0.1, weight_decay=0.1, mask=kernels), 8)),
     _case("MultiSteps(multi_transform by path, 4)", lambda: optax.MultiSteps(
         _of_parts(optax.adam(0.1)), 4)),
-    _case("apply_every(4)", lambda: optax.chain(
+    _case("apply_every(4), sgd", lambda: optax.chain(
         optax.apply_every(4), optax.sgd(0.1))),
     _case("adam, keep_params_nonnegative", lambda: optax.chain(
         optax.adam(0.1), optax.keep_params_nonnegative())),
-    _case("flatten(adam)", lambda: optax.flatten(optax.adam(0.1)), ""),
+    _case("flatten(adam by element)", lambda: optax.flatten(optax.adam(0.1)), ""),
     _case("ema of updates", lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1))),
-    _case("schedule_free_sgd", lambda: contrib.schedule_free_sgd(0.1, 3)),
+    _case("schedule_free_sgd, warm", lambda: contrib.schedule_free_sgd(0.1, 3)),
     # Coupled through what a leaf keeps, or through values.
     _case("MultiSteps(chain(clip, sgd), 8)", lambda: optax.MultiSteps(
         optax.chain(_clip(0.1), optax.sgd(0.5)), 8), "refused"),
@@ -88,7 +88,7 @@ PROGRAMS = [
         optax.scale_by_adam(), optax.conditionally_transform(_clip(0.1), late),
         optax.scale(-0.1)), "refused"),
     # Random numbers: as many as leaves, from one key.
-    _case("noisy_sgd", lambda: optax.noisy_sgd(0.1, key=jax.random.key(5)), ""),
+    _case("noisy_sgd(key)", lambda: optax.noisy_sgd(0.1, key=jax.random.key(5)), ""),
     _case("chain(clip, add_noise, adam)", lambda: optax.chain(
         _clip(0.5), optax.add_noise(0.1, 0.5, key=jax.random.key(6)),
         optax.adam(0.1)), ""),
@@ -96,8 +96,32 @@ PROGRAMS = [
     _case("reduce_on_plateau after chain(clip, adam)", lambda: optax.chain(
         _clip(0.1), optax.adam(0.1),
         contrib.reduce_on_plateau(patience=1, cooldown=1)), extra=("value",)),
-    _case("polyak_sgd", optax.polyak_sgd, "", extra=("value",)),
+    _case("polyak_sgd with a value", optax.polyak_sgd, "", extra=("value",)),
 ]  # fmt: skip
+
+
+def _rows(name: str, make: object, on_servers: str = "runs") -> Case:
+    return Case(f"rows: {name}", make, gradients="rows", on_servers=on_servers)
+
+
+ROWS = [
+    _rows("sgd with momentum", lambda: optax.sgd(schedule(), momentum=0.9)),
+    _rows("adam", lambda: optax.adam(schedule())),
+    _rows("adagrad", lambda: optax.adagrad(0.1)),
+    _rows("adamw(mask by path)", lambda: optax.adamw(
+        0.1, weight_decay=0.1, mask=tables)),
+    _rows("chain(clip, sgd)", lambda: optax.chain(_clip(0.3), optax.sgd(0.1))),
+    _rows("chain(clip, adam)", lambda: optax.chain(_clip(0.3), optax.adam(0.1))),
+    _rows("inject_hyperparams(chain(clip, adam))", lambda: optax.inject_hyperparams(
+        lambda learning_rate, limit: optax.chain(
+            _clip(limit), optax.adam(learning_rate)))(
+                learning_rate=schedule(), limit=0.2)),
+    _rows("conditionally_transform(clip, step > 8), sgd", lambda: optax.chain(
+        optax.conditionally_transform(_clip(0.1), late), optax.sgd(0.1))),
+    _rows("multi_transform by path", lambda: _of_parts(optax.adam(0.1))),
+]  # fmt: skip
+"""Elementwise, for some rows of a table are moved; or coupled by a norm of the rows,
+duplicates summed, and of all other leaves."""
 
 
 QUICK = (
@@ -108,14 +132,15 @@ QUICK = (
     "apply_if_finite(chain(clip, adam))",
     "multi_transform that freezes by path",
     "chain(clip, adamw(mask by path))",
-    "lamb(mask by path)",
+    "lamb(decay by path)",
     "masked(set_to_zero) after adam",
     "muon, dimension numbers by path",
     "MultiSteps(adamw(mask by path), 8)",
     "MultiSteps(chain(clip, sgd), 8)",
     "clip after adam",
     "conditionally_transform(clip after adam, step > 8)",
-    "noisy_sgd",
+    "noisy_sgd(key)",
     "reduce_on_plateau after chain(clip, adam)",
+    "rows: chain(clip, adam)",
 )
 """What `make test` runs in each of its two homes: one of each way to go wrong."""

@@ -7,15 +7,17 @@ build it that it does not try; a name is listed as no transformation with the re
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from optax import contrib
 from optax_model import by_path, kernels, objective, parameters, parts, schedule, tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Case:
         extra: What ``update`` gets beside gradients and values: ``value``, ``grad``,
             and the functions of `FUNCTIONS`.
         gradients: ``plain``, ``spoiled``, ``of the value`` (of `objective`, where the
-            training stands) or ``of examples``.
+            training stands), ``of examples``, or ``rows``: of the table some rows.
         tree: ``model``; less of it, ``no scalar`` or ``matrices`` alone; or
             ``lookahead``: values in pairs, and gradients of the fast ones.
-        on_servers: What a parameter server must do, ``runs`` or ``refused``; empty
-            where both are right.
+        on_servers: What a parameter server must do: ``runs``, ``runs whole`` (and may
+            refuse parts of a variable), ``refused``; empty where all are right.
         anywhere: A pattern of words with which any home may refuse it.
     """
 
@@ -114,6 +116,7 @@ def _aggregating(name: str) -> Any:
 
 
 _RUNS = {"on_servers": "runs"}
+_WHOLE = {"on_servers": "runs whole"}
 _SPOILED = {"gradients": "spoiled"}
 _WITH_VALUE = {"extra": ("value",)}
 _SEARCH = {"extra": ("value", "grad", "value_fn"), "gradients": "of the value"}
@@ -133,7 +136,7 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
         optax.adam(0.1), 3), _SPOILED),
     ("zero_nans", "", lambda: optax.chain(
         optax.zero_nans(), optax.clip(0.5), optax.scale(-0.1)), _SPOILED | _RUNS),
-    ("chain", "clip, adam", lambda: optax.chain(
+    ("chain", "clip of elements, adam", lambda: optax.chain(
         optax.clip(0.2), optax.adam(schedule())), _RUNS),
     ("named_chain", "clip, adam", lambda: optax.named_chain(
         ("clip", optax.clip(0.2)), ("adam", optax.adam(0.1))), _RUNS),
@@ -207,10 +210,10 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("contrib.momo_adam", "", contrib.momo_adam, _WITH_VALUE),
     ("contrib.muon", "", lambda: contrib.muon(schedule()), {}),
     ("contrib.muon", "dimension numbers by path", lambda: contrib.muon(
-        0.1, muon_weight_dimension_numbers=muon_numbers), _RUNS),
+        0.1, muon_weight_dimension_numbers=muon_numbers), _WHOLE),
     ("contrib.scale_by_muon", "matrices", lambda: optax.chain(
         contrib.scale_by_muon(weight_dimension_numbers=_all_of_muon),
-        optax.scale(-0.1)), {"tree": "matrices"} | _RUNS),
+        optax.scale(-0.1)), {"tree": "matrices"} | _WHOLE),
     ("contrib.prodigy", "", lambda: contrib.prodigy(estim_lr0=0.05), {}),
     ("contrib.dadapt_adamw", "", lambda: contrib.dadapt_adamw(estim_lr0=0.05), {}),
     ("contrib.dog", "", lambda: contrib.dog(init_step=("heuristic", 0.05)), {}),

@@ -6,7 +6,7 @@ whole tree, and `optax.apply_updates`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +16,8 @@ import optax
 import optax_model as model
 from optax_catalogue import built
 from optax_recipes import FUNCTIONS, Case
+from optax_rows import trained_by_rows
+from optax_trajectory import Moment, Trajectory, plain
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 2.0**-7}
 """Of the largest element of a leaf. The last one is the distance of two neighbours of
@@ -23,25 +25,6 @@ bfloat16, for the smallest of the numbers that share its exponent."""
 
 AXES = {"no scalar": 1, "matrices": 2}
 """How many axes the leaves of a smaller tree have at least."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What one step got, and where it left the values."""
-
-    gradients: Any
-    extra: dict[str, Any]
-    values: Any
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """Plain optax, from ``start`` to its last state; ``failed`` where it cannot."""
-
-    start: Any
-    moments: list[Moment] = field(default_factory=list)
-    state: Any = None
-    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,12 +56,36 @@ def trajectory(case: Case, dtype: str) -> Trajectory:
     """All steps of plain optax. What it refuses on this tree says so in ``failed``."""
     start = start_of(case, dtype)
     try:
+        if case.gradients == "rows":
+            return trained_by_rows(built(case), dtype, start)
         return _trained(case, dtype, start)
     except (TypeError, ValueError) as error:
         return Trajectory(start, failed=f"{type(error).__name__}: {error}")
 
 
-def _trained(case: Case, dtype: str, start: Any) -> Trajectory:
+def couples(case: Case, dtype: str, known: Trajectory) -> bool:
+    """Whether other gradients of the head move the leaves that are not in it."""
+
+    def louder(path: Any, leaf: Any) -> Any:
+        return leaf * 2 if "head" in model.path_of(path) else leaf
+
+    if case.gradients == "rows":
+        return "clip" in case.name
+    other = _trained(case, dtype, known.start, louder)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(known.moments[-1].values),
+        jax.tree.leaves(other.moments[-1].values),
+        strict=True,
+    )
+    return any(
+        "head" not in model.path_of(path) and not np.array_equal(one, two)
+        for (path, one), two in pairs
+    )
+
+
+def _trained(
+    case: Case, dtype: str, start: Any, change: Any = lambda path, leaf: leaf
+) -> Trajectory:
     transformation = optax.with_extra_args_support(built(case))
     functions = {name: FUNCTIONS[name] for name in case.extra if name in FUNCTIONS}
 
@@ -93,11 +100,13 @@ def _trained(case: Case, dtype: str, start: Any) -> Trajectory:
     state = jax.jit(transformation.init)(values)
     moments = []
     for step in range(model.STEPS):
-        gradients = gradients_of(case, dtype, step, values)
+        gradients = jax.tree_util.tree_map_with_path(
+            change, gradients_of(case, dtype, step, values)
+        )
         extra = _arrays(case, dtype, step, values, gradients)
         values, state = train(gradients, state, values, extra)
         moments.append(Moment(gradients, extra, jax.tree.map(np.asarray, values)))
-    return Trajectory(start, moments, jax.tree.map(_plain, state))
+    return Trajectory(start, moments, jax.tree.map(plain, state))
 
 
 def gradients_of(case: Case, dtype: str, step: int, values: Any) -> Any:
@@ -129,12 +138,6 @@ def _arrays(case: Case, dtype: str, step: int, values: Any, gradients: Any) -> A
     return found
 
 
-def _plain(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(leaf))
-    return np.asarray(leaf)
-
-
 def difference(expected: Any, got: Any, step: int) -> Difference | None:
     """The leaf of two trees that differs most beyond what its dtype allows."""
     wanted = jax.tree_util.tree_leaves_with_path(expected)
@@ -151,7 +154,7 @@ def difference(expected: Any, got: Any, step: int) -> Difference | None:
 
 
 def _difference(path: str, step: int, wanted: Any, got: Any) -> Difference | None:
-    wanted, got = _plain(wanted), _plain(got)
+    wanted, got = plain(wanted), plain(got)
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (wanted, got)]
         return Difference(path, step, np.inf, *kinds)

@@ -12,16 +12,18 @@ import json
 import pickle
 import sys
 from dataclasses import asdict, dataclass
-from itertools import batched
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from optax_catalogue import every_case
-from optax_homes import IN_PROCESS, Home, Member, member, servers, values_of
+from optax_homes import Home, Member, homes_of, member, values_of
 from optax_programs import QUICK
-from optax_recipes import Case
-from optax_reference import Difference, Trajectory, difference, trajectory
+from optax_reference import Difference, couples, difference, trajectory
+
+if TYPE_CHECKING:
+    from optax_recipes import Case
+    from optax_trajectory import Trajectory
 
 MISSING = object()
 
@@ -59,9 +61,8 @@ class Runner:
             if plain.failed
         ]
         able = [c for n, c in self.cases.items() if not self.plain[n].failed]
-        able = [c for c in able if home.is_in_process or not _has_functions(c)]
-        for batch in batched(able, home.batch):
-            found += self._batch(home, list(batch))
+        for first in range(0, len(able), home.batch):
+            found += self._batch(home, able[first : first + home.batch])
         return found
 
     def _batch(self, home: Home, cases: list[Case]) -> list[Outcome]:
@@ -103,7 +104,9 @@ class Runner:
                     found = difference(moment.values, values_of(one), number)
                     if found is not None:
                         wrong[case.name] = found
-        return [self._ended(home, case, one, wrong.get(case.name)) for case, one in made]
+        return [
+            self._ended(home, case, one, wrong.get(case.name)) for case, one in made
+        ]
 
     def _ended(
         self, home: Home, case: Case, one: Member, wrong: Difference | None
@@ -129,16 +132,13 @@ SEEN = (0, 1, 4, 7, 8, 12)
 """The steps after which values on parameter servers are read."""
 
 
-def _has_functions(case: Case) -> bool:
-    return any(word.endswith("_fn") for word in case.extra)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--dtype", required=True)
     parser.add_argument("--home", required=True, nargs="+")
     parser.add_argument("--cases", default="all")
     parser.add_argument("--only", default="")
+    parser.add_argument("--coupled", action="store_true", help="say which cases couple")
     parser.add_argument("--plain", help="where plain optax's trajectories are kept")
     parser.add_argument("--to", required=True)
     given = parser.parse_args()
@@ -150,17 +150,17 @@ def main() -> None:
     runner = Runner(cases, given.dtype, _known(given.plain))
     _keep(given.plain, runner.plain)
     with contextlib.ExitStack() as stack:
-        homes = [
-            home
-            for name in given.home
-            for home in (
-                stack.enter_context(servers())
-                if name == "servers"
-                else IN_PROCESS[name]()
-            )
-        ]
+        homes = [home for name in given.home for home in homes_of(name, stack)]
         found = [outcome for home in homes for outcome in runner.outcomes(home)]
-    Path(given.to).write_text(json.dumps([asdict(outcome) for outcome in found]))
+    said = {"outcomes": [asdict(outcome) for outcome in found], "coupled": []}
+    if given.coupled:
+        able = [name for name, plain in runner.plain.items() if not plain.failed]
+        said["coupled"] = [
+            name
+            for name in able
+            if couples(runner.cases[name], given.dtype, runner.plain[name])
+        ]
+    Path(given.to).write_text(json.dumps(said))
 
 
 def _known(path: str | None) -> dict[str, Trajectory]:
