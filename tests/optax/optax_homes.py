@@ -46,11 +46,13 @@ def member(case: Case, start: Any, *, knows_its_tree: bool) -> Member:
     return Member(optimizer, variables, functions)
 
 
-def apply(members: list[Member], brought: Any, share: Callable[[Any], Any]) -> None:
+def apply(
+    members: list[Member], brought: Any, share: Callable[[Any], Any], **how: Any
+) -> None:
     """One call of each optimizer; ``brought``: gradients and arrays for each."""
     for one, (gradients, arrays) in zip(members, brought, strict=True):
         one.optimizer.apply_gradients(
-            share(gradients), one.variables, **arrays, **one.functions
+            share(gradients), one.variables, **how, **arrays, **one.functions
         )
 
 
@@ -129,6 +131,22 @@ def _in_replicas(strategy: Any) -> Callable[[list[Member]], Callable[[Any], None
     return stepper
 
 
+def _reduced_before(strategy: Any) -> Callable[[list[Member]], Callable[[Any], None]]:
+    """Each replica has the whole gradients, as after an all-reduce of its own."""
+
+    def stepper(members: list[Member]) -> Callable[[Any], None]:
+        @zs.function
+        def train_step(brought: Any) -> None:
+            def replica(mine: Any) -> None:
+                apply(members, mine, whole, aggregate_gradients=False)
+
+            strategy.run(replica, args=(brought,))
+
+        return train_step
+
+    return stepper
+
+
 def _outside(strategy: Any) -> Callable[[list[Member]], Callable[[Any], None]]:
     """In the scope, between steps: the gradients are whole already."""
 
@@ -150,6 +168,15 @@ def _pair(name: str, strategy: Any) -> list[Home]:
     ]
 
 
+def _mirrored() -> list[Home]:
+    strategy = zs.MirroredStrategy(["CPU:0", "CPU:1"])
+    reduced = "Mirrored, reduced before"
+    return [
+        *_pair("Mirrored", strategy),
+        Home(reduced, strategy.scope, _reduced_before(strategy)),
+    ]
+
+
 def _none() -> list[Home]:
     return [
         Home("no scope, in a step", contextlib.nullcontext, _in_a_function),
@@ -161,7 +188,7 @@ IN_PROCESS: dict[str, Callable[[], list[Home]]] = {
     "none": _none,
     "none_in_a_step": lambda: _none()[:1],
     "one_device": lambda: _pair("OneDevice", zs.OneDeviceStrategy("CPU:0")),
-    "mirrored": lambda: _pair("Mirrored", zs.MirroredStrategy(["CPU:0", "CPU:1"])),
+    "mirrored": _mirrored,
     "multi_worker": lambda: _pair(
         "MultiWorkerMirrored", zs.MultiWorkerMirroredStrategy()
     ),
@@ -237,6 +264,12 @@ ON_SERVERS = {
     "servers_in_steps": ("whole", "partitioned"),
     "servers_some_cut": ("some cut",),
 }
+
+
+def home_of_rank(strategy: Any, rank: int) -> Home:
+    """Of one rank of several: all of them run the same program at the same time."""
+    name = f"MultiWorkerMirrored, rank {rank}"
+    return Home(name, strategy.scope, _in_replicas(strategy))
 
 
 def homes_of(name: str, stack: contextlib.ExitStack) -> list[Home]:

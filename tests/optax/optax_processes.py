@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-HOMES = ("none", "one_device", "mirrored", "multi_worker", "tpu", "central", "servers")
+HOMES = (
+    "none",
+    "one_device",
+    "mirrored",
+    "multi_worker",
+    "two_ranks",
+    "tpu",
+    "central",
+    "servers",
+)
+"""What `optax_run.py` knows: all strategies, inside of steps and outside."""
 
 
 def outcomes(

@@ -24,12 +24,13 @@ def trained_by_rows(
     values = jax.tree.map(jnp.asarray, start)
     state = transformation.init(values)
     is_of_rows = _leaves_of_rows(transformation, start)
+    update = jax.jit(transformation.update)
     moments = []
     for step in range(model.STEPS):
         gradients = model.rows(step, dtype)
         given = gradients["embed"]["table"]
         indices = np.unique(given.indices)
-        updates, less = transformation.update(
+        updates, less = update(
             _with_table(gradients, _summed(given, indices)),
             _gathered(state, is_of_rows, indices),
             _with_table(values, values["embed"]["table"][indices]),

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from optax_catalogue import every_case
-from optax_homes import Home, Member, homes_of, member, values_of
+from optax_homes import (
+    Home,
+    Member,
+    home_of_rank,
+    homes_of,
+    member,
+    values_of,
+)
 from optax_programs import QUICK
 from optax_reference import Difference, couples, difference, trajectory
 
@@ -26,6 +33,7 @@ if TYPE_CHECKING:
     from optax_trajectory import Trajectory
 
 MISSING = object()
+RANKS = "two_ranks"
 
 
 @dataclass(frozen=True)
@@ -150,8 +158,11 @@ def main() -> None:
     runner = Runner(cases, given.dtype, _known(given.plain))
     _keep(given.plain, runner.plain)
     with contextlib.ExitStack() as stack:
-        homes = [home for name in given.home for home in homes_of(name, stack)]
+        names = [name for name in given.home if name != RANKS]
+        homes = [home for name in names for home in homes_of(name, stack)]
         found = [outcome for home in homes for outcome in runner.outcomes(home)]
+    if RANKS in given.home:
+        found += _of_ranks(runner)
     said = {"outcomes": [asdict(outcome) for outcome in found], "coupled": []}
     if given.coupled:
         able = [name for name, plain in runner.plain.items() if not plain.failed]
@@ -161,6 +172,18 @@ def main() -> None:
             if couples(runner.cases[name], given.dtype, runner.plain[name])
         ]
     Path(given.to).write_text(json.dumps(said))
+
+
+def _of_ranks(runner: Runner) -> list[Outcome]:
+    """Two ranks, threads of this process, each with devices of its own."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "strategy"))
+    import ranks
+
+    ranks.TIMEOUT = 3000.0
+    told = ranks.ranks(
+        2, lambda strategy, rank: runner.outcomes(home_of_rank(strategy, rank))
+    )
+    return [outcome for outcomes in told for outcome in outcomes]
 
 
 def _known(path: str | None) -> dict[str, Trajectory]:
