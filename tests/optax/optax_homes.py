@@ -22,8 +22,6 @@ import zstrat as zs
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-HAS_PARAMS = "params" in __import__("inspect").signature(zs.Optimizer).parameters
-
 
 @dataclass(frozen=True)
 class Member:
@@ -40,7 +38,7 @@ def member(case: Case, start: Any, *, knows_its_tree: bool) -> Member:
     variables = jax.tree_util.tree_map_with_path(
         lambda path, leaf: zs.Variable(leaf, name=path_of(path)), start
     )
-    given = {"params": variables} if knows_its_tree and HAS_PARAMS else {}
+    given = {"params": variables} if knows_its_tree else {}
     optimizer = zs.Optimizer(case.make(), **given)
     functions = {word: FUNCTIONS[word] for word in case.extra if word in FUNCTIONS}
     return Member(optimizer, variables, functions)

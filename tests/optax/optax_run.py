@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from optax_recipes import Case
     from optax_trajectory import Trajectory
 
-MISSING = object()
 RANKS = "two_ranks"
 
 
@@ -119,16 +118,18 @@ class Runner:
     def _ended(
         self, home: Home, case: Case, one: Member, wrong: Difference | None
     ) -> Outcome:
-        state = getattr(one.optimizer, "state", MISSING)
-        words = "" if wrong is None else str(wrong)
-        if not words and state is not MISSING:
-            expected = self.plain[case.name].state
-            found = difference(expected, state, len(self.plain[case.name].moments))
-            words = "" if found is None else f"the state: {found}"
-            if not words and jax.tree.structure(state) != jax.tree.structure(expected):
-                words = f"the state is {jax.tree.structure(state)}"
+        words = str(wrong or self._difference_of_state(case, one) or "")
         kind = "wrong" if words else "equal"
         return Outcome(case.name, home.name, self.dtype, kind, words)
+
+    def _difference_of_state(self, case: Case, one: Member) -> str:
+        """What is wrong with `Optimizer.state` after the last step; nothing if none."""
+        plain, state = self.plain[case.name], one.optimizer.state
+        wanted, got = jax.tree.structure(plain.state), jax.tree.structure(state)
+        if wanted != got:
+            return f"the state: expected the structure {wanted}, got {got}"
+        found = difference(plain.state, state, len(plain.moments) - 1)
+        return "" if found is None else f"the state: {found}"
 
     def _raised(self, case: Case, home: Home, error: Exception) -> Outcome:
         kind = "refused" if isinstance(error, ValueError) else "error"
