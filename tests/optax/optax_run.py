@@ -61,13 +61,20 @@ class Runner:
             for name, case in self.cases.items()
         }
 
-    def outcomes(self, home: Home) -> list[Outcome]:
+    def outcomes(self, home: Home, is_quick: bool = False) -> list[Outcome]:
+        """Of all cases; if ``is_quick``, of those that are for this kind of home."""
+        skipped = is_quick and not home.is_in_process
+        cases = {
+            name: case
+            for name, case in self.cases.items()
+            if not (skipped and QUICK[name] == "here")
+        }
         found = [
-            Outcome(name, home.name, self.dtype, "impossible", plain.failed)
-            for name, plain in self.plain.items()
-            if plain.failed
+            Outcome(name, home.name, self.dtype, "impossible", self.plain[name].failed)
+            for name in cases
+            if self.plain[name].failed
         ]
-        able = [c for n, c in self.cases.items() if not self.plain[n].failed]
+        able = [case for name, case in cases.items() if not self.plain[name].failed]
         for first in range(0, len(able), home.batch):
             found += self._batch(home, able[first : first + home.batch])
         return found
@@ -161,7 +168,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         names = [name for name in given.home if name != RANKS]
         homes = [home for name in names for home in homes_of(name, stack)]
-        found = [outcome for home in homes for outcome in runner.outcomes(home)]
+        quick = given.cases == "quick"
+        found = [each for home in homes for each in runner.outcomes(home, quick)]
     if RANKS in given.home:
         found += _of_ranks(runner)
     said = {"outcomes": [asdict(outcome) for outcome in found], "coupled": []}
