@@ -3,15 +3,17 @@
 #   make run      train the digits example on 2 ps + 2 workers on this machine
 #   make test     lint, type-check, test
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
+#   make test-optax   every transformation of optax under every strategy; takes minutes
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
+#   make optimizers   docs/optimizers_table.md, of what every transformation does
 #   make lint | units | clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-accelerator lint pytest cluster bench api units clean
+.PHONY: help run test test-accelerator test-optax optimizers lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -46,6 +48,15 @@ bench: $(VENV)/.run
 # Skips what needs a GPU or a TPU where jax sees none (it is pip that brings its plugin).
 test-accelerator: $(VENV)/.dev
 	@$(PY) -m pytest -q tests/accelerator $(ARGS)
+
+# Against plain optax, step by step: equal, or refused by parameter servers with words.
+test-optax: $(VENV)/.dev
+	@$(PY) -m pytest -q -n auto --dist load -m 'optax or not optax' tests/optax $(ARGS)
+	@$(PY) tests/optax/optax_list.py --check
+
+# Which transformation runs how; nothing is written while a result is wrong.
+optimizers: $(VENV)/.dev
+	@$(PY) tests/optax/optax_list.py
 
 # The table of tf.distribute's names; `make lint` fails where it lacks one.
 api: $(VENV)/.dev

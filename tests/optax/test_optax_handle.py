@@ -1,0 +1,170 @@
+"""The optimizer's handle while training goes on: its state, its hyperparameters, and
+extra arguments, in this process and on parameter servers."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zstrat as zs
+
+pytestmark = pytest.mark.processes
+
+START = {"b": np.ones(2, np.float32), "w": np.arange(6, dtype="f4").reshape(3, 2) - 2}
+GRADIENTS = [jax.tree.map(lambda leaf, n=n: np.cos(leaf + n), START) for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with zs.LocalCluster(num_ps=2, num_workers=1) as local:
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            yield strategy, zs.ClusterCoordinator(strategy)
+
+
+class Place:
+    """Where an optimizer and its variables are, and how a step is taken there."""
+
+    def __init__(self, strategy=None, coordinator=None):
+        self._strategy, self._coordinator = strategy, coordinator
+
+    def made(self, transformation, start=START):
+        scope = contextlib.nullcontext()
+        if self._strategy is not None:
+            scope = self._strategy.scope()
+        with scope:
+            variables = jax.tree.map(zs.Variable, start)
+            return variables, zs.Optimizer(transformation, params=variables)
+
+    def stepper(self, optimizer, variables):
+        @zs.function
+        def train_step(gradients, extra):
+            optimizer.apply_gradients(gradients, variables, **extra)
+
+        def take(gradients, **extra):
+            if self._coordinator is None:
+                train_step(gradients, extra)
+            else:
+                self._coordinator.schedule(train_step, args=(gradients, extra))
+                self._coordinator.join()
+
+        return take
+
+
+@pytest.fixture(params=["here", "servers"])
+def place(request):
+    if request.param == "here":
+        return Place()
+    return Place(*request.getfixturevalue("servers"))
+
+
+def by_optax(transformation, gradients, start=START, change=None):
+    """The last values and state; ``change`` gets the state before each step."""
+    transformation = optax.with_extra_args_support(transformation)
+    values = jax.tree.map(jnp.asarray, start)
+    state = transformation.init(values)
+    for number, gradient in enumerate(gradients):
+        state = state if change is None else change(number, state)
+        updates, state = transformation.update(gradient, state, values)
+        values = optax.apply_updates(values, updates)
+    return values, state
+
+
+def assert_close(got, expected):
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5)
+
+
+def values_of(variables):
+    return jax.tree.map(lambda variable: variable.numpy(), variables)
+
+
+def test_the_state_is_optax_own(place):
+    def transformation():
+        return optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+
+    variables, optimizer = place.made(transformation())
+    take = place.stepper(optimizer, variables)
+    assert optax.tree_utils.tree_get(optimizer.state, "count") == 0
+    for gradient in GRADIENTS:
+        take(gradient)
+    values, state = by_optax(transformation(), GRADIENTS)
+    assert optax.tree_utils.tree_get(optimizer.state, "count") == len(GRADIENTS)
+    assert_close(optimizer.state, state)
+    assert_close(values_of(variables), values)
+
+
+def test_functions_of_optax_take_the_state(place):
+    def transformation():
+        return optax.contrib.schedule_free_sgd(0.1)
+
+    variables, optimizer = place.made(transformation())
+    take = place.stepper(optimizer, variables)
+    for gradient in GRADIENTS:
+        take(gradient)
+    values, state = by_optax(transformation(), GRADIENTS)
+    got = optax.contrib.schedule_free_eval_params(optimizer.state, values_of(variables))
+    assert_close(got, optax.contrib.schedule_free_eval_params(state, values))
+
+
+def test_hyperparameters_are_read_and_assigned_between_steps(place):
+    def transformation():
+        return optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+
+    def change(number, state):
+        if number == 2:
+            state.hyperparams["learning_rate"] = jnp.float32(0.01)
+        return state
+
+    variables, optimizer = place.made(transformation())
+    take = place.stepper(optimizer, variables)
+    assert float(optimizer.hyperparams["learning_rate"]) == pytest.approx(0.1)
+    for number, gradient in enumerate(GRADIENTS):
+        if number == 2:
+            optimizer.hyperparams["learning_rate"] = 0.01
+        take(gradient)
+    assert float(optimizer.hyperparams["learning_rate"]) == pytest.approx(0.01)
+    values, _ = by_optax(transformation(), GRADIENTS, change=change)
+    assert_close(values_of(variables), values)
+
+
+def test_an_unknown_hyperparameter_names_those_there_are(place):
+    transformation = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    _, optimizer = place.made(transformation)
+    with pytest.raises(KeyError, match=r"rate.*learning_rate"):
+        optimizer.hyperparams["rate"]
+    with pytest.raises(KeyError, match=r"rate.*learning_rate"):
+        optimizer.hyperparams["rate"] = 0.1
+
+
+def test_hyperparameters_without_inject_hyperparams_say_what_to_write(place):
+    _, optimizer = place.made(optax.adam(0.1))
+    with pytest.raises((ValueError, KeyError), match="inject_hyperparams"):
+        optimizer.hyperparams["learning_rate"]
+
+
+def test_an_extra_argument_that_is_missing_is_named(place):
+    plateau = optax.contrib.reduce_on_plateau(patience=1)
+    variables, optimizer = place.made(optax.chain(optax.sgd(0.1), plateau))
+    take = place.stepper(optimizer, variables)
+    with pytest.raises(Exception, match="value"):
+        take(GRADIENTS[0])
+
+
+def test_a_refusal_names_two_leaves_and_the_cure(servers):
+    strategy, _ = servers
+    transformation = optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)), 8
+    )
+    with strategy.scope():
+        variables = {
+            "layer": {"kernel": zs.Variable(np.ones((2, 2), np.float32))},
+            "scale": zs.Variable(np.float32(1)),
+        }
+        with pytest.raises(
+            ValueError, match=r"(?s)(layer.*kernel.*scale|scale.*layer)"
+        ):
+            zs.Optimizer(transformation, params=variables)
