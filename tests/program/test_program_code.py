@@ -257,8 +257,7 @@ def test_a_handle_has_no_value_on_another_task():
     variable = zs.load(zs.dump_code(Variable(1.0, name="here")))
     with pytest.raises(RuntimeError, match="came from another task"):
         step(variable)
-    with pytest.raises(RuntimeError, match="came from another task"):
-        _ = optimizer.transformation
+    assert optimizer.transformation.init(np.float32(1)) is not None
 
 
 def test_code_of_another_python_is_refused():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.optimizers import Binding, Structure, TreeRule, checked
+from zstrat.optimizers import Binding, TreeRule, TreeStructure, checked
 from zstrat.wire import BindOptimizer
 
 
@@ -26,7 +26,7 @@ def binding(transformation, tree, gradients=None, wide=None) -> Binding:
     rule = TreeRule(
         "mine",
         checked(transformation),
-        Structure(treedef),
+        TreeStructure(treedef),
         tuple(kinds),
         tuple(jnp.dtype(gradients) if gradients else dtype for dtype in dtypes),
         wide=wide,

@@ -3,11 +3,13 @@
 What it keeps for all rows moves on components without rows too.
 """
 
+import jax
 import numpy as np
 import optax
 import pytest
 
 import zstrat.variables as zv
+from zstrat.optimizers import Binding, TreeRule, TreeStructure
 from zstrat.ps._engine import OptimizerEngine
 from zstrat.ps._store import Store
 from zstrat.variables._rows import row_updates
@@ -63,6 +65,14 @@ def test_on_a_parameter_server(parts):
     store.create(
         [VariableEntry(n, "t", True, parts > 1) for n in range(parts)], list(pieces)
     )
+    kind = jax.ShapeDtypeStruct((6, 1), np.float32)
+    tree = TreeRule(
+        "adam", rule(), TreeStructure.of({"t": 0}), (kind,), (np.dtype("float32"),)
+    )
+    told = Binding(tree, (tuple(range(parts)),)).encoded()
+    plan = store.plan_binding(1, (np.frombuffer(told, np.uint8),))
+    plan.compute()
+    store.commit(plan)
     components = tuple(zv.Variable(piece) for piece in pieces)
     table = zv.Table("t", components)
     keys = {part.spec.key: n for n, part in enumerate(components)}

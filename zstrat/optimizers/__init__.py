@@ -5,10 +5,10 @@ Imported late (it brings jax and optax with it), by whoever applies gradients.
 
 from ._binding import Binding as Binding
 from ._cut import Coupling as Coupling
-from ._cut import Cut as Cut
+from ._cut import TreeCut as TreeCut
 from ._leaf import LeafRule as LeafRule
 from ._padding import dependence_on_padding as dependence_on_padding
-from ._structure import Structure as Structure
+from ._structure import TreeStructure as TreeStructure
 from ._tree import Extras as Extras
 from ._tree import TreeRule as TreeRule
 from ._tree import checked as checked

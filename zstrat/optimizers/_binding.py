@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zstrat.errors import InvalidArgumentError
 
 from ._leaf import LeafRule
-from ._structure import Structure
+from ._structure import TreeStructure
 from ._tree import Extras, TreeRule, shaped
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Binding:
                 "structure": rule.structure.plain(),
                 "kinds": [_plain_kind(kind) for kind in rule.kinds],
                 "gradients": [jnp.dtype(dtype).name for dtype in rule.gradients],
-                "further": Structure(rule.extras.treedef).plain(),
+                "further": TreeStructure(rule.extras.treedef).plain(),
                 "further_kinds": [_plain_kind(kind) for kind in rule.extras.kinds],
                 "wide": rule.wide,
                 "keys": self.keys,
@@ -87,12 +87,12 @@ class Binding:
             )
         try:
             told = json.loads(data)
-            further = Structure.from_plain(told["further"]).treedef
+            further = TreeStructure.from_plain(told["further"]).treedef
             kinds = tuple([_kind(plain) for plain in told["further_kinds"]])
             rule = TreeRule(
                 name,
                 transformation,
-                Structure.from_plain(told["structure"]),
+                TreeStructure.from_plain(told["structure"]),
                 tuple([_kind(plain) for plain in told["kinds"]]),
                 tuple([jnp.dtype(plain) for plain in told["gradients"]]),
                 Extras(further, kinds),
@@ -156,7 +156,7 @@ def _require_mirrored(rule: TreeRule) -> None:
     Raises:
         ValueError: The optimizer does something else on a tree of the same keys.
     """
-    structure = Structure.from_plain(rule.structure.plain())
+    structure = TreeStructure.from_plain(rule.structure.plain())
     mirrored = replace(rule, structure=structure, _programs={})
     try:
         same = str(mirrored.update().closed) == str(rule.update().closed)

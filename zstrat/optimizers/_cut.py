@@ -2,9 +2,10 @@
 
 Theory of operation. The program of a tree takes gradients, values, leaves of the state
 and further arguments, and gives new values and a new state. A leaf of the state belongs
-to the leaf of the tree whose path is in its own (``.mu['dense']['w']``), or that it
-alone has to do with; what belongs to nobody (a count, a learning rate, a flag) is
-*shared*. The program is *by leaf* if each leaf of the tree can be moved with
+to the leaf of the tree whose place it has in a copy of the tree's structure
+(``.mu['dense']['w']``), or that it alone has to do with; what belongs to nobody (a
+count, a learning rate, a flag) is *shared*. The program is *by leaf* if each leaf of
+the tree can be moved with
 
 - its own gradient, value and state,
 - the shared state, of which each leaf has a copy that it advances by itself, and
@@ -26,6 +27,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 from jax.extend.core import Literal
 
 from ._jaxprs import Part, mask_of, operands_of
@@ -65,7 +67,7 @@ class LeafSlots:
         return tuple(sorted((*self.own, *self.shared)))
 
 
-class Cut:
+class TreeCut:
     """How the program of a tree is cut. ``coupling`` says why it is not by leaf; then
     ``slots`` still says where each leaf of the state is kept: what is shared, beside
     the first leaf alone."""
@@ -127,61 +129,80 @@ class Cut:
 # ---- whose is a leaf of the state ----------------------------------------------------
 
 
-def owners_in(rule: TreeRule) -> list[int | None]:
-    """For each leaf of the state the leaf of the tree that it belongs to."""
-    by_path = [_named(x.path, rule.structure.paths) for x in rule.state()]
-    if None not in by_path or len(rule.structure) < 2:
-        return by_path
-    program = rule.update()
-    touched = _touched(program)
-    return [
-        owner if owner is not None else _only(touched[number])
-        for number, owner in enumerate(by_path)
-    ]
+@dataclass(frozen=True)
+class Owner:
+    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
+    path of that leaf begins in its own path; None if it is not in there."""
+
+    leaf: int
+    start: int | None
 
 
-def _named(path: Sequence[Any], leaves: Sequence[Sequence[Any]]) -> int | None:
-    """The leaf whose path is part of this one: the longest, and of these the last."""
-    best, owner = -1, None
-    for number, wanted in enumerate(leaves):
-        if len(wanted) > best and _contains(path, wanted):
-            best, owner = len(wanted), number
-    return owner
+def owners_in(rule: TreeRule) -> list[Owner | None]:
+    """For each leaf of the state whose it is.
+
+    Where the state has a subtree of the tree's structure (moments do), its leaves
+    belong to those of the tree; any other belongs to the one leaf that it has to do
+    with. A count that lies where a leaf of such a subtree would is told by what looks
+    at it: it is made of no gradient, and several leaves are moved with it.
+    """
+    leaves, count = len(rule.structure), len(rule.state())
+    numbered = rule.state_structure().unflatten(list(range(count)))
+    found: dict[int, Owner] = {}
+    _match(rule.structure.treedef, numbered, 0, found)
+    if leaves == 1:
+        return [found.get(n, Owner(0, None)) for n in range(count)]
+    touched = _touched(rule.update())
+    owners: list[Owner | None] = []
+    for number in range(count):
+        owner, (made, used) = found.get(number), touched[number]
+        if owner is not None and not made and used - {owner.leaf}:
+            owner = None
+        both = made | used
+        if owner is None and number not in found and len(both) == 1:
+            owner = Owner(next(iter(both)), None)
+        owners.append(owner)
+    return owners
 
 
-def _contains(path: Sequence[Any], wanted: Sequence[Any]) -> bool:
-    size = len(wanted)
-    if not size:
+def _match(treedef: Any, node: Any, depth: int, found: dict[int, Owner]) -> bool:
+    """Finds the innermost subtrees of a structure among numbered leaves."""
+    if isinstance(node, int):
+        return False
+    children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
+    inside = [_match(treedef, child, depth + 1, found) for child in children]
+    if any(inside):
         return True
-    wanted = tuple(wanted)
-    return any(
-        tuple(path[at : at + size]) == wanted for at in range(len(path) - size, -1, -1)
-    )
+    try:
+        parts = treedef.flatten_up_to(node)
+    except ValueError:
+        return False
+    for leaf, part in enumerate(parts):
+        for number in jax.tree.leaves(part):
+            found[number] = Owner(leaf, depth)
+    return True
 
 
-def _touched(program: Program) -> list[set[int]]:
+def _touched(program: Program) -> list[tuple[set[int], set[int]]]:
     """For each leaf of the state the leaves of the tree whose gradient or value it is
-    made of, or whose new value is made of it."""
+    made of, and those whose new value is made of it."""
     leaves, _, states, _ = program.counts
-    found: list[set[int]] = [set() for _ in range(states)]
+    made: list[set[int]] = [set() for _ in range(states)]
+    used: list[set[int]] = [set() for _ in range(states)]
     for number, var in enumerate(program.outputs):
         mask = mask_of(program.mask, var)
-        if number < leaves:
-            for state in range(states):
-                if mask >> (2 * leaves + state) & 1:
-                    found[state].add(number)
-        else:
-            found[number - leaves] |= _leaves_in(mask, leaves)
-    return found
+        if number >= leaves:
+            made[number - leaves] |= _leaves_in(mask, leaves)
+            continue
+        for state in range(states):
+            if mask >> (2 * leaves + state) & 1:
+                used[state].add(number)
+    return list(zip(made, used, strict=True))
 
 
 def _leaves_in(mask: int, leaves: int) -> set[int]:
     both = (mask | mask >> leaves) & ((1 << leaves) - 1)
     return {n for n in range(leaves) if both >> n & 1}
-
-
-def _only(found: set[int]) -> int | None:
-    return next(iter(found)) if len(found) == 1 else None
 
 
 # ---- is it by leaf -------------------------------------------------------------------
@@ -191,10 +212,13 @@ _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
 
 
 def _by_leaf(
-    rule: TreeRule, program: Program, owners: Sequence[int | None]
+    rule: TreeRule, program: Program, owners: Sequence[Owner | None]
 ) -> tuple[Coupling | None, _Found]:
     leaves = program.counts[0]
-    own = [tuple(n for n, x in enumerate(owners) if x == i) for i in range(leaves)]
+    own = [
+        tuple(n for n, x in enumerate(owners) if x is not None and x.leaf == leaf)
+        for leaf in range(leaves)
+    ]
     shared = [n for n, owner in enumerate(owners) if owner is None]
     search = _Search(rule, program, shared)
     if program.acts:
@@ -373,7 +397,7 @@ class _Search:
         others = sorted(_leaves_in(foreign, self._leaves))
         about = self._rule.state()
         owned = [
-            owner
+            owner.leaf
             for number, owner in enumerate(self._rule.owners())
             if owner is not None and foreign >> (2 * self._leaves + number) & 1
         ]

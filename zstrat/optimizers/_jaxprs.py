@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,8 +117,8 @@ def primitives(jaxpr: Any) -> Iterable[str]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         for parameter in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
+            inner = parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
+            if isinstance(inner, Jaxpr):
                 yield from primitives(inner)
 
 

@@ -23,7 +23,7 @@ from ._tree import GENERATIONS, shaped
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._cut import Cut
+    from ._cut import TreeCut
     from ._tree import Shape, Sizes, TreeRule
 
 
@@ -55,7 +55,7 @@ class LeafRule:
         """What is kept beside the leaf, in the order of `init` and `step`."""
         found = self.tree.cut().slots[self.leaf].all
         about = self.tree.state()
-        names = _distinct([self._name(about[n].path) for n in found])
+        names = _distinct([self._name(n) for n in found])
         grown = self._grown()
         return tuple(
             Slot(name, self._has_rows(about[n].kind.shape, grown, n), n)
@@ -118,7 +118,7 @@ class LeafRule:
 
         Args:
             gradient: Of the value's shape.
-            operands: Those of the whole tree that this leaf takes, see `Cut.uses`.
+            operands: Those of the whole tree that this leaf takes, see `TreeCut.uses`.
         """
         size = value.shape[0] if value.shape else None
         made = self._step(size, tuple([np.dtype(x.dtype) for x in slots]))
@@ -190,13 +190,13 @@ class LeafRule:
             found[slot.state] = dtype
         return tuple(found)
 
-    def _name(self, path: Sequence[Any]) -> str:
-        mine = self.tree.structure.paths[self.leaf]
-        size = len(mine)
-        for at in range(len(path) - size, -1, -1):
-            if size and tuple(path[at : at + size]) == mine:
-                return keystr((*path[:at], *path[at + size :]))
-        return keystr(tuple(path))
+    def _name(self, state: int) -> str:
+        """The path of a leaf of the state, without that of the leaf of the tree."""
+        owner, path = self.tree.owners()[state], self.tree.state()[state].path
+        if owner is None or owner.start is None:
+            return keystr(path)
+        size = len(self.tree.structure.paths[self.leaf])
+        return keystr((*path[: owner.start], *path[owner.start + size :]))
 
     def _grown(self) -> list[Any] | None:
         """The state of a tree whose leaves have one row more."""
@@ -220,7 +220,7 @@ class LeafRule:
 class _Step:
     """The part of one program that moves one leaf."""
 
-    def __init__(self, rule: LeafRule, cut: Cut, dtypes: tuple[Any, ...]) -> None:
+    def __init__(self, rule: LeafRule, cut: TreeCut, dtypes: tuple[Any, ...]) -> None:
         leaf, program = rule.leaf, cut.program
         assert cut.coupling is None, "a leaf of a coupled tree has no program"
         self._rule, self._cut, self._dtypes = rule, cut, dtypes

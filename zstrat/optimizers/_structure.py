@@ -10,6 +10,7 @@ A list of ``(gradient, variable)`` pairs has no paths. Its keys say so to whoeve
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import jax
@@ -34,7 +35,7 @@ Path = tuple[Any, ...]
 
 
 @final
-class Structure:
+class TreeStructure:
     """A pytree without its leaves, and the path of each of them."""
 
     def __init__(self, treedef: Any) -> None:
@@ -46,23 +47,23 @@ class Structure:
         return len(self.paths)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self.treedef == other.treedef
+        return isinstance(other, TreeStructure) and self.treedef == other.treedef
 
     def __hash__(self) -> int:
         return hash(self.treedef)
 
     def __repr__(self) -> str:
-        return f"Structure({self.treedef})"
+        return f"TreeStructure({self.treedef})"
 
     @staticmethod
-    def of(tree: Any) -> Structure:
+    def of(tree: Any) -> TreeStructure:
         """That of a pytree, whose leaves are what jax takes for leaves."""
-        return Structure(jax.tree.structure(tree))
+        return TreeStructure(jax.tree.structure(tree))
 
     @staticmethod
-    def of_pairs(names: Sequence[str]) -> Structure:
+    def of_pairs(names: Sequence[str]) -> TreeStructure:
         """That of a list without paths; ``names`` are for errors."""
-        return Structure(jax.tree.structure(Pairs(range(len(names)), names)))
+        return TreeStructure(jax.tree.structure(Pairs(range(len(names)), names)))
 
     def words(self, leaf: int) -> str:
         """What a message calls a leaf: its path, or nothing if it has none."""
@@ -77,18 +78,18 @@ class Structure:
         return _plain(numbered)
 
     @staticmethod
-    def from_plain(plain: PlainTree) -> Structure:
+    def from_plain(plain: PlainTree) -> TreeStructure:
         """
         Raises:
             InvalidArgumentError: It is none.
         """
-        return Structure(jax.tree.structure(_built(plain, depth=0)))
+        return TreeStructure(jax.tree.structure(_built(plain, depth=0)))
 
     @property
     def is_plain(self) -> bool:
         """Whether a tree that was told as data is this very tree: without a `Mirror`
         in place of a container of another class."""
-        return Structure.from_plain(self.plain()) == self
+        return TreeStructure.from_plain(self.plain()) == self
 
 
 @final
@@ -107,9 +108,13 @@ class Unnamed:
         raise self._refusal()
 
     def __str__(self) -> str:
+        # jax writes paths down to name the arguments of what it traces.
+        if _asks_jax_itself():
+            return f"<{self._number}>"
         raise self._refusal()
 
     def __eq__(self, other: object) -> bool:
+        # Whoever compares it with a key looks for a path.
         if not isinstance(other, Unnamed):
             raise self._refusal()
         return (self._number, self._who) == (other._number, other._who)
@@ -127,6 +132,18 @@ class Unnamed:
             "zs.Optimizer(transformation, params=params), or give "
             "apply_gradients(grads, params) two pytrees"
         )
+
+
+def _asks_jax_itself() -> bool:
+    """Whether the text of a key is wanted by jax, and by nobody through its functions
+    of trees (``keystr``)."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.endswith("tree_util"):
+            return name.startswith("jax.")
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @final

@@ -22,13 +22,13 @@ from jax.tree_util import tree_flatten_with_path
 
 from zstrat.errors import InvalidArgumentError
 
-from ._cut import Cut, owners_in
+from ._cut import Owner, TreeCut, owners_in
 from ._jaxprs import flat, masks, primitives
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from ._structure import Path, Structure
+    from ._structure import Path, TreeStructure
 
 Shape = jax.ShapeDtypeStruct
 Sizes = tuple[int | None, ...]
@@ -130,7 +130,7 @@ class TreeRule:
 
     name: str
     transformation: Any
-    structure: Structure
+    structure: TreeStructure
     kinds: tuple[Shape, ...]
     gradients: tuple[Any, ...]
     extras: Extras = field(default_factory=Extras.none)
@@ -156,21 +156,21 @@ class TreeRule:
         wrapped = [_wrapped(leaf, about.random) for leaf, about in pairs]
         return self.state_structure().unflatten(wrapped)
 
-    def owners(self) -> list[int | None]:
+    def owners(self) -> list[Owner | None]:
         """For each leaf of the state the leaf of the tree that it belongs to."""
         if "owners" not in self._programs:
             self._programs["owners"] = owners_in(self)
-        found: list[int | None] = self._programs["owners"]
+        found: list[Owner | None] = self._programs["owners"]
         return found
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
-    ) -> Cut:
+    ) -> TreeCut:
         """How the program of such a tree is cut."""
         key = ("cut", sizes, dtypes)
         if key not in self._programs:
-            self._programs[key] = Cut(self, sizes, dtypes)
-        found: Cut = self._programs[key]
+            self._programs[key] = TreeCut(self, sizes, dtypes)
+        found: TreeCut = self._programs[key]
         return found
 
     def steady(self, generation: int) -> tuple[Any, ...] | None:

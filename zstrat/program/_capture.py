@@ -250,12 +250,16 @@ class Capture:
         if self._is_region:
             op = UpdateOp.OPTIMIZE
             self._note(noted(variables, op, operands=arrays, call=call))
-        elif lives_here(call):
+        elif all(map(is_here, variables)):
             self.moves.optimize(call, self._current)
             for variable in variables:
                 key = variable.spec.key
                 self._values[key] = self.moves.values[key][1]
             self._scope.enter_context(fresh())
+        elif lives_here(call):
+            # Of this process, but not of its devices: moved when the step has run.
+            op = UpdateOp.OPTIMIZE
+            self._note(noted(variables, op, operands=arrays, call=call))
         else:
             self._send(call, noted)
 

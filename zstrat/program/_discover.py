@@ -26,6 +26,8 @@ from ._retrace import Staged, Traced, leveled, retraced, staged
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from zstrat.variables import GradientCall
+
     from ._capture import Recorded
     from ._iterator import Element, StepIterator
     from ._signature import Call
@@ -113,6 +115,7 @@ def _plan(
                 tuple(shapes),
                 update.where,
                 update.table,
+                None if update.call is None else _emptied(update.call),
             )
             for update, shapes in zip(capture.updates, operands, strict=True)
         ),
@@ -129,10 +132,13 @@ def _plan(
             for lookup in capture.lookups
         ),
         tuple(capture.moves.notes),
-        calls=tuple(
-            [call.with_arrays([None] * len(call.arrays)) for call in capture.calls]
-        ),
+        calls=tuple([_emptied(call) for call in capture.calls]),
     )
+
+
+def _emptied(call: GradientCall) -> GradientCall:
+    """Without arrays, which belong to the trace."""
+    return call.with_arrays([None] * len(call.arrays))
 
 
 def _gaps(call: Call) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import numpy as np
 
-from zstrat.variables import Binds, read_all, read_parts, update_all
+from zstrat.variables import Binds, apply_now, read_all, read_parts, update_all
 
 from . import _joined
 from ._compile import Program
@@ -276,6 +276,11 @@ def _apply(plan: Plan, updates: Sequence[StepUpdate]) -> None:
     waiting: dict[int, Any] = {}
     for update in updates:
         key = update.spec.key
+        if update.call is not None:
+            update_all(list(waiting.values()))
+            waiting.clear()
+            apply_now(update.call.with_arrays(update.arrays))
+            continue
         if key in waiting:  # a home takes updates of different variables together
             update_all(list(waiting.values()))
             waiting.clear()

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 class PlannedUpdate:
     """One update. ``optimizer`` is 0 for none; ``where`` is the user's line.
 
-    With a ``table`` it is one of rows; ``specs`` are then those of the components.
+    With a ``table`` it is one of rows; ``specs`` are then those of the components. With
+    a ``call`` it is one of gradients of a tree, for variables of this process.
     """
 
     specs: tuple[VariableSpec, ...]
@@ -52,6 +53,7 @@ class PlannedUpdate:
     operands: tuple[jax.ShapeDtypeStruct, ...]
     where: str
     table: Table | None = None
+    call: GradientCall | None = None
 
     @property
     def spec(self) -> VariableSpec:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import jax
     import numpy as np
 
-    from zstrat.variables import VariableSpec
+    from zstrat.variables import GradientCall, VariableSpec
     from zstrat.wire._messages import UpdateOp
 
     from ._structure import ResultLayout
@@ -24,6 +24,8 @@ class StepUpdate(NamedTuple):
     op: UpdateOp
     optimizer: int
     arrays: tuple[np.ndarray, ...]
+    call: GradientCall | None = None
+    """Of gradients of a tree of variables of this process; ``arrays`` are its own."""
 
 
 class StepResult(NamedTuple):

@@ -47,6 +47,9 @@ def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepU
     arrays = tuple([np.asarray(array) for array in operands])
     if update.op is UpdateOp.OPERANDS:
         return shared(update, arrays)
+    if update.call is not None:
+        made = update.spec, update.op, update.optimizer, arrays, update.call
+        return [StepUpdate(*made)]
     if update.table is None:
         return [StepUpdate(update.spec, update.op, update.optimizer, arrays)]
     indices, rows = arrays

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zstrat.optimizers import Binding, Extras, Structure, TreeRule
+    from zstrat.optimizers import Binding, Extras, TreeRule, TreeStructure
 
     from ._abstract import AbstractVariable
     from ._optimizer import Optimizer
@@ -39,7 +39,7 @@ class GradientCall:
     """
 
     optimizer: Optimizer
-    structure: Structure
+    structure: TreeStructure
     targets: tuple[AbstractVariable, ...]
     given: tuple[int, ...]
     sparse: tuple[bool, ...]

@@ -25,18 +25,18 @@ from ._slices import IndexedSlices
 from ._staging import refuse_update
 
 if TYPE_CHECKING:
-    from zstrat.optimizers import Extras, Structure
+    from zstrat.optimizers import Extras, TreeStructure
 
     from ._optimizer import Optimizer
 
-    Tree = tuple[Structure, tuple[AbstractVariable, ...]]
+    Tree = tuple[TreeStructure, tuple[AbstractVariable, ...]]
 
 
 @dataclass(frozen=True)
 class Given:
     """Gradients of leaves of a tree: ``gradients`` by the number of the leaf."""
 
-    structure: Structure
+    structure: TreeStructure
     targets: tuple[AbstractVariable, ...]
     gradients: dict[int, Any]
 
@@ -78,10 +78,10 @@ def given_pairs(pairs: Any, tree: Tree | None) -> Given:
     found = _present(_listed(pairs))
     if tree is not None:
         return _in_tree(found, tree)
-    from zstrat.optimizers import Structure
+    from zstrat.optimizers import TreeStructure
 
     variables = tuple([variable for _, variable in found])
-    structure = Structure.of_pairs([variable.name for variable in variables])
+    structure = TreeStructure.of_pairs([variable.name for variable in variables])
     gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
     return Given(structure, variables, gradients)
 
@@ -97,13 +97,13 @@ def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
     found = _present(listed)
     if tree is not None:
         return _in_tree(found, tree)
-    from zstrat.optimizers import Structure
+    from zstrat.optimizers import TreeStructure
 
     # None is no leaf: what rests is not in the tree.
     left = treedef.unflatten([v if g is not None else None for g, v in listed])
     targets, rest = jax.tree.flatten(left)
     gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
-    return Given(Structure(rest), tuple(targets), gradients)
+    return Given(TreeStructure(rest), tuple(targets), gradients)
 
 
 def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:

@@ -28,7 +28,7 @@ from ._variable import Variable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.optimizers import LeafRule, Structure, TreeRule
+    from zstrat.optimizers import LeafRule, TreeRule, TreeStructure
 
     from ._abstract import AbstractVariable
     from ._slots import SlotRule
@@ -167,7 +167,7 @@ class Optimizer:
         call = self._call(grads, variables, extra, is_reduced=not aggregate_gradients)
         recording = recorder.get()
         if recording is None:
-            apply_now(call)
+            apply_now(call, counts=True)
         else:
             recording.optimize(call)
             if self.iterations is not None:
@@ -299,7 +299,7 @@ class Optimizer:
 
     def _empty_call(
         self,
-        structure: Structure,
+        structure: TreeStructure,
         targets: tuple[AbstractVariable, ...],
         like: GradientCall | None = None,
     ) -> GradientCall:
@@ -317,7 +317,7 @@ class Optimizer:
         )
 
     def _require_possible(
-        self, structure: Structure, targets: tuple[AbstractVariable, ...]
+        self, structure: TreeStructure, targets: tuple[AbstractVariable, ...]
     ) -> None:
         """Refuses at once what a parameter server would not do."""
         from zstrat.optimizers import takes_extras
@@ -377,8 +377,8 @@ def _handle(
     return made
 
 
-def _tree_of(params: Any) -> tuple[Structure, tuple[AbstractVariable, ...]]:
-    from zstrat.optimizers import Structure
+def _tree_of(params: Any) -> tuple[TreeStructure, tuple[AbstractVariable, ...]]:
+    from zstrat.optimizers import TreeStructure
 
     from ._abstract import AbstractVariable
 
@@ -389,7 +389,7 @@ def _tree_of(params: Any) -> tuple[Structure, tuple[AbstractVariable, ...]]:
                 "zs.Optimizer(params=) takes a pytree of zs.Variable objects, as "
                 f"zs.create_variables gives; a leaf is {type(leaf).__name__}"
             )
-    return Structure(treedef), tuple(leaves)
+    return TreeStructure(treedef), tuple(leaves)
 
 
 def _is_wide(dtype: Any) -> bool:

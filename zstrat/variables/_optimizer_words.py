@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zstrat.optimizers import Coupling, Cut, TreeRule
+    from zstrat.optimizers import Coupling, TreeCut, TreeRule
 
     from ._gradient_call import GradientCall
 
@@ -39,7 +39,7 @@ def tracing(call: GradientCall) -> Iterator[None]:
         ) from error
 
 
-def require_whole(call: GradientCall, cut: Cut) -> None:
+def require_whole(call: GradientCall, cut: TreeCut) -> None:
     """Refuses a call that an optimizer of a whole tree cannot carry out.
 
     Raises:

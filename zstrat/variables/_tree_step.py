@@ -1,9 +1,9 @@
 """One step of an optimizer on variables of this process, as a function of arrays.
 
-Leaf by leaf, if that is what the program of the optimizer is (`zstrat.optimizers.Cut`):
-each component of each variable by itself, with values that are computed of several
-gradients. Otherwise the whole tree at once. What moves and what is refused is decided
-when the step is made, before anything is computed.
+Leaf by leaf, if that is what the program of the optimizer is
+(`zstrat.optimizers.TreeCut`): each component of each variable by itself, with values
+that are computed of several gradients. Otherwise the whole tree at once. What moves,
+and what is refused, is decided when the step is made, before anything is computed.
 
 Law of the file: nothing is written to, and nothing is read but arguments.
 """
@@ -25,7 +25,7 @@ from ._traced_rows import rows_of_component, summed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.optimizers import Cut, LeafRule
+    from zstrat.optimizers import LeafRule, TreeCut
 
     from ._gradient_call import GradientCall
     from ._variable import Variable
@@ -132,7 +132,7 @@ class TreeStep:
 
 def operands_of(call: GradientCall, tree: Any) -> list[Any]:
     """What the optimizer computes of several gradients and of further arguments."""
-    whole: Cut = tree.cut()
+    whole: TreeCut = tree.cut()
     if not whole.operands:
         return []
     sizes: list[int | None] = [None] * len(call.targets)

@@ -26,34 +26,38 @@ if TYPE_CHECKING:
     from ._home import Home, HomeUpdate
 
 
-def apply_now(call: GradientCall, home: Home | None = None) -> None:
+def apply_now(
+    call: GradientCall, home: Home | None = None, *, counts: bool = False
+) -> None:
     """Carries a call out.
 
     Args:
         home: Of all variables; None for each variable's own.
+        counts: TF's ``iterations`` grows, too.
     """
+    counted = _counted(call) if counts else []
     if home is None and lives_here(call):
         _move_here(call)
-        _count_now(call)
+        update_all(counted)
         return
     updates = server_updates(call)
     for each in _homes(call, home):
         assert isinstance(each, Binds), each
         each.bind(call)
     if home is None:
-        update_all([*updates, *_counted(call)])
+        update_all([*updates, *counted])
     else:
-        home.update_many([*updates, *_counted(call)])
+        home.update_many([*updates, *counted])
 
 
 async def apply_now_async(call: GradientCall) -> None:
-    """`apply_now`, without blocking the running loop.
+    """`apply_now`, without blocking the running loop; ``iterations`` grows.
 
     Cancellation: some of the gradients may have been applied.
     """
     if lives_here(call):
         _move_here(call)
-        _count_now(call)
+        update_all(_counted(call))
         return
     updates = server_updates(call)
     for each in _homes(call, None):
@@ -183,7 +187,3 @@ def _counted(call: GradientCall) -> list[HomeUpdate]:
     """The update of TF's ``iterations``."""
     iterations = call.optimizer.iterations
     return [] if iterations is None else iterations._planned(UpdateOp.ADD, 1, None)
-
-
-def _count_now(call: GradientCall) -> None:
-    update_all(_counted(call))

@@ -305,5 +305,5 @@ class _Refusing:
 def _push(result: StepResult) -> list[PsUpdate] | None:
     return [
         PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
-        for spec, op, optimizer, arrays in result.updates
+        for spec, op, optimizer, arrays, _ in result.updates
     ] or None
