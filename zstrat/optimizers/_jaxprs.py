@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -117,9 +117,10 @@ def primitives(jaxpr: Any) -> Iterable[str]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         for parameter in jax.tree.leaves(list(eqn.params.values())):
-            inner = getattr(parameter, "jaxpr", parameter)
-            if hasattr(inner, "eqns"):
-                yield from primitives(inner)
+            if isinstance(parameter, ClosedJaxpr):
+                parameter = parameter.jaxpr
+            if isinstance(parameter, Jaxpr):
+                yield from primitives(parameter)
 
 
 def inner_call(eqn: Any) -> tuple[Any, Sequence[Any]] | None:

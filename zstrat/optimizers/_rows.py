@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ._jaxprs import inner_call
 
@@ -142,7 +142,7 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
         return len(one) == len(two) and all(
             _alike(a, b, rows, other) for a, b in zip(one, two, strict=True)
         )
-    if hasattr(one, "eqns") and hasattr(two, "eqns"):
+    if isinstance(one, Jaxpr) and isinstance(two, Jaxpr):
         return _same(one, two, rows, other)
     if isinstance(one, np.ndarray) or isinstance(two, np.ndarray):
         return bool(np.array_equal(one, two))
