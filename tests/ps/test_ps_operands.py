@@ -154,6 +154,18 @@ def test_operands_that_do_not_fit_are_refused_and_nothing_changes():
     push(*right)
 
 
+def test_what_takes_whole_gradients_of_others_is_not_moved_row_by_row():
+    """Each variable by the sum of all gradients."""
+    together = optax.stateless(
+        lambda gradients, _: jax.tree.map(
+            lambda _: -sum(jax.tree.leaves(gradients)), gradients
+        )
+    )
+    tree = {name: ((key,), (6, 2), "f4") for key, name in enumerate("ab", 1)}
+    for rule in binding(together, tree).rules():
+        assert "a row for each of its rows" in rule.row_dependence
+
+
 def test_tables_share_a_call_only_with_equal_operands():
     """Tables of one kind, each below a norm of its own."""
     world = World("two norms")

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from zstrat.errors import OutOfRangeError, PSUnavailableError
+from zstrat.optimizers import Binding, Structure, TreeRule
 from zstrat.program import (
     ResultLayout,
     StepResult,
@@ -24,7 +27,14 @@ from zstrat.program import (
     prepare,
 )
 from zstrat.variables import IndexedSlices
-from zstrat.wire import CancelSteps, CreateOptimizer, PullRows, Push, UpdateOp
+from zstrat.wire import (
+    BindOptimizer,
+    CancelSteps,
+    CreateOptimizer,
+    PullRows,
+    Push,
+    UpdateOp,
+)
 
 SGD = 1
 
@@ -115,7 +125,22 @@ async def ahead(make_world):
         answer = service.handle(world.remote, order)
         if hasattr(answer, "__await__"):
             await answer
+    made = world.variable
+    world.variable = lambda value, ps=0: bound(world, made(value, ps))
     return world
+
+
+def bound(world, variable):
+    """The optimizer moves it, in a tree of its own."""
+    kind = jax.ShapeDtypeStruct(variable.shape, jnp.dtype(variable.dtype))
+    rule = TreeRule(
+        "sgd", optax.sgd(1.0), Structure.of({"w": kind}), (kind,), (kind.dtype,)
+    )
+    data = np.frombuffer(Binding(rule, ((variable.spec.key,),)).encoded(), np.uint8)
+    order = BindOptimizer(world.session, SGD, (data,))
+    # Its answer may come later; what is pushed comes behind it.
+    world.services[variable.spec.ps].handle(world.remote, order)
+    return variable
 
 
 def table(rows=6, width=2, start=0):

@@ -281,6 +281,14 @@ class _Search:
         extras = ((1 << self._extras) - 1) << (2 * self._leaves + self._states)
         self._known_mask = gradients | extras
         self._reach: dict[int, set[int]] = {}
+        self._further = set(program.inputs[3])
+        self._makers = {
+            var: (eqn, number)
+            for eqn in program.closed.jaxpr.eqns
+            for number, var in enumerate(eqn.outvars)
+        }
+        """Each variable's equation, and which of its outputs it is."""
+        self._operands: dict[Any, list[Any]] = {}
 
     def shared_state(self) -> dict[int, tuple[set[Any], set[int]]] | Coupling:
         """For each shared leaf of the state the operands that advance it, and the
@@ -337,7 +345,7 @@ class _Search:
             union |= mask_of(mask, var)
         if not union & ~allowed:
             return set(), self._shared_in(union)
-        ways = self._ways(allowed, size)
+        ways = self._ways(wanted, allowed, size)
         frontier: set[Any] = set()
         used = 0
         stack, seen = list(wanted), set[Any]()
@@ -354,36 +362,48 @@ class _Search:
             elif way is _FAILS:
                 return self._coupling(var, allowed, state, leaf)
             else:
-                stack += operands_of(*way)
+                stack += self._before(var)
         return frontier, self._shared_in(used)
 
-    def _ways(self, allowed: int, size: int) -> dict[Any, Any]:
-        """How each variable is had: here, as an operand, from others, or not."""
-        mask, known = self._program.mask, self._known_mask
+    def _ways(self, wanted: Sequence[Any], allowed: int, size: int) -> dict[Any, Any]:
+        """How each variable is had that ``wanted`` are made of: here, as an operand,
+        from others, or not. Looks at no more than it has to: trees are large."""
         ways: dict[Any, Any] = {}
-        inputs = self._program.closed.jaxpr.invars
-        further = set(inputs[2 * self._leaves + self._states :])
-        for var in inputs:
-            is_local = not mask_of(mask, var) & ~allowed
-            is_further = var in further
-            ways[var] = _LOCAL if is_local else _OPERAND if is_further else _FAILS
-        for eqn in self._program.closed.jaxpr.eqns:
-            for number, var in enumerate(eqn.outvars):
-                bits = mask_of(mask, var)
-                if not bits & ~allowed:
-                    ways[var] = _LOCAL
+        stack = [var for var in wanted if not isinstance(var, Literal)]
+        while stack:
+            var = stack[-1]
+            way = ways.get(var) or self._at_once(var, allowed)
+            if way is None:
+                before = self._before(var)
+                fails = any(ways.get(each) is _FAILS for each in before)
+                left = [each for each in before if each not in ways]
+                if left and not fails:
+                    stack += left
                     continue
-                if not bits & ~known and not var.aval.shape:
-                    ways[var] = _OPERAND
-                    continue
-                before = operands_of(eqn, number)
-                if all(ways.get(each, _LOCAL) is not _FAILS for each in before):
-                    ways[var] = (eqn, number)
-                elif not bits & ~known and _count(var.aval.shape) <= size:
-                    ways[var] = _OPERAND
-                else:
-                    ways[var] = _FAILS
+                way = self._way(var, size) if fails else self._makers[var]
+            ways[var] = way
+            stack.pop()
         return ways
+
+    def _at_once(self, var: Any, allowed: int) -> Any:
+        """How a variable is had, if that can be told without those before it."""
+        bits = mask_of(self._program.mask, var)
+        if not bits & ~allowed:
+            return _LOCAL
+        if var not in self._makers:
+            return _OPERAND if var in self._further else _FAILS
+        return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
+
+    def _way(self, var: Any, size: int) -> Any:
+        """How one is had that cannot be computed here."""
+        bits = mask_of(self._program.mask, var)
+        fits = not bits & ~self._known_mask and _count(var.aval.shape) <= size
+        return _OPERAND if fits else _FAILS
+
+    def _before(self, var: Any) -> list[Any]:
+        if var not in self._operands:
+            self._operands[var] = operands_of(*self._makers[var])
+        return self._operands[var]
 
     def _shared_in(self, mask: int) -> set[int]:
         bits = mask >> (2 * self._leaves)

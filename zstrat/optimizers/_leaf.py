@@ -48,7 +48,7 @@ class LeafRule:
         self.kind: Shape = tree.kinds[leaf]
         self.gradient: Any = tree.gradients[leaf]
         self._steps: dict[Any, _Step] = {}
-        self._texts: dict[int, str] = {}
+        self._closed: dict[Any, Any] = {}
 
     @functools.cached_property
     def slots(self) -> tuple[Slot, ...]:
@@ -128,7 +128,9 @@ class LeafRule:
         """`step` as jax's program: value, slots, gradient, operands."""
         kinds = self.kinds(size)
         dtypes = tuple([np.dtype(x.dtype) for x in kinds]) if dtypes is None else dtypes
-        return self._step(size, dtypes).closed(kinds)
+        if (size, dtypes) not in self._closed:
+            self._closed[size, dtypes] = self._step(size, dtypes).closed()
+        return self._closed[size, dtypes]
 
     @functools.cached_property
     def uses(self) -> tuple[int, ...]:
@@ -242,7 +244,7 @@ class _Step:
         moved, *after = self._part.run(known)
         return moved, after
 
-    def closed(self, kinds: Sequence[Shape]) -> Any:
+    def closed(self) -> Any:
         def run(*given: Any) -> list[Any]:
             known = dict(zip(self._inputs, given, strict=True))
             return self._part.run(known)

@@ -73,6 +73,11 @@ def dependence_on_rows(rule: LeafRule) -> str:
     for slot, one, two in zip(rule.slots, before, kinds, strict=True):
         if not slot.rows and one.shape != two.shape:
             return f"it keeps {slot.name}, whose shape depends on the number of rows"
+    operands = len(rule.slots) + 2
+    pairs = zip(here.in_avals[operands:], there.in_avals[operands:], strict=False)
+    for one, two in pairs:
+        if one.shape != two.shape:
+            return "it takes something that has a row for each of its rows"
     if not same_but_for(here, there, rows, other):
         return "it computes with the number of rows, or decides by it"
     try:
