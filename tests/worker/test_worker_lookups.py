@@ -24,7 +24,14 @@ from zstrat.program import (
     prepare,
 )
 from zstrat.variables import IndexedSlices
-from zstrat.wire import CancelSteps, CreateOptimizer, PullRows, Push, UpdateOp
+from zstrat.wire import (
+    CancelSteps,
+    CreateOptimizer,
+    PullRows,
+    Push,
+    PushPart,
+    UpdateOp,
+)
 
 SGD = 1
 
@@ -356,7 +363,7 @@ async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
     for variable in (here, there):
         assert world.value(variable)[1].tolist() == [3, 4]
     kinds = [type(message) for message in world.log]
-    assert kinds == [PullRows, PullRows, Push, Push]
+    assert kinds == [PullRows, PullRows, PushPart, PushPart]
     for call in (
         lambda home: home.read_rows_async([(here, None)]),
         lambda home: home.update_many_async([(here, None, (), None)]),

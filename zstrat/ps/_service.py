@@ -23,6 +23,8 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import (
+    AppliedParts,
+    AskParts,
     CloseSession,
     CreateOptimizer,
     CreateVariables,
@@ -43,6 +45,7 @@ from zstrat.wire import (
     Pull,
     PullRows,
     Push,
+    PushPart,
     ReadSnapshot,
     ReleaseSnapshot,
     SessionOpened,
@@ -79,6 +82,8 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),
+    PushPart: frozenset({Job.CHIEF, Job.WORKER}),
+    AskParts: frozenset({Job.CHIEF, Job.WORKER}),
     Exchange: frozenset({Job.CHIEF, Job.WORKER}),
     PinSnapshot: frozenset({Job.CHIEF}),
     WriteSnapshot: frozenset({Job.CHIEF}),
@@ -164,6 +169,10 @@ class PsService:
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
+                case AskParts():
+                    self._ownership.check(message.session)
+                    self._store.claim(message.step, message.attempt)
+                    return self._applied_parts(message)
                 case Inspect():
                     return Statistics(self.statistics())
                 case _:
@@ -183,6 +192,11 @@ class PsService:
             else:
                 self._joining.look()
         return served
+
+    async def _applied_parts(self, asked: AskParts) -> AppliedParts:
+        await self._serving.settled()  # an earlier run may have a part under way
+        self._ownership.check(asked.session)
+        return AppliedParts(self._store.applied_parts(asked.step))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:

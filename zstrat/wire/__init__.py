@@ -14,8 +14,10 @@ from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
 from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
+from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import AskParts as AskParts
 from ._messages import Awaited as Awaited
 from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import Batch as Batch
@@ -61,6 +63,7 @@ from ._messages import Message as Message
 from ._messages import Offer as Offer
 from ._messages import OpenSession as OpenSession
 from ._messages import Outcome as Outcome
+from ._messages import PartEntry as PartEntry
 from ._messages import PinSnapshot as PinSnapshot
 from ._messages import Placed as Placed
 from ._messages import PlainTree as PlainTree
@@ -69,6 +72,7 @@ from ._messages import Pulled as Pulled
 from ._messages import PullRows as PullRows
 from ._messages import Push as Push
 from ._messages import Pushed as Pushed
+from ._messages import PushPart as PushPart
 from ._messages import PutArguments as PutArguments
 from ._messages import PutCode as PutCode
 from ._messages import Read as Read
