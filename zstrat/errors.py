@@ -257,6 +257,20 @@ class RetryDiffersError(ZstratError):
         )
 
 
+class ResultLostError(ZstratError):
+    """A step has had its effect, or part of it, and its result went away with its
+    worker: scheduling it again would apply it twice."""
+
+    code = 31
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(step, reason)
+        self.step, self.reason = step, reason
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
 WireError = list[object]
 """``[code, [field, ...], notes, cause]``, or for an exception that is not ours
 ``[0, [module, qualname, message, args], notes, None]``."""

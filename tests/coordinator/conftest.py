@@ -38,6 +38,8 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    Fence,
+    Fenced,
     Fetch,
     Fetched,
     Hello,
@@ -209,6 +211,22 @@ class FakeTask:
 
 class FakePs(FakeTask):
     job = "ps"
+
+    def __init__(self, world, index):
+        super().__init__(world, index)
+        self.applied = set()
+        """Steps of which it has applied a push."""
+        self.fences = []
+        self.silent = False
+        """It answers no fence."""
+
+    def handle(self, message):
+        if isinstance(message, Fence):
+            if self.silent:
+                return None
+            self.fences.append(message)
+            return Fenced([step for step in message.asked if step in self.applied])
+        return super().handle(message)
 
 
 class FakeWorker(FakeTask):

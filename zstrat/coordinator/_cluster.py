@@ -28,6 +28,7 @@ from zstrat.wire import (
 )
 
 from ._arrival import Arrival
+from ._fences import Fences
 from ._lane import Lane, MakeLink
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Cluster:
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None
         self.client = PsClient([lane.link for lane in self.ps], session)
+        self.fences = Fences(session, self.ps, self._absent, timeouts.request)
 
     # ---- life ------------------------------------------------------------------------
 
@@ -141,6 +143,7 @@ class Cluster:
         self._closing = True
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
+        await self.fences.stop()
         loop = asyncio.get_running_loop()
         patience = self._timeouts.drain if leave else LEAVING
         goodbye = CloseSession(self.session, leave)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,6 +41,8 @@ class Engine:
     Args:
         wake: Tells the loop that closures wait; returns at once, called seldom.
         cancel: Tells the loop to cancel what the workers have not begun.
+        fence: Tells the loop to have the parameter servers end all steps below a
+            number, and to ask which of some have been applied; it calls `fenced`.
         bring: Fetches a kept result, blocking; ``bring_async`` from any event loop.
     """
 
@@ -50,6 +52,7 @@ class Engine:
         *,
         wake: Callable[[], object],
         cancel: Callable[[], object],
+        fence: Callable[[int, list[int]], object],
         bring: Callable[[Kept], list[np.ndarray]],
         bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]],
     ) -> None:
@@ -60,7 +63,7 @@ class Engine:
         self.hungry = True
         """The loop has taken all that waited: the next `put` must wake it."""
         self.bring, self.bring_async = bring, bring_async
-        self._wake, self._cancel = wake, cancel
+        self._wake, self._cancel, self._fence = wake, cancel, fence
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
@@ -189,6 +192,12 @@ class Engine:
             self.broken = None
             self.notify()
 
+    def fenced(self, applied: Mapping[int, str]) -> None:
+        """All steps are over; see `Queue.fenced`."""
+        with self.lock:
+            self.settle(self.queue.fenced(applied))
+            self.notify()
+
     def close(self, cause: str) -> None:
         """Cancels everything, what runs included: its outcome is not waited for."""
         with self.lock:
@@ -228,9 +237,13 @@ class Engine:
             self._cancel()
         if queue.phase is Phase.CLOSED:
             raise ClosedError("the coordinator is shut down; make a new one")
+        if queue.phase is Phase.DRAINING and not queue.is_quiet:
+            return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
         if queue.phase is Phase.DRAINING:
-            if not queue.is_drained:
-                return lambda: queue.phase is not Phase.DRAINING or queue.is_drained
+            self._fence(queue.steps.next, queue.fence())
+        if queue.phase is Phase.FENCING:
+            return lambda: queue.phase is not Phase.FENCING
+        if queue.phase is Phase.FENCED:
             error = queue.take_error()
             self.notify()
             raise error.with_traceback(None)

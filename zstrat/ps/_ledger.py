@@ -8,9 +8,14 @@ and answers for all of them with that one number.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import BusyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.wire import StepRun
 
 UNNAMED: Final = -1
 """The step of a push that belongs to no closure: never a duplicate."""
@@ -26,6 +31,8 @@ class Ledger:
         self._capacity = capacity
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
+        self._over: list[StepRun] = []
+        """Steps above the mark that are over."""
 
     def __len__(self) -> int:
         return len(self._applied)
@@ -34,7 +41,17 @@ class Ledger:
         """True if the push was applied, or if its step is over."""
         if step == UNNAMED:
             return False
-        return step < self.low_water or part in self._applied.get(step, ())
+        if step < self.low_water or part in self._applied.get(step, ()):
+            return True
+        return bool(self._over) and any(r.first <= step < r.end for r in self._over)
+
+    def has_applied(self, step: int) -> bool:
+        """Whether any push of a step above the mark was applied."""
+        return step in self._applied
+
+    def close(self, over: Iterable[StepRun]) -> None:
+        """These steps are over; what they have applied is remembered all the same."""
+        self._over += [run for run in over if run.end > self.low_water]
 
     def admit(self, step: int) -> None:
         """Refuses a step that could not be remembered.
@@ -60,6 +77,8 @@ class Ledger:
         if new <= old:
             return
         self.low_water = new
+        if self._over:
+            self._over = [run for run in self._over if run.end > new]
         # The mark moves by a few steps at a time; a jump is cheaper by a sweep.
         if new - old <= len(self._applied):
             for step in range(old, new):

@@ -31,6 +31,8 @@ from zstrat.wire import (
     DeleteVariables,
     Done,
     Exchange,
+    Fence,
+    Fenced,
     Hello,
     InitializeVariables,
     Inspect,
@@ -85,6 +87,7 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     PushPart: frozenset({Job.CHIEF, Job.WORKER}),
     AskParts: frozenset({Job.CHIEF, Job.WORKER}),
     Exchange: frozenset({Job.CHIEF, Job.WORKER}),
+    Fence: frozenset({Job.CHIEF}),
     PinSnapshot: frozenset({Job.CHIEF}),
     WriteSnapshot: frozenset({Job.CHIEF}),
     ReadSnapshot: frozenset({Job.CHIEF}),
@@ -173,6 +176,10 @@ class PsService:
                     self._ownership.check(message.session)
                     self._store.claim(message.step, message.attempt)
                     return self._applied_parts(message)
+                case Fence():
+                    self._ownership.check(message.session)
+                    self._store.close_steps(message.low_water, message.over)
+                    return self._fenced(message)
                 case Inspect():
                     return Statistics(self.statistics())
                 case _:
@@ -197,6 +204,11 @@ class PsService:
         await self._serving.settled()  # an earlier run may have a part under way
         self._ownership.check(asked.session)
         return AppliedParts(self._store.applied_parts(asked.step))
+
+    async def _fenced(self, fence: Fence) -> Fenced:
+        await self._serving.settled()  # what was pushed before may be under way
+        self._ownership.check(fence.session)
+        return Fenced(self._store.end_steps(fence.low_water, fence.asked))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:

@@ -32,6 +32,7 @@ from zstrat.wire import (
     Push,
     Pushed,
     Read,
+    StepRun,
     VariableEntry,
 )
 
@@ -316,6 +317,22 @@ class Store:
     def applied_parts(self, step: int) -> list[PartEntry]:
         """What the runs of an eager step have pushed."""
         return self._parts.applied(step, self._ledger)
+
+    # ---- steps that are over -----------------------------------------------------
+
+    def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
+        """What steps below the mark, and these, push from now on has no effect."""
+        self._ledger.close([StepRun(0, low_water), *over])
+
+    def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
+        """Forgets the steps below the mark.
+
+        Returns:
+            Those of ``asked`` that have applied something.
+        """
+        applied = [step for step in asked if self._ledger.has_applied(step)]
+        self._ledger.raise_to(low_water)
+        return applied
 
     # ---- optimizers --------------------------------------------------------------
 

@@ -41,6 +41,8 @@ from ._messages import DropResults as DropResults
 from ._messages import Exchange as Exchange
 from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure
+from ._messages import Fence as Fence
+from ._messages import Fenced as Fenced
 from ._messages import Fetch as Fetch
 from ._messages import Fetched as Fetched
 from ._messages import Goodbye as Goodbye
@@ -85,6 +87,7 @@ from ._messages import SnapshotPart as SnapshotPart
 from ._messages import SnapshotPinned as SnapshotPinned
 from ._messages import SnapshotWritten as SnapshotWritten
 from ._messages import Statistics as Statistics
+from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
 from ._messages import StoreTensors as StoreTensors
 from ._messages import TensorEntry as TensorEntry

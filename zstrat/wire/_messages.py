@@ -81,6 +81,8 @@ from ._variable_messages import CreateVariables as CreateVariables
 from ._variable_messages import DeleteVariables as DeleteVariables
 from ._variable_messages import Exchange as Exchange
 from ._variable_messages import Exchanged as Exchanged
+from ._variable_messages import Fence as Fence
+from ._variable_messages import Fenced as Fenced
 from ._variable_messages import InitialEntry as InitialEntry
 from ._variable_messages import InitializeVariables as InitializeVariables
 from ._variable_messages import PartEntry as PartEntry
@@ -91,6 +93,7 @@ from ._variable_messages import Push as Push
 from ._variable_messages import Pushed as Pushed
 from ._variable_messages import PushPart as PushPart
 from ._variable_messages import Read as Read
+from ._variable_messages import StepRun as StepRun
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry
@@ -128,6 +131,8 @@ Message = (
     | PushPart
     | AskParts
     | AppliedParts
+    | Fence
+    | Fenced
     | Exchange
     | Exchanged
     | PinSnapshot

@@ -222,6 +222,35 @@ class AppliedParts:
     parts: list[PartEntry]
 
 
+class StepRun(NamedTuple):
+    """Steps ``[first, end)``."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """All steps below ``low_water``, and those of ``over``, are over, whoever still
+    works on one: what they push from now on is answered as a duplicate. Answered by
+    `Fenced` when what they had pushed before is done. Taken from a coordinator alone.
+    """
+
+    kind: ClassVar = 103
+    session: int
+    low_water: int
+    over: list[StepRun]
+    asked: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Which of the steps that were ``asked`` about have applied something here."""
+
+    kind: ClassVar = 104
+    applied: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """``applied`` is false for a duplicate; versions are those after the push."""
