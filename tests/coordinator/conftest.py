@@ -46,6 +46,8 @@ from zstrat.wire import (
     Layout,
     OpenSession,
     Outcome,
+    Push,
+    Pushed,
     PutArguments,
     PutCode,
     ResourceBuilt,
@@ -219,6 +221,8 @@ class FakePs(FakeTask):
         self.fences = []
         self.silent = False
         """It answers no fence."""
+        self.pushes, self.reads = [], True
+        """Pushes that came; it answers them at once if it reads."""
 
     def handle(self, message):
         if isinstance(message, Fence):
@@ -226,7 +230,16 @@ class FakePs(FakeTask):
                 return None
             self.fences.append(message)
             return Fenced([step for step in message.asked if step in self.applied])
+        if isinstance(message, Push):
+            self.pushes.append(message)
+            return Pushed(True, [1]) if self.reads else None
         return super().handle(message)
+
+    def answer_pushes(self):
+        """On the loop: what waits is answered."""
+        for future in self.link.open_requests:
+            if not future.done():
+                future.set_result(Pushed(True, [1]))
 
 
 class FakeWorker(FakeTask):

@@ -129,6 +129,19 @@ class Dispatcher:
             if seat.member.in_flight and seat.lane.is_ready:
                 self._say(seat, CancelSteps(self._session))
 
+    def hold(self) -> None:
+        """Nothing begins any more, and what the workers have not begun comes back."""
+        with self.engine.lock:
+            self.queue.held = True
+        self.cancel_running()
+        self.turn_soon()
+
+    def release(self) -> None:
+        """All goes on."""
+        with self.engine.lock:
+            self.queue.held = False
+        self.turn_soon()
+
     def fence(self, end: int, doubtful: list[int]) -> None:
         """Has all steps below ``end`` be over on the parameter servers, and tells the
         engine which of the doubtful ones were applied."""
@@ -160,6 +173,7 @@ class Dispatcher:
         if self._stopped:
             return
         seat = self.seats[lane.index]
+        self.engine.deserted = None
         self.members.connected(lane.index)
         seat.clear()
         # A worker that never noticed that it was lost may still hold old closures.
@@ -358,13 +372,13 @@ class Dispatcher:
         self._alarm = None
         if self.members.usable or not self.engine.needs_worker:
             return
-        self.engine.fail(
-            UnavailableError(
-                f"no worker was there for {self._patience:.0f} s "
-                f"({self.members.absent()}): start one, or give worker_wait_timeout= "
-                "more seconds"
-            )
+        error = UnavailableError(
+            f"no worker was there for {self._patience:.0f} s "
+            f"({self.members.absent()}): start one, or give worker_wait_timeout= "
+            "more seconds"
         )
+        self.engine.deserted = error
+        self.engine.fail(error)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

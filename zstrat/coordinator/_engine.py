@@ -60,6 +60,8 @@ class Engine:
         self.queue = queue
         self.broken: ZstratError | None = None
         """Why nothing can be scheduled, for as long as that is so (a lost ps)."""
+        self.deserted: ZstratError | None = None
+        """Why work waits in vain: no worker was there for long."""
         self.hungry = True
         """The loop has taken all that waited: the next `put` must wake it."""
         self.bring, self.bring_async = bring, bring_async
@@ -163,6 +165,14 @@ class Engine:
         """Whether somebody waits for something that only a worker can do."""
         return self._wanted > 0 or not self.queue.is_idle
 
+    async def rest_async(self) -> None:
+        """Waits until nothing runs, and nothing waits that may have run.
+
+        Raises:
+            PSUnavailableError, UnavailableError: That will not come to be.
+        """
+        await self._await(self._try_rest)
+
     # ---- the loop --------------------------------------------------------------------
 
     def settle(self, ended: Iterable[Ended]) -> None:
@@ -239,8 +249,7 @@ class Engine:
             raise ClosedError("the coordinator is shut down; make a new one")
         if queue.phase is Phase.DRAINING and not queue.is_quiet:
             return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
-        if queue.phase is Phase.DRAINING:
-            self._fence(queue.steps.next, queue.fence())
+        self._fence_if_quiet()
         if queue.phase is Phase.FENCING:
             return lambda: queue.phase is not Phase.FENCING
         if queue.phase is Phase.FENCED:
@@ -250,6 +259,22 @@ class Engine:
         if self.broken is not None:
             raise self.broken.with_traceback(None)
         return None
+
+    def _fence_if_quiet(self) -> None:
+        if self.queue.is_quiet:
+            self._fence(self.queue.steps.next, self.queue.fence())
+
+    def _try_rest(self) -> Ready | None:
+        queue = self.queue
+        self._fence_if_quiet()
+        if queue.is_at_rest:
+            return None
+        for error in (self.broken, self.deserted):
+            if error is not None:
+                raise error.with_traceback(None)
+        return lambda: bool(
+            queue.is_at_rest or queue.is_quiet or self.broken or self.deserted
+        )
 
     def _try_put(self, closure: Closure) -> Ready | None:
         ready = self._try_raise()

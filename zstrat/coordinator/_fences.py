@@ -13,7 +13,12 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import DeadlineExceededError, PeerLostError, ZstratError
+from zstrat.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    PSUnavailableError,
+)
 from zstrat.wire import Fence, Fenced, StepRun
 
 if TYPE_CHECKING:
@@ -75,7 +80,8 @@ class Fences:
         """All steps below the mark, and these, are over.
 
         Raises:
-            ZstratError: A server did not say so.
+            PSUnavailableError: A server is lost.
+            DeadlineExceededError: A server does not answer.
 
         Cancellation: some servers may know.
         """
@@ -146,14 +152,14 @@ class Fences:
         """Asks again if the line was cut: saying it twice is as good as once."""
         while True:
             if lane.index in self._absent:
-                raise PeerLostError(lane.name, self._absent[lane.index])
+                raise PSUnavailableError(lane.name, self._absent[lane.index])
             try:
                 answer = await lane.link.submit(fence, deadline=deadline)
             except PeerLostError:
                 await self._returned(lane, deadline)
                 continue
             if not isinstance(answer, Fenced):
-                raise ZstratError(f"{lane.name} answered {type(answer).__name__}")
+                raise ProtocolError(f"{lane.name} answered {type(answer).__name__}")
             return answer.applied
 
     async def _returned(self, lane: Lane, deadline: float) -> None:

@@ -221,7 +221,7 @@ class Queue:
         """Nothing runs, and nothing waits that may have run: every step has had all of
         its effect, or none."""
         waits = self._retries or self._suspects or self._doubtful
-        return self.running == 0 and not waits
+        return self.running == 0 and not waits and self.phase is not Phase.FENCING
 
     def take_error(self) -> Exception:
         """The first error, for the one who raises it. FENCED → OPEN."""

@@ -153,9 +153,14 @@ class CheckpointManager:
             number = count if checkpoint_number is None else int(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
-            about = {} if step is None else {"step": step}
+            saved: list[int | None] = []
+
+            def about() -> dict[str, int]:
+                saved[:] = [self._step()]
+                return {} if saved[0] is None else {"step": saved[0]}
+
             await self._checkpoint._write(path, count, about)
-            self._last_step = step
+            self._last_step = saved[0]
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path

@@ -20,11 +20,12 @@ from ._shelves import Snapshot, Written, stream
 from ._tensors import Place, logical_tensors, plain_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.variables import Variable
 
     from ._graph import Graph
+    from ._servers import Cut
     from ._shelves import Pinned, Shelf
     from ._tensors import Logical
 
@@ -39,11 +40,16 @@ DIGEST: Final = 64
 """Characters that a tensor costs beside its name."""
 
 
-async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
+async def save(
+    graph: Graph, path: str, metadata: Callable[[], Mapping[str, Any]] = dict
+) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
     Training goes on meanwhile: what is written is the values as they were when the
-    snapshot was pinned.
+    snapshot was pinned, between two steps.
+
+    Args:
+        metadata: Called at that moment.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -59,11 +65,25 @@ async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
         try:
             components = components_of(graph)
             optimizers = [node.value for node in graph.optimizers]
-            async with Snapshot(components, optimizers) as pinned:
-                manifest = await _write(graph, pinned, folder, disk, metadata)
+            about: dict[str, Any] = {}
+
+            async def note() -> None:
+                about.update(await disk(metadata))
+
+            snapshot = Snapshot(components, optimizers, note)
+            async with snapshot as pinned:
+                about["steps"] = [_plain_cut(cut) for cut in snapshot.cuts]
+                manifest = await _write(graph, pinned, folder, disk, about)
             await disk(folder.commit, manifest)
         finally:
             await disk(folder.close)
+
+
+def _plain_cut(cut: Cut | None) -> dict[str, Any] | None:
+    """For the manifest: which steps of a cluster are in a checkpoint."""
+    if cut is None:
+        return None
+    return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
 def components_of(graph: Graph) -> list[Variable]:
