@@ -218,6 +218,9 @@ def test_losses_that_the_closure_survives_do_not_stay_with_the_next():
     queue.take(1, 0.0)
     queue.retry(closure, 0.0, 0.0, begun=False)
     queue.take(1, 0.0)
+    assert closure.attempt == 1, "it never began"
+    queue.retry(closure, 0.0, 0.0, begun=True)
+    queue.take(1, 0.0)
     assert closure.losses == ()
     assert closure.attempt == 2
     assert queue.lost(closure, "w", 0.0) == []

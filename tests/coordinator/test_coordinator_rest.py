@@ -92,8 +92,8 @@ def test_what_runs_ends_and_what_has_not_begun_comes_back(world):
     world.on_loop(world.release)
     coordinator.join()
     assert [value.fetch() for value in (*values, later)] == [1] * 7
-    counts = [step for worker in world.workers for step, _ in worker.ran]
-    assert sorted(counts) == list(range(1, 8)), "each step ran once"
+    ran = [run for worker in world.workers for run in worker.ran]
+    assert sorted(ran) == [(step, 1) for step in range(1, 8)], "each step ran once"
 
 
 def test_one_worker_keeps_the_order_of_its_steps(make_world):

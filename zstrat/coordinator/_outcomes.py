@@ -89,6 +89,7 @@ class Outcomes:
                     continue
                 queue.end(closure)
                 value = closure.value
+                value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
                 else:
@@ -131,6 +132,7 @@ class Outcomes:
             settle(queue.retry(closure, now, delay, begun=True))
             return
         queue.end(closure, error)
+        closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
 
     def _again(self, worker: int, error: Exception, now: float) -> float | None:

@@ -301,6 +301,7 @@ class Queue:
         """
         self._stopped(closure)
         closure.begun |= begun
+        closure.attempt -= not begun  # that was none
         if self.phase is Phase.CLOSED:
             return self._cancel([closure], None)
         if not self.runs:
