@@ -128,3 +128,26 @@ def test_a_shutdown_says_what_may_have_been_applied(failing):
     for value in waiting:
         with pytest.raises(CancelledError, match="Please reschedule"):
             value.fetch()
+
+
+def test_many_doubtful_steps_are_asked_about_behind_the_fence(make_world, monkeypatch):
+    monkeypatch.setattr("zstrat.coordinator._fences.PER_MESSAGE", 2)
+    world = make_world(workers=2)
+    coordinator = world.coordinator(closures_in_flight=5)
+    world.on_loop(world.hold)
+    coordinator.schedule(bad, args=("boom",))
+    values = [coordinator.schedule(good) for _ in range(9)]
+    world.until(lambda: world.running == 10)
+    bad_one, other = sorted(world.workers, key=lambda w: w.queue[0][3])
+    lost = [item[3] for item in other.queue]
+    world.ps[0].applied.update(lost[::2])
+    world.on_loop(bad_one.work, 1)
+    world.on_loop(other.kill)
+    with pytest.raises(ValueError, match="boom"):
+        coordinator.join()
+    fences = world.ps[0].fences
+    assert [f.low_water for f in fences] == [0, 0, 11]
+    assert tuple(fences[0].over[0]) == (0, 11)
+    said = {step: values[step - 2].error for step in lost}
+    kinds = [type(said[step]) for step in lost]
+    assert kinds == [ResultLostError, CancelledError] * 2 + [ResultLostError]

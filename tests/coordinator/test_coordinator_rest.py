@@ -86,7 +86,8 @@ def test_what_runs_ends_and_what_has_not_begun_comes_back(world):
         assert set(range(1, cut.end)) | over == ran
         assert world.running == 0
         (fence,) = world.ps[0].fences
-        assert (fence.low_water, fence.over) == (cut.end, list(cut.besides))
+        assert fence.low_water == cut.end
+        assert fence.over == [(0, cut.end), *cut.besides]
         later = coordinator.schedule(good)
         assert coordinator.metrics()["inflight_closures"] == 0
     world.on_loop(world.release)

@@ -4,9 +4,12 @@ import asyncio
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from ps_callers import SESSION, Gated, Peer
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError
+from zstrat.ps._ledger import Ledger
 from zstrat.wire import (
     AskParts,
     CreateOptimizer,
@@ -131,3 +134,21 @@ async def test_a_new_session_begins_without_one(rig):
     later = Peer(incarnation=SESSION + 1)
     rig.ask(OpenSession(SESSION + 1, 0, 1, []), later)
     assert rig.service.statistics()["low_water"] == 0
+
+
+runs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
+
+
+@given(st.lists(runs, max_size=4), st.integers(0, 30), st.sets(st.integers(0, 30)))
+def test_the_ledger_knows_what_is_over_and_what_was_applied(closed, mark, applied):
+    ledger, over = Ledger(), set()
+    for step in applied:
+        ledger.record(step, 0)
+    for some in closed:
+        ledger.close([StepRun(*run) for run in some])
+        over |= {step for first, end in some for step in range(first, end)}
+        assert {s for s in range(31) if ledger.is_duplicate(s, 1)} == over
+    assert {s for s in range(31) if ledger.has_applied(s)} == applied
+    ledger.raise_to(mark)
+    known = over | set(range(mark))
+    assert {s for s in range(31) if ledger.is_duplicate(s, 1)} == known

@@ -54,6 +54,17 @@ def test_it_forgets_what_is_over_and_remembers_so_much(monkeypatch):
     assert len(parts) == 2
 
 
+def test_steps_that_only_ask_are_bounded_too(monkeypatch):
+    monkeypatch.setattr("zstrat.ps._parts.MOST", 2)
+    parts, ledger = Parts("ps"), Ledger()
+    for step in (1, 2, 2):
+        parts.claim(step, 2, ledger)
+    with pytest.raises(ResourceExhaustedError):
+        parts.claim(3, 2, ledger)
+    ledger.raise_to(2)
+    parts.claim(3, 2, ledger)
+
+
 def test_names_have_a_bound():
     parts, ledger = Parts("ps"), Ledger()
     with pytest.raises(InvalidArgumentError, match="longer than 2048"):

@@ -117,3 +117,22 @@ def test_when_the_error_was_raised_nothing_runs_any_more(coordinator, pipe):
     os.kill(pid, signal.SIGCONT)
     assert heard(done) == "done"
     assert v.numpy() == 0.0
+
+
+def test_an_eager_step_that_branches_otherwise_is_told(coordinator, pipe):
+    with coordinator.strategy.scope():
+        first, second = (zs.Variable(np.float32(0), name=n) for n in ("a", "b"))
+    assert first.device != second.device
+
+    @zs.function(eager=True)
+    def step():
+        if zs.get_worker_context().attempt == 1:
+            first.assign_add(1.0)
+            first.value()
+            os.kill(os.getpid(), signal.SIGKILL)
+        second.assign_add(1.0)
+
+    coordinator.schedule(step)
+    with pytest.raises(zs.RetryDiffersError, match="stays: ADD of 'a' at "):
+        coordinator.join()
+    assert (first.numpy(), second.numpy()) == (1.0, 0.0)

@@ -138,13 +138,14 @@ class Fences:
         """Which of the steps asked about a server has applied."""
         deadline = asyncio.get_running_loop().time() + self._patience
         applied: list[int] = []
-        for at in range(0, max(len(over), len(asked), 1), PER_MESSAGE):
+        # All are over with the first message, and then it is asked; the mark goes with
+        # the last one, as the server forgets what is below.
+        runs = [StepRun(0, low_water), *over]
+        most = max(len(runs), len(asked))
+        for at in range(0, most, PER_MESSAGE):
             end = at + PER_MESSAGE
-            # The mark goes with the last one: the memory of what was asked is needed.
-            last = end >= len(asked)
-            message = Fence(
-                self._session, low_water if last else 0, over[at:end], asked[at:end]
-            )
+            mark = low_water if end >= most else 0
+            message = Fence(self._session, mark, runs[at:end], asked[at:end])
             applied += await self._answer(lane, message, deadline)
         return applied
 

@@ -8,6 +8,8 @@ and answers for all of them with that one number.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import BusyError
@@ -31,8 +33,8 @@ class Ledger:
         self._capacity = capacity
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
-        self._over: list[StepRun] = []
-        """Steps above the mark that are over."""
+        self._over: list[tuple[int, int]] = []
+        """Runs ``[first, end)`` of steps that are over, apart and in order."""
 
     def __len__(self) -> int:
         return len(self._applied)
@@ -43,7 +45,7 @@ class Ledger:
             return False
         if step < self.low_water or part in self._applied.get(step, ()):
             return True
-        return bool(self._over) and any(r.first <= step < r.end for r in self._over)
+        return bool(self._over) and self._is_over(step)
 
     def has_applied(self, step: int) -> bool:
         """Whether any push of a step above the mark was applied."""
@@ -51,7 +53,15 @@ class Ledger:
 
     def close(self, over: Iterable[StepRun]) -> None:
         """These steps are over; what they have applied is remembered all the same."""
-        self._over += [run for run in over if run.end > self.low_water]
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted([*self._over, *over]):
+            if end <= max(first, self.low_water):
+                continue
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((first, end))
+        self._over = merged
 
     def admit(self, step: int) -> None:
         """Refuses a step that could not be remembered.
@@ -71,6 +81,10 @@ class Ledger:
         if step != UNNAMED and step >= self.low_water:
             self._applied.setdefault(step, set()).add(part)
 
+    def _is_over(self, step: int) -> bool:
+        place = bisect_right(self._over, step, key=itemgetter(0))
+        return place > 0 and step < self._over[place - 1][1]
+
     def raise_to(self, low_water: int) -> None:
         """All steps below are over. A lower mark than before, come late, is ignored."""
         old, new = self.low_water, low_water
@@ -78,7 +92,7 @@ class Ledger:
             return
         self.low_water = new
         if self._over:
-            self._over = [run for run in self._over if run.end > new]
+            self._over = [run for run in self._over if run[1] > new]
         # The mark moves by a few steps at a time; a jump is cheaper by a sweep.
         if new - old <= len(self._applied):
             for step in range(old, new):

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from ._ledger import Ledger
 
 MOST: Final = 2**17
-"""Parts whose names are remembered: a quarter of a gigabyte, if all are long."""
+"""Parts whose names are remembered (a quarter of a gigabyte, if all are long), and
+steps that have any."""
 LONGEST: Final = 2048
 """Characters of the names of a part."""
 NOTHING: Final = "nothing more"
@@ -64,10 +65,13 @@ class Parts:
 
         Raises:
             StaleSessionError: A later run has begun.
+            ResourceExhaustedError: So many steps cannot be remembered.
         """
         self._forget(ledger.low_water)
         if step < ledger.low_water:
             return  # it is over: whatever it pushes is a duplicate
+        if step not in self._steps and len(self._steps) >= MOST:
+            raise self._full()
         runs = self._steps.setdefault(step, _Runs())
         if attempt < runs.attempt:
             raise StaleSessionError(
@@ -101,11 +105,7 @@ class Parts:
                 f"{self._task}: the names of a part are longer than {LONGEST}"
             )
         if known is None and self._count >= MOST:
-            raise ResourceExhaustedError(
-                f"{self._task}: eager steps that run now have pushed {MOST} times: "
-                "let each one read less often between its updates, or leave out "
-                "eager=True"
-            )
+            raise self._full()
         self._count += known is None
         runs.names[part] = names
 
@@ -117,6 +117,12 @@ class Parts:
             for part, names in sorted(runs.names.items())
             if ledger.is_duplicate(step, part)
         ]
+
+    def _full(self) -> ResourceExhaustedError:
+        return ResourceExhaustedError(
+            f"{self._task}: eager steps that run now have pushed {MOST} times: let "
+            "each one read less often between its updates, or leave out eager=True"
+        )
 
     def _forget(self, low_water: int) -> None:
         """What is over does not run again."""

@@ -7,6 +7,7 @@ ends the writing before that leaves the folder as it was.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from ._shelves import Pinned, Shelf
     from ._tensors import Logical
 
+log = logging.getLogger("zstrat.saving")
+
 PART: Final = 4 * 2**30
 """Bytes after which a shelf begins another file, between two tensors: one request to a
 server is over in a time that a person would wait."""
@@ -38,6 +41,12 @@ NAMES: Final = 100_000
 and so do their digests."""
 DIGEST: Final = 64
 """Characters that a tensor costs beside its name."""
+
+
+_NO_CUT: Final = (
+    "%s is no cut: other programs update the variables, and each parameter server is "
+    "saved at a moment of its own; pause them before you save"
+)
 
 
 async def save(
@@ -73,6 +82,8 @@ async def save(
             snapshot = Snapshot(components, optimizers, note)
             async with snapshot as pinned:
                 about["steps"] = [_plain_cut(cut) for cut in snapshot.cuts]
+                if None in snapshot.cuts:
+                    log.warning(_NO_CUT, path)
                 manifest = await _write(graph, pinned, folder, disk, about)
             await disk(folder.commit, manifest)
         finally:
