@@ -153,6 +153,7 @@ def test_a_lost_parameter_server_ends_the_wait(world):
     world.on_loop(world.hold)
     coordinator.schedule(good)
     world.until(lambda: world.running == 1)
+    world.on_loop(begin, next(worker for worker in world.workers if worker.queue))
     with Resting(world) as resting:
         world.on_loop(world.ps[0].kill)
         with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
