@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import jax
 import numpy as np
 
 from zstrat.errors import RetryDiffersError, StaleSessionError
 from zstrat.program import function, get_worker_context
+from zstrat.variables import IndexedSlices
 from zstrat.wire import AskParts, PushPart
 
 
@@ -162,3 +164,42 @@ async def test_a_zombie_of_an_earlier_run_has_no_effect(world):
     (error,) = await world.outcomes([1])
     assert isinstance(error, StaleSessionError)
     assert world.value(v) == 0.0
+
+
+async def test_reads_in_compiled_code_come_on_other_threads(world):
+    v = world.variable(np.float32(1))
+    scaled = jax.jit(lambda x: x * v.value())
+
+    @function(eager=True)
+    def step():
+        found = []
+        for _ in range(50):
+            found.append(scaled(1.0))
+            v.assign_add(1.0)
+            found[-1].block_until_ready()
+        return v.value()
+
+    assert await world.run(await world.ship(step), [1]) == [51.0]
+    assert world.value(v) == 51.0
+
+
+async def test_rows_of_other_numbers_are_the_same_run(make_world):
+    world = await make_world(ps_count=2)
+    first = world.variable(np.zeros((4, 1), np.float32))
+    ids = {1: [0, 1, 1], 2: [3]}
+
+    @function(eager=True)
+    def step():
+        rows = np.array(ids[attempt()], np.int32)
+        ones = np.ones((len(rows), 1), np.float32)
+        first.scatter_add(IndexedSlices(ones, rows))
+        first.value()
+        if attempt() == 1:
+            raise Stopped
+        first.scatter_add(IndexedSlices(ones, rows))
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    assert await world.run(digest, [1], attempt=2) == [None]
+    assert world.value(first)[:, 0].tolist() == [1, 2, 0, 1]

@@ -108,7 +108,9 @@ class Fences:
         silent: list[str] = []
         for lane, outcome in zip(self._ps, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                log.warning("%s may still take pushes: %s", lane.name, outcome)
+                gone = isinstance(outcome, PSUnavailableError)  # which was told
+                level = logging.INFO if gone else logging.WARNING
+                log.log(level, "%s may still take pushes: %s", lane.name, outcome)
                 silent.append(lane.name)
                 continue
             for step in outcome:

@@ -326,7 +326,8 @@ class Queue:
                 f"{closure.name} (step {closure.step}) was given up: in {lost} "
                 "attempts each worker that ran it was lost, so it seems to be what "
                 "kills them (out of memory, a crash in native code?); raise "
-                "max_attempts= if workers are often lost for other reasons",
+                "max_attempts= if workers are often lost for other reasons. Its "
+                "updates may have been applied",
             )
             self.end(closure, error)
             return [Ended(closure, error)]

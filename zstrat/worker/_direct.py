@@ -12,6 +12,7 @@ pushed stays: this run has to push the same, part by part, or it fails and says 
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,6 +80,8 @@ class Direct:
         self._part = 0
         self._waiting: Final = WaitingUpdates()
         self._before: dict[int, tuple[str, ...]] | None = None
+        # Under jax.jit reads are callbacks, on threads of XLA's.
+        self._lock: Final = threading.RLock()
 
     def finish(self) -> None:
         """Pushes what waits; the body has run to its end.
@@ -142,11 +145,14 @@ class Direct:
     ) -> None:
         """They are applied with the next read, or at the end of the step, together with
         all that waits: on each server all of its own or none."""
+        if not updates:
+            return
         for variable, *_ in updates:
             _shared(variable)
-        self._waiting.add(updates)
-        if self._waiting.is_full:
-            self._push()
+        with self._lock:
+            self._waiting.add(updates)
+            if self._waiting.is_full:
+                self._push()
 
     async def update_many_async(
         self,
@@ -166,8 +172,11 @@ class Direct:
         raise _not_here(variable)
 
     def _push(self) -> None:
-        if not self._waiting:
-            return
+        with self._lock:
+            if self._waiting:
+                self._push_part()
+
+    def _push_part(self) -> None:
         part, self._part = self._part, self._part + 1
         specs = self._waiting.specs
         updates, names = self._waiting.take()
