@@ -161,11 +161,14 @@ class FakeCluster:
         self.lost: int | None = None
         self.rests = 0
         """How often it was held between two steps."""
+        self.on_rest = lambda: None
+        self.cut = SimpleNamespace(end=7, besides=[(9, 11)])
 
     @contextlib.asynccontextmanager
     async def at_rest(self):
         self.rests += 1
-        yield SimpleNamespace(end=7, besides=[(9, 11)])
+        self.on_rest()
+        yield self.cut
 
     async def run_async(self, work, what):
         if self.lost is not None:
