@@ -227,6 +227,29 @@ def test_updates_of_the_program_wait_or_are_waited_for(world):
     assert not threads[1].is_alive()
 
 
+def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
+    world.coordinator()
+    spec = VariableSpec(1, "v", (), "float32", 0)
+    ps = world.ps[0]
+    ps.reads = False
+    adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
+
+    async def give_up():
+        update = asyncio.ensure_future(world.session.update_many_async(adds))
+        await asyncio.to_thread(world.until, lambda: len(ps.pushes) == 1)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+
+    asyncio.run(give_up())
+    with Resting(world) as resting:
+        while not world.session.cluster.rest.gate.is_closed:
+            world.until(lambda: True)
+        assert not resting.held.is_set()
+        world.on_loop(ps.answer_pushes)
+        resting.wait()
+
+
 def test_giving_up_lets_all_go_on(world):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)

@@ -13,17 +13,18 @@ session changes but by whoever holds it. On the loop thread.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 from zstrat.wire import StepRun
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import Callable
 
     from ._dispatch import Dispatcher
     from ._fences import Fences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +50,18 @@ class Gate:
     def is_closed(self) -> bool:
         return not self._open.is_set()
 
-    @contextlib.asynccontextmanager
-    async def passing(self) -> AsyncIterator[None]:
-        """Waits while the gate is closed. Cancellation: nothing has passed."""
+    async def through(self, start: Callable[[], asyncio.Future[T]]) -> T:
+        """Starts an update when the gate is open; it is inside until it has ended.
+
+        Cancellation: it is not started, or goes on, inside.
+        """
         while self.is_closed:
             await self._open.wait()
+        update = start()
         self._inside += 1
         self._empty.clear()
-        try:
-            yield
-        finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+        update.add_done_callback(self._left)
+        return await asyncio.shield(update)
 
     async def close(self) -> None:
         """Lets nobody in, and waits until nobody is inside."""
@@ -70,6 +70,11 @@ class Gate:
 
     def open(self) -> None:
         self._open.set()
+
+    def _left(self, _: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
 
 
 @final
