@@ -31,6 +31,8 @@ _EXPORTS: Final[dict[str, str]] = {
             "PermissionDeniedError",
             "ProtocolError",
             "ResourceExhaustedError",
+            "ResultLostError",
+            "RetryDiffersError",
             "StaleSessionError",
             "StepError",
             "UnavailableError",

@@ -236,6 +236,41 @@ class ResourceExhaustedError(ZstratError):
     retryable = True
 
 
+class RetryDiffersError(ZstratError):
+    """An eager step ran again after its worker was lost, and did something else.
+
+    ``before`` was applied by the earlier run and stays; ``now`` was not applied.
+    """
+
+    code = 30
+
+    def __init__(self, step: int, before: str, now: str) -> None:
+        super().__init__(step, before, now)
+        self.step, self.before, self.now = step, before, now
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step} ran again and did something else. Applied by its "
+            f"earlier run, and stays: {self.before}. Done by this run, and refused: "
+            f"{self.now}. An eager step may branch only by what is the same in each "
+            "run: make its updates behind all reads, or leave out eager=True"
+        )
+
+
+class ResultLostError(ZstratError):
+    """A step has had its effect, or part of it, and its result went away with its
+    worker: scheduling it again would apply it twice."""
+
+    code = 31
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(step, reason)
+        self.step, self.reason = step, reason
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.reason}"
+
+
 WireError = list[object]
 """``[code, [field, ...], notes, cause]``, or for an exception that is not ours
 ``[0, [module, qualname, message, args], notes, None]``."""

@@ -38,12 +38,16 @@ from zstrat.wire import (
     DropArguments,
     DropResources,
     DropResults,
+    Fence,
+    Fenced,
     Fetch,
     Fetched,
     Hello,
     Layout,
     OpenSession,
     Outcome,
+    Push,
+    Pushed,
     PutArguments,
     PutCode,
     ResourceBuilt,
@@ -209,6 +213,33 @@ class FakeTask:
 
 class FakePs(FakeTask):
     job = "ps"
+
+    def __init__(self, world, index):
+        super().__init__(world, index)
+        self.applied = set()
+        """Steps of which it has applied a push."""
+        self.fences = []
+        self.silent = False
+        """It answers no fence."""
+        self.pushes, self.reads = [], True
+        """Pushes that came; it answers them at once if it reads."""
+
+    def handle(self, message):
+        if isinstance(message, Fence):
+            if self.silent:
+                return None
+            self.fences.append(message)
+            return Fenced([step for step in message.asked if step in self.applied])
+        if isinstance(message, Push):
+            self.pushes.append(message)
+            return Pushed(True, [1]) if self.reads else None
+        return super().handle(message)
+
+    def answer_pushes(self):
+        """On the loop: what waits is answered."""
+        for future in self.link.open_requests:
+            if not future.done():
+                future.set_result(Pushed(True, [1]))
 
 
 class FakeWorker(FakeTask):

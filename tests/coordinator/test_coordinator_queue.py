@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from zstrat.coordinator._queue import Closure, Phase, Queue
-from zstrat.errors import CancelledError, WorkerLostError
+from zstrat.errors import ResultLostError, WorkerLostError
 
 BOUND, ATTEMPTS = 6, 3
 
@@ -22,6 +22,8 @@ class QueueMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.open: dict[int, Closure] = {}
         self.running: list[Closure] = []
+        self.doubtful: set[int] = set()
+        self.begun: set[int] = set()
         self.ended: Counter = Counter()
         self.first_error: Exception | None = None
 
@@ -32,11 +34,11 @@ class QueueMachine(RuleBasedStateMachine):
     def _settle(self, ended):
         for item in ended:
             self._end(item.closure)
-            if not isinstance(item.error, CancelledError):
+            if isinstance(item.error, WorkerLostError):
                 self._failed(item.error)
 
     def _failed(self, error):
-        if self.first_error is None and self.queue.phase is not Phase.DRAINING:
+        if self.first_error is None and self.queue.runs:
             self.first_error = error
 
     # ---- the user
@@ -54,6 +56,27 @@ class QueueMachine(RuleBasedStateMachine):
     def drain(self):
         self._settle(self.queue.drain())
         assert self.queue.queued == 0
+        self.doubtful = self.open.keys() - {c.step for c in self.running}
+        assert self.doubtful <= self.begun, "what never began is cancelled at once"
+
+    @precondition(lambda self: self.queue.is_quiet)
+    @rule(data=st.data())
+    def fence(self, data):
+        doubtful = self.queue.fence()
+        assert sorted(doubtful) == sorted(self.open) == sorted(self.doubtful)
+        steps = st.lists(st.sampled_from(doubtful)) if doubtful else st.just([])
+        applied = dict.fromkeys(data.draw(steps), "were applied")
+        ended = self.queue.fenced(applied)
+        for item in ended:
+            lost = isinstance(item.error, ResultLostError)
+            assert lost == (item.closure.step in applied)
+        self._settle(ended)
+        self.doubtful.clear()
+
+    @precondition(lambda self: self.queue.runs)
+    @rule(held=st.booleans())
+    def hold(self, held):
+        self.queue.held = held
 
     @precondition(lambda self: self.queue.is_drained)
     @rule()
@@ -72,6 +95,8 @@ class QueueMachine(RuleBasedStateMachine):
         if ordinary:
             taken = self.queue.take(limit, self.now)
             assert 1 <= len(taken) <= limit
+            if self.queue.held:
+                assert {closure.step for closure in taken} <= self.begun
             self.running += taken
         elif suspects:
             self.running.append(self.queue.take_suspect(self.now))
@@ -90,13 +115,19 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data):
         closure = self._stop(data)
+        self._may_have_begun(closure)
         self._settle(self.queue.lost(closure, "/job:worker/task:1", self.now))
         assert len(closure.losses) <= ATTEMPTS
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def retry(self, data):
-        self._settle(self.queue.retry(self._stop(data), self.now, 0.5))
+    @rule(data=st.data(), begun=st.booleans())
+    def retry(self, data, begun):
+        closure = self._stop(data)
+        if begun:
+            self._may_have_begun(closure)
+        elif closure.step in self.begun and not self.queue.runs:
+            self.doubtful.add(closure.step)
+        self._settle(self.queue.retry(closure, self.now, 0.5, begun=begun))
 
     @rule(seconds=st.floats(0.0, 3.0))
     def wait(self, seconds):
@@ -108,6 +139,11 @@ class QueueMachine(RuleBasedStateMachine):
         self._failed(error)
         self.queue.fail(error)
 
+    def _may_have_begun(self, closure):
+        self.begun.add(closure.step)
+        if not self.queue.runs:
+            self.doubtful.add(closure.step)
+
     def _stop(self, data):
         return self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
 
@@ -117,7 +153,9 @@ class QueueMachine(RuleBasedStateMachine):
     def books_agree(self):
         queue = self.queue
         assert queue.running == len(self.running) >= 0
-        assert queue.queued + queue.running == len(self.open)
+        assert queue.queued + queue.running + len(self.doubtful) == len(self.open)
+        unsure = (self.begun & self.open.keys()) - {c.step for c in self.running}
+        assert queue.is_at_rest == (not self.running and not unsure)
         assert all(count == 1 for count in self.ended.values())
         assert queue.steps.low_water == min(self.open, default=queue.steps.next)
         assert (queue.phase is Phase.OPEN) == (self.first_error is None)
@@ -126,7 +164,7 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self):
         self._settle(self.queue.close("the test is over"))
         for closure in list(self.running):
-            self._settle(self.queue.retry(closure, self.now))
+            self._settle(self.queue.retry(closure, self.now, begun=True))
         self.running.clear()
         assert not self.open
         assert self.queue.is_idle
@@ -178,7 +216,10 @@ def test_a_closure_that_kills_its_workers_is_reported_with_their_names():
 def test_losses_that_the_closure_survives_do_not_stay_with_the_next():
     queue, (closure,) = filled(1, max_attempts=2)
     queue.take(1, 0.0)
-    queue.retry(closure, 0.0, 0.0)
+    queue.retry(closure, 0.0, 0.0, begun=False)
+    queue.take(1, 0.0)
+    assert closure.attempt == 1, "it never began"
+    queue.retry(closure, 0.0, 0.0, begun=True)
     queue.take(1, 0.0)
     assert closure.losses == ()
     assert closure.attempt == 2
@@ -192,8 +233,11 @@ def test_later_errors_are_listed_but_the_first_is_raised():
     for closure, error in zip(closures, errors, strict=False):
         queue.end(closure, error)
     queue.drain()
-    assert not queue.is_drained, "one still runs"
+    assert not queue.is_quiet, "one still runs"
     queue.end(closures[2], ValueError("provoked by cancelling"))
+    assert queue.fence() == []
+    assert not queue.is_drained, "zombies may have an effect"
+    assert queue.fenced({}) == []
     assert queue.take_error() is errors[0]
     assert list(queue.errors) == errors
     assert queue.accepts, "and the queue is usable again"

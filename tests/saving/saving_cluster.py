@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -158,6 +159,16 @@ class FakeCluster:
         self.variables = ServerVariables(self, count)
         self._variables: dict[int, Variable] = {}
         self.lost: int | None = None
+        self.rests = 0
+        """How often it was held between two steps."""
+        self.on_rest = lambda: None
+        self.cut = SimpleNamespace(end=7, besides=[(9, 11)])
+
+    @contextlib.asynccontextmanager
+    async def at_rest(self):
+        self.rests += 1
+        self.on_rest()
+        yield self.cut
 
     async def run_async(self, work, what):
         if self.lost is not None:

@@ -13,7 +13,7 @@ from saving_cluster import FakeCluster
 
 from zstrat.checkpoint import Manifest, verify
 from zstrat.errors import PSUnavailableError, ResourceExhaustedError
-from zstrat.saving import Checkpoint, export_safetensors
+from zstrat.saving import Checkpoint, CheckpointManager, export_safetensors
 from zstrat.variables import IndexedSlices, Optimizer, Variable
 from zstrat.variables._local import _jitted
 
@@ -78,6 +78,32 @@ def test_who_writes_what(tmp_path):
     asked.clear()
     Checkpoint(v=variables, o=optimizer).restore(path)
     assert sorted(asked) == ["load 0", "load 2", "store 1"]
+
+
+def test_saving_restoring_and_exporting_are_between_two_steps(tmp_path):
+    cluster = FakeCluster(2)
+    table = cluster.variable(np.arange(4.0), 2)
+    step = cluster.variable(np.int64(5), 1, "step")
+    checkpoint = Checkpoint(t=table)
+    cluster.on_rest = lambda: step.assign(6)
+    manager = CheckpointManager(checkpoint, tmp_path / "c", 1, step_counter=step)
+    path = manager.save()
+    about = Manifest.of(path).metadata
+    assert about["steps"] == [{"below": 7, "besides": [[9, 11]]}]
+    assert about["step"] == 6, "as it was at that moment"
+    assert cluster.rests == 1
+    checkpoint.restore(path)
+    assert cluster.rests == 2
+    export_safetensors(checkpoint, tmp_path / "e.safetensors")
+    assert cluster.rests == 3
+
+
+def test_where_others_go_on_it_says_that_it_is_no_cut(tmp_path, caplog):
+    cluster = FakeCluster(2)
+    cluster.cut = None
+    path = Checkpoint(t=cluster.variable(np.arange(4.0), 2)).save(tmp_path / "c")
+    assert Manifest.of(path).metadata["steps"] == [None]
+    assert "is no cut: other programs update the variables" in caplog.text
 
 
 def test_rows_that_no_gradient_has_reached_begin_anew(tmp_path):

@@ -46,6 +46,18 @@ def created(strategy):
     return a, b, c, optimizer
 
 
+def test_a_checkpoint_says_that_the_other_programs_went_on(spec, tmp_path, caplog):
+    with program(spec, 0) as chief:
+        a, *_ = created(chief)
+        path = zs.Checkpoint(a=a).save(tmp_path / "c")
+        a.assign(7.0)
+        zs.Checkpoint(a=a).restore(path)
+        assert a.numpy() == 1.0
+    manifest = json.loads((tmp_path / "c-1" / "manifest.json").read_bytes())
+    assert manifest["manifest"]["metadata"]["steps"] == [None]
+    assert "is no cut: other programs update" in caplog.text
+
+
 def test_the_first_program_creates_and_the_others_join(spec):
     with program(spec, 0) as chief:
         mine = created(chief)

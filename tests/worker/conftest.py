@@ -107,6 +107,8 @@ class FakeLink:
             if not future.done():
                 future.set_exception(error)
             return
+        if asyncio.iscoroutine(answer):
+            answer = asyncio.ensure_future(answer)
         if isinstance(answer, asyncio.Future):
             answer.add_done_callback(
                 lambda done: future.done() or future.set_result(done.result())

@@ -33,6 +33,7 @@ from zstrat.wire import (
     CreateOptimizer,
     PullRows,
     Push,
+    PushPart,
     UpdateOp,
 )
 
@@ -381,7 +382,7 @@ async def test_an_eager_step_reads_and_updates_rows_as_it_goes(make_world):
     for variable in (here, there):
         assert world.value(variable)[1].tolist() == [3, 4]
     kinds = [type(message) for message in world.log]
-    assert kinds == [PullRows, PullRows, Push, Push]
+    assert kinds == [PullRows, PullRows, PushPart, PushPart]
     for call in (
         lambda home: home.read_rows_async([(here, None)]),
         lambda home: home.update_many_async([(here, None, (), None)]),

@@ -28,7 +28,9 @@ from zstrat.wire import (
 )
 
 from ._arrival import Arrival
+from ._fences import Fences
 from ._lane import Lane, MakeLink
+from ._rest import Rest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -71,6 +73,8 @@ class Cluster:
     ) -> None:
         self.joins: Final = joins
         self._ends: Final = ends and not joins
+        self.is_shared: Final = not self._ends
+        """Whether other programs update the variables, too."""
         self.session, self._timeouts = session, timeouts
         self.prefetch: Final = prefetch
         self.dispatcher: Dispatcher | None = None
@@ -105,6 +109,8 @@ class Cluster:
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None
         self.client = PsClient([lane.link for lane in self.ps], session)
+        self.fences = Fences(session, self.ps, self._absent, timeouts.request)
+        self.rest = Rest(self.fences)
 
     # ---- life ------------------------------------------------------------------------
 
@@ -141,6 +147,7 @@ class Cluster:
         self._closing = True
         if self.dispatcher is not None:
             self.dispatcher.stop("the session is closed")
+        await self.fences.stop()
         loop = asyncio.get_running_loop()
         patience = self._timeouts.drain if leave else LEAVING
         goodbye = CloseSession(self.session, leave)
@@ -201,6 +208,7 @@ class Cluster:
         """From now on the dispatcher is told about workers."""
         self.dispatcher = dispatcher
         dispatcher.start()
+        self.rest.attach(dispatcher)
         if (broken := self.broken) is not None:
             dispatcher.engine.fail(broken, lasting=True)
 

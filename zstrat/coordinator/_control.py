@@ -69,6 +69,7 @@ class Control:
             queue,
             wake=lambda: portal.call_soon(errands.dispatcher_turn),
             cancel=lambda: portal.call_soon(errands.dispatcher_cancel),
+            fence=lambda *steps: portal.call_soon(errands.dispatcher_fence, *steps),
             bring=errands.bring,
             bring_async=errands.bring_async,
         )
@@ -76,6 +77,7 @@ class Control:
             self.engine,
             self.session.session,
             self.session.cluster.workers,
+            self.session.cluster.fences,
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.prefetch,
             worker_wait_timeout=(
@@ -198,6 +200,10 @@ class _Errands:
     def dispatcher_cancel(self) -> None:
         assert self.dispatcher is not None
         self.dispatcher.cancel_running()
+
+    def dispatcher_fence(self, end: int, doubtful: list[int]) -> None:
+        assert self.dispatcher is not None
+        self.dispatcher.fence(end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
         return self._portal.run(self._bring(kept), self._timeout, "fetching a result")

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._engine import Engine
+    from ._fences import Fences
     from ._lane import Lane
     from ._values import Kept
 
@@ -62,6 +63,7 @@ class Dispatcher:
         engine: Engine,
         session: int,
         workers: Iterable[Lane],
+        fences: Fences,
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -81,6 +83,7 @@ class Dispatcher:
         """Kept results that nobody can fetch any more; anyone may append."""
         self.builder = Builder(engine, self.members, self.seats, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.unfetched)
+        self.fences = fences
         self.turns = self.dispatches = 0
         self._session = session
         self._patience = worker_wait_timeout
@@ -109,10 +112,11 @@ class Dispatcher:
         self.cancel_running()
         now = self._now()
         self.engine.close(cause)
+        self.fence(self.queue.steps.next, [])
         with self.engine.lock:
             for member in self.members.members:
                 for closure in member.in_flight.values():
-                    self.engine.settle(self.queue.retry(closure, now))
+                    self.engine.settle(self.queue.retry(closure, now, begun=True))
                 member.in_flight.clear()
             self.builder.stop(cause)
             self.engine.notify()
@@ -124,6 +128,24 @@ class Dispatcher:
         for seat in self.seats:
             if seat.member.in_flight and seat.lane.is_ready:
                 self._say(seat, CancelSteps(self._session))
+
+    def hold(self) -> None:
+        """Nothing begins any more, and what the workers have not begun comes back."""
+        with self.engine.lock:
+            self.queue.held = True
+        self.cancel_running()
+        self.turn_soon()
+
+    def release(self) -> None:
+        """All goes on."""
+        with self.engine.lock:
+            self.queue.held = False
+        self.turn_soon()
+
+    def fence(self, end: int, doubtful: list[int]) -> None:
+        """Has all steps below ``end`` be over on the parameter servers, and tells the
+        engine which of the doubtful ones were applied."""
+        self.fences.raise_to(end, doubtful, self.engine.fenced)
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
         """Fetches a result that stayed on its worker."""
@@ -151,6 +173,7 @@ class Dispatcher:
         if self._stopped:
             return
         seat = self.seats[lane.index]
+        self.engine.deserted = None
         self.members.connected(lane.index)
         seat.clear()
         # A worker that never noticed that it was lost may still hold old closures.
@@ -245,7 +268,8 @@ class Dispatcher:
             with self.engine.lock:
                 for closure in unsent:
                     if seat.member.in_flight.pop(closure.step, None) is not None:
-                        self.engine.settle(self.queue.retry(closure, now, SETBACK))
+                        again = self.queue.retry(closure, now, SETBACK, begun=False)
+                        self.engine.settle(again)
             self.members.ended(seat.member, 0, now)
             self.turn_soon()
         except (PeerLostError, ClosedError) as error:
@@ -348,13 +372,13 @@ class Dispatcher:
         self._alarm = None
         if self.members.usable or not self.engine.needs_worker:
             return
-        self.engine.fail(
-            UnavailableError(
-                f"no worker was there for {self._patience:.0f} s "
-                f"({self.members.absent()}): start one, or give worker_wait_timeout= "
-                "more seconds"
-            )
+        error = UnavailableError(
+            f"no worker was there for {self._patience:.0f} s "
+            f"({self.members.absent()}): start one, or give worker_wait_timeout= "
+            "more seconds"
         )
+        self.engine.deserted = error
+        self.engine.fail(error)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

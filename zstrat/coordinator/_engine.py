@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -41,6 +41,8 @@ class Engine:
     Args:
         wake: Tells the loop that closures wait; returns at once, called seldom.
         cancel: Tells the loop to cancel what the workers have not begun.
+        fence: Tells the loop to have the parameter servers end all steps below a
+            number, and to ask which of some have been applied; it calls `fenced`.
         bring: Fetches a kept result, blocking; ``bring_async`` from any event loop.
     """
 
@@ -50,6 +52,7 @@ class Engine:
         *,
         wake: Callable[[], object],
         cancel: Callable[[], object],
+        fence: Callable[[int, list[int]], object],
         bring: Callable[[Kept], list[np.ndarray]],
         bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]],
     ) -> None:
@@ -57,10 +60,12 @@ class Engine:
         self.queue = queue
         self.broken: ZstratError | None = None
         """Why nothing can be scheduled, for as long as that is so (a lost ps)."""
+        self.deserted: ZstratError | None = None
+        """Why work waits in vain: no worker was there for long."""
         self.hungry = True
         """The loop has taken all that waited: the next `put` must wake it."""
         self.bring, self.bring_async = bring, bring_async
-        self._wake, self._cancel = wake, cancel
+        self._wake, self._cancel, self._fence = wake, cancel, fence
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
@@ -160,6 +165,14 @@ class Engine:
         """Whether somebody waits for something that only a worker can do."""
         return self._wanted > 0 or not self.queue.is_idle
 
+    async def rest_async(self) -> None:
+        """Waits until nothing runs, and nothing waits that may have run.
+
+        Raises:
+            PSUnavailableError, UnavailableError: That will not come to be.
+        """
+        await self._await(self._try_rest)
+
     # ---- the loop --------------------------------------------------------------------
 
     def settle(self, ended: Iterable[Ended]) -> None:
@@ -187,6 +200,12 @@ class Engine:
         """What was broken works again."""
         with self.lock:
             self.broken = None
+            self.notify()
+
+    def fenced(self, applied: Mapping[int, str]) -> None:
+        """All steps are over; see `Queue.fenced`."""
+        with self.lock:
+            self.settle(self.queue.fenced(applied))
             self.notify()
 
     def close(self, cause: str) -> None:
@@ -228,15 +247,34 @@ class Engine:
             self._cancel()
         if queue.phase is Phase.CLOSED:
             raise ClosedError("the coordinator is shut down; make a new one")
-        if queue.phase is Phase.DRAINING:
-            if not queue.is_drained:
-                return lambda: queue.phase is not Phase.DRAINING or queue.is_drained
+        if queue.phase is Phase.DRAINING and not queue.is_quiet:
+            return lambda: queue.phase is not Phase.DRAINING or queue.is_quiet
+        self._fence_if_quiet()
+        if queue.phase is Phase.FENCING:
+            return lambda: queue.phase is not Phase.FENCING
+        if queue.phase is Phase.FENCED:
             error = queue.take_error()
             self.notify()
             raise error.with_traceback(None)
         if self.broken is not None:
             raise self.broken.with_traceback(None)
         return None
+
+    def _fence_if_quiet(self) -> None:
+        if self.queue.is_quiet:
+            self._fence(self.queue.steps.next, self.queue.fence())
+
+    def _try_rest(self) -> Ready | None:
+        queue = self.queue
+        self._fence_if_quiet()
+        if queue.is_at_rest:
+            return None
+        for error in (self.broken, self.deserted):
+            if error is not None:
+                raise error.with_traceback(None)
+        return lambda: bool(
+            queue.is_at_rest or queue.is_quiet or self.broken or self.deserted
+        )
 
     def _try_put(self, closure: Closure) -> Ready | None:
         ready = self._try_raise()

@@ -20,7 +20,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import Completion, Completions, Outcome
 
-from ._queue import Closure, Ended, Phase
+from ._queue import Closure, Ended
 from ._trouble import Trouble
 from ._values import Kept, RemoteValue
 
@@ -89,6 +89,7 @@ class Outcomes:
                     continue
                 queue.end(closure)
                 value = closure.value
+                value._run = (step, member.name, closure.attempt)
                 if size >= 0:
                     value._settle(layout, results[start:offset])
                 else:
@@ -113,7 +114,7 @@ class Outcomes:
         """One that did not end well, or whose result cannot be read. Lock held."""
         queue, settle, member = self._engine.queue, self._engine.settle, seat.member
         if completion.outcome not in (OK, FAILED):
-            settle(queue.retry(closure, now, SETBACK))
+            settle(queue.retry(closure, now, SETBACK, begun=False))
             if isinstance(error, WorkerLostError):
                 self._members.leaving(member.index, error.reason, now)
             return
@@ -125,12 +126,13 @@ class Outcomes:
             )
         elif error is None:
             error = ProtocolError(f"{member.name} does not say how a closure failed")
-        elif queue.phase is not Phase.DRAINING:
+        else:
             delay = self._again(member.index, error, now)
         if delay is not None:
-            settle(queue.retry(closure, now, delay))
+            settle(queue.retry(closure, now, delay, begun=True))
             return
         queue.end(closure, error)
+        closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
 
     def _again(self, worker: int, error: Exception, now: float) -> float | None:

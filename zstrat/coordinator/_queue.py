@@ -15,11 +15,18 @@ that the next loss convicts the right one and spares the bystanders that were in
 beside it; they wait longer after each loss, and after ``max_attempts`` losses the
 closure fails with the names of the workers that it took along.
 
-    OPEN ──first error──▶ FAILED ──next call of the user: cancel──▶ DRAINING ─┐
-      ▲                                                                       │
-      └──────── nothing runs any more: the error is raised, once ◀────────────┘
+    OPEN ──first error──▶ FAILED ──next call of the user: cancel──▶ DRAINING
+      ▲                                                                 │
+      │                                        nothing runs on workers that are there
+      │                                                                 ▼
+      └─── the error is raised, once ─── FENCED ◀──all ps say so─── FENCING
 
 While FAILED the others run on, as in TensorFlow; CLOSED is the end of everything.
+
+A worker that was lost may have applied the closure that it had, and may still be at it
+(a *zombie*). So before the error is raised all parameter servers are told that every
+step so far is over, and say which of these *doubtful* closures they have applied: the
+others are cancelled, and the error tells the truth that nothing runs any more.
 """
 
 from __future__ import annotations
@@ -30,11 +37,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from zstrat.errors import CancelledError, WorkerLostError
+from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
 from ._steps import Steps
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ._calls import Call
     from ._values import RemoteValue
 
@@ -54,6 +63,8 @@ class Phase(enum.Enum):
     OPEN = "open"
     FAILED = "failed"
     DRAINING = "draining"
+    FENCING = "fencing"
+    FENCED = "fenced"
     CLOSED = "closed"
 
 
@@ -72,6 +83,8 @@ class Closure:
     """How often it was handed to a worker."""
     losses: tuple[str, ...] = ()
     """The workers that were lost while they had it."""
+    begun: bool = False
+    """A worker that did not end it may have run it: it may have had its effect."""
 
     @property
     def is_suspect(self) -> bool:
@@ -113,13 +126,19 @@ class Queue:
         self._fresh: deque[Closure] = deque()
         self._retries: list[_Waiting] = []
         self._suspects: list[_Waiting] = []
+        self._returned: list[_Waiting] = []
+        """Those that came back before they had begun."""
+        self._doubtful: list[Closure] = []
+        self.held = False
+        """Nothing begins but what may have begun already (`is_at_rest`)."""
 
     # ---- what the user does ----------------------------------------------------------
 
     @property
     def queued(self) -> int:
         """Closures that wait for a worker, those that came back included."""
-        return len(self._fresh) + len(self._retries) + len(self._suspects)
+        back = len(self._retries) + len(self._suspects) + len(self._returned)
+        return len(self._fresh) + back
 
     @property
     def waiting_fresh(self) -> int:
@@ -158,12 +177,54 @@ class Queue:
         return self._cancel_waiting(cause)
 
     @property
-    def is_drained(self) -> bool:
-        """Nothing runs any more, and the first error is to be raised now."""
+    def is_quiet(self) -> bool:
+        """Draining, and no worker that is there runs anything any more."""
         return self.phase is Phase.DRAINING and self.running == 0
 
+    def fence(self) -> list[int]:
+        """All steps so far are to be over. DRAINING → FENCING.
+
+        Returns:
+            Those that may have been applied.
+        """
+        assert self.is_quiet, "fenced while closures run"
+        self.phase = Phase.FENCING
+        return [closure.step for closure in self._doubtful]
+
+    def fenced(self, applied: Mapping[int, str]) -> list[Ended]:
+        """All steps so far are over. FENCING → FENCED.
+
+        Args:
+            applied: What is known of those that may have been applied, and were or
+                still may have been, in words. The others were not.
+        """
+        doubtful, self._doubtful = self._doubtful, []
+        if self.phase is not Phase.FENCING:  # it was closed meanwhile
+            assert not doubtful
+            return []
+        self.phase = Phase.FENCED
+        ended = []
+        for closure in doubtful:
+            self.steps.end(closure.step)
+            words = applied.get(closure.step)
+            error = cancellation() if words is None else _lost(closure, words)
+            ended.append(Ended(closure, error))
+        return ended
+
+    @property
+    def is_drained(self) -> bool:
+        """Nothing runs any more, and the first error is to be raised now."""
+        return self.phase is Phase.FENCED
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing runs, and nothing waits that may have run: every step has had all of
+        its effect, or none."""
+        waits = self._retries or self._suspects or self._doubtful
+        return self.running == 0 and not waits and self.phase is not Phase.FENCING
+
     def take_error(self) -> Exception:
-        """The first error, for the one who raises it. DRAINING → OPEN."""
+        """The first error, for the one who raises it. FENCED → OPEN."""
         assert self.is_drained, "the error is raised when nothing runs"
         assert self._error is not None
         error, self._error, self.phase = self._error, None, Phase.OPEN
@@ -180,21 +241,25 @@ class Queue:
         """How many ordinary closures and how many suspects may go to a worker now."""
         if not self.runs:
             return 0, 0
-        return _due(self._retries, now) + len(self._fresh), _due(self._suspects, now)
+        fresh = 0 if self.held else _due(self._returned, now) + len(self._fresh)
+        return _due(self._retries, now) + fresh, _due(self._suspects, now)
 
     def next_due(self) -> float | None:
         """When the next closure that came back may go again."""
-        heads = [heap[0][0] for heap in (self._retries, self._suspects) if heap]
+        heaps = (self._retries, self._suspects, self._returned)
+        heads = [heap[0][0] for heap in heaps if heap]
         return min(heads, default=None)
 
     def take(self, limit: int, now: float) -> list[Closure]:
         """At most ``limit`` ordinary closures, those that came back first."""
         assert self.runs, f"nothing is handed out while {self.phase.value}"
         taken: list[Closure] = []
-        retries, fresh = self._retries, self._fresh
-        while retries and len(taken) < limit and retries[0][0] <= now:
-            taken.append(heapq.heappop(retries)[2])
-        count = min(limit - len(taken), len(fresh))
+        fresh = self._fresh
+        heaps = (self._retries,) if self.held else (self._retries, self._returned)
+        for heap in heaps:
+            while heap and len(taken) < limit and heap[0][0] <= now:
+                taken.append(heapq.heappop(heap)[2])
+        count = 0 if self.held else min(limit - len(taken), len(fresh))
         taken += [fresh.popleft() for _ in range(count)]
         for closure in taken:
             closure.attempt += 1
@@ -219,20 +284,36 @@ class Queue:
 
     def fail(self, error: Exception) -> None:
         """Something is wrong; the first such error waits for the user's next call."""
-        if self.phase in (Phase.DRAINING, Phase.CLOSED):
+        if not self.runs:
             return  # provoked by cancelling: it belongs to its own value alone
         if self.phase is Phase.OPEN:
             self.phase, self._error = Phase.FAILED, error
             self.errors.clear()
         self.errors.append(error)
 
-    def retry(self, closure: Closure, now: float, delay: float = 0.0) -> list[Ended]:
-        """The closure did not run to its end through no fault of its own."""
+    def retry(
+        self, closure: Closure, now: float, delay: float = 0.0, *, begun: bool
+    ) -> list[Ended]:
+        """The closure did not run to its end through no fault of its own.
+
+        Args:
+            begun: It may have run, so that its effect may be there.
+        """
         self._stopped(closure)
-        if self.phase in (Phase.DRAINING, Phase.CLOSED):
+        closure.begun |= begun
+        closure.attempt -= not begun  # that was none
+        if self.phase is Phase.CLOSED:
             return self._cancel([closure], None)
-        heap = self._suspects if closure.is_suspect else self._retries
-        heapq.heappush(heap, (now + delay, closure.step, closure))
+        if not self.runs:
+            if not closure.begun:
+                return self._cancel([closure], None)
+            self._doubtful.append(closure)
+            return []
+        heap = self._returned
+        if closure.begun:
+            heap = self._suspects if closure.is_suspect else self._retries
+        due = 0.0 if self.held and not closure.begun else now + delay
+        heapq.heappush(heap, (due, closure.step, closure))
         return []
 
     def lost(self, closure: Closure, worker: str, now: float) -> list[Ended]:
@@ -245,13 +326,14 @@ class Queue:
                 f"{closure.name} (step {closure.step}) was given up: in {lost} "
                 "attempts each worker that ran it was lost, so it seems to be what "
                 "kills them (out of memory, a crash in native code?); raise "
-                "max_attempts= if workers are often lost for other reasons",
+                "max_attempts= if workers are often lost for other reasons. Its "
+                "updates may have been applied",
             )
             self.end(closure, error)
             return [Ended(closure, error)]
         wait = FIRST_DELAY * 2.0 ** (lost - SUSPECT_AFTER)
         delay = 0.0 if lost < SUSPECT_AFTER else min(wait, LONGEST_DELAY)
-        return self.retry(closure, now, delay)
+        return self.retry(closure, now, delay, begun=True)
 
     # ---- private ---------------------------------------------------------------------
 
@@ -260,11 +342,16 @@ class Queue:
         self.running -= 1
 
     def _cancel_waiting(self, cause: str | None) -> list[Ended]:
-        heaps = [waiting[2] for waiting in (*self._retries, *self._suspects)]
-        waiting = [*heaps, *self._fresh]
+        heaps = (*self._retries, *self._suspects, *self._returned)
+        waiting = [*(item[2] for item in heaps), *self._fresh, *self._doubtful]
         self._fresh.clear()
         self._retries.clear()
         self._suspects.clear()
+        self._returned.clear()
+        self._doubtful.clear()
+        if self.phase is not Phase.CLOSED:
+            self._doubtful = [closure for closure in waiting if closure.begun]
+            waiting = [closure for closure in waiting if not closure.begun]
         return self._cancel(waiting, cause)
 
     def _cancel(self, closures: list[Closure], cause: str | None) -> list[Ended]:
@@ -272,8 +359,8 @@ class Queue:
             return []
         for closure in closures:
             self.steps.end(closure.step)
-        error = cancellation(cause)
-        return [Ended(closure, error) for closure in closures]
+        never, perhaps = cancellation(cause), cancellation(cause, begun=True)
+        return [Ended(each, perhaps if each.begun else never) for each in closures]
 
 
 def _due(heap: list[_Waiting], now: float) -> int:
@@ -282,7 +369,21 @@ def _due(heap: list[_Waiting], now: float) -> int:
     return sum(due <= now for due, _, _ in heap)
 
 
-def cancellation(cause: str | None = None) -> CancelledError:
+def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledError:
     """What the value of a cancelled closure says."""
     words = "The corresponding function is cancelled. Please reschedule the function."
+    if begun:
+        words = (
+            "The corresponding function is cancelled. A worker had begun it, so its "
+            "updates may have been applied: to schedule it again may apply them twice."
+        )
     return CancelledError(f"{words} ({cause})" if cause else words)
+
+
+def _lost(closure: Closure, words: str) -> ResultLostError:
+    by = f" with {', '.join(closure.losses)}" if closure.losses else ""
+    return ResultLostError(
+        closure.step,
+        f"{closure.name} was running when another one failed, and its result is lost"
+        f"{by}. Its updates {words}: to schedule it again would apply them twice",
+    )

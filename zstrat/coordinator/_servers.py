@@ -123,15 +123,12 @@ class Servers:
         return await self.client.pull((), rows)
 
     async def update(self, updates: Sequence[SpecUpdate]) -> None:
-        await self.client.push(
-            -1,
-            0,
-            0,
-            [
-                PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
-                for spec, op, optimizer, arrays in updates
-            ],
-        )
+        pushed = [
+            PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
+            for spec, op, optimizer, arrays in updates
+        ]
+        gate = self._cluster.rest.gate
+        await gate.through(lambda: self.client.push(-1, 0, 0, pushed))
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         if self._cluster.joins:

@@ -6,6 +6,7 @@ The handle that the strategy owns. It lives on the user's side; what runs on the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from functools import partial
@@ -19,7 +20,7 @@ from ._joining import session_of
 from ._servers import ANSWERING, Servers, initializing_timeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 
     import numpy as np
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from zstrat.wire import InitialEntry, UpdateOp
 
     from ._lane import MakeLink
+    from ._rest import Cut
     from ._servers import SpecUpdate
 
 T = TypeVar("T")
@@ -336,6 +338,33 @@ class ClusterSession:
 
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
         return await self.portal.run_async(work, what)
+
+    @contextlib.asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[Cut | None]:
+        """Holds the session between two steps: what is read of its variables inside is
+        of one moment, with each step on all servers or on none. From any event loop.
+
+        Steps that run are waited for, new ones and updates of the program wait; so
+        training stands still for the slowest step that runs, and for what is done here.
+
+        Yields:
+            Which steps have had their effect; None if other programs share the servers,
+            which go on: each server has a moment of its own then.
+
+        Raises:
+            UnavailableError: A step whose worker was lost waits for another worker, and
+                none came in time.
+
+        Cancellation: all goes on.
+        """
+        if self.cluster.is_shared:
+            yield None
+            return
+        rest, holder = self.cluster.rest, object()
+        try:
+            yield await self.run_async(rest.begin(holder), "waiting for steps to end")
+        finally:
+            self.portal.call_soon(rest.end, holder)
 
     # ---- the end ---------------------------------------------------------------------
 

@@ -31,6 +31,11 @@ class Steps:
         """How many runs are remembered: at most one more than steps are unfinished."""
         return len(self._end_of)
 
+    @property
+    def above(self) -> list[tuple[int, int]]:
+        """The runs ``[first, end)`` of steps above the low water that are over."""
+        return sorted(self._end_of.items())
+
     def issue(self) -> int:
         """A step number that was never used."""
         step = self.next

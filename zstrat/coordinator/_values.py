@@ -12,7 +12,7 @@ import abc
 import enum
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +53,14 @@ class Kept:
         self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
 
 
+class Run(NamedTuple):
+    """One run of a step: the ``attempt``-th, on ``worker``."""
+
+    step: int
+    worker: str
+    attempt: int
+
+
 class Result:
     """What is known of a result before it is there."""
 
@@ -77,6 +85,7 @@ class RemoteValue:
         "_error",
         "_expected",
         "_result",
+        "_run",
         "state",
     )
 
@@ -88,6 +97,7 @@ class RemoteValue:
         # Bytes with their layout, a result that was kept away, or, once somebody has
         # looked, the arrays themselves.
         self._result: _Inline | Kept | _Opened | None = None
+        self._run: tuple[int, str, int] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -103,6 +113,17 @@ class RemoteValue:
     def error(self) -> Exception | None:
         """The error with which the closure ended, if it did; never waits."""
         return self._error
+
+    @property
+    def run(self) -> Run | None:
+        """The run that this is the result, or the error, of; None if it has not ended,
+        or was not ended by a worker.
+
+        If ``run.attempt`` is above 1, workers were lost with the step before. Its
+        effects happened once, but some may be those of an earlier run, which computed
+        with other data and other values, where this result is of the last one.
+        """
+        return None if self._run is None else Run(*self._run)
 
     def fetch(self, timeout: float | None = None) -> Any:
         """The result with numpy arrays as leaves; those of rank 0 are numpy scalars.
@@ -138,6 +159,8 @@ class RemoteValue:
 
     def __repr__(self) -> str:
         words = f" error={self._error!r}" if self._error else ""
+        if (run := self.run) is not None and run.attempt > 1:
+            words = f" of attempt {run.attempt} on {run.worker}{words}"
         return f"<RemoteValue of {self._expected.name} {self.state.value}{words}>"
 
     # ---- the engine settles values, with its lock held -------------------------------

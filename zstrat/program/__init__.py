@@ -42,3 +42,4 @@ from ._structure import rebuild as rebuild
 from ._substitution import Substitution as Substitution
 from ._wanted import Wanted as Wanted
 from ._wanted import WantedRows as WantedRows
+from ._where import here as here

@@ -1,4 +1,7 @@
-"""The recorder of eager steps: a read or update happens when Python comes to it."""
+"""The recorder of eager steps: a read or update is done when Python comes to it.
+
+On a worker the home of the variables may keep an update back until the step reads.
+"""
 
 from __future__ import annotations
 

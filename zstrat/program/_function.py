@@ -165,8 +165,10 @@ def function(
     Args:
         eager: Do not trace: run the Python body itself on the worker, with values, for
             debugging with print and pdb. Results are the same; it is slow: each read
-            and update is a round trip. Of a step that is run again after a lost worker,
-            each update is still made once.
+            is a round trip. Updates are made together, before the next read and at the
+            end of the body; those that wait when it raises are dropped. What a lost
+            worker had made stays: the step that is run again has to make the same
+            updates at the same places, else it fails with `RetryDiffersError`.
 
     Raises:
         TypeError: ``fn`` is no function, or a coroutine or generator function.

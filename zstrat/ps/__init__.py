@@ -2,6 +2,9 @@
 
 from ._client import PsClient as PsClient
 from ._engine import OptimizerEngine as OptimizerEngine
+from ._parts import EagerRun as EagerRun
+from ._parts import ordinal as ordinal
+from ._parts import require_same as require_same
 from ._pushing import PsUpdate as PsUpdate
 from ._reading import Ref as Ref
 from ._reading import RowsRef as RowsRef

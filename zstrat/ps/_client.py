@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 
 from zstrat.wire import (
+    AppliedParts,
+    AskParts,
     BindOptimizer,
     CreateOptimizer,
     CreateVariables,
@@ -35,6 +37,7 @@ from zstrat.wire import (
 from ._asking import Call, Part
 from ._exchange_client import exchange
 from ._known import Known
+from ._parts import named
 from ._pushing import Pushing
 from ._reading import Reading, Ref, RowsRef
 from ._snapshot_client import SnapshotCalls
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from zstrat.wire import PlainTree
 
     from ._asking import Line
+    from ._parts import EagerRun
     from ._pushing import PsUpdate
 
 BATCH: Final = 512
@@ -144,6 +148,50 @@ class PsClient(SnapshotCalls):
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result, deadline)
+
+    def push_part(
+        self,
+        run: EagerRun,
+        part: int,
+        names: Sequence[str],
+        updates: Sequence[PsUpdate],
+    ) -> asyncio.Future[bool]:
+        """`push` of the next part of an eager step.
+
+        Args:
+            names: Of each update: where in the step it is, and what it does.
+
+        Raises (in the future), besides what `push` does:
+            RetryDiffersError: An earlier run has done something else there.
+            StaleSessionError: A later run has begun.
+        """
+        step, attempt, low_water = run
+        pushing = Pushing(self._session, step, part, low_water, updates)
+        parts = [
+            Part(ps, named(push, attempt, names), Pushed, pushing.take)
+            for ps, push in pushing.messages.items()
+        ]
+        return self._ask(parts, pushing.result)
+
+    def applied_parts(
+        self, run: EagerRun
+    ) -> asyncio.Future[dict[int, tuple[str, ...]]]:
+        """What runs of the step before this one have pushed: names by part. They have
+        no effect any more.
+
+        Raises (in the future):
+            PSUnavailableError: A parameter server is gone.
+            StaleSessionError: A later run has begun.
+        """
+        found: dict[int, tuple[str, ...]] = {}
+
+        def take(answer: AppliedParts) -> None:
+            found.update((part, tuple(names)) for part, names in answer.parts)
+
+        message = AskParts(self._session, run.step, run.attempt)
+        servers = range(len(self._links))
+        parts = [Part(ps, message, AppliedParts, take) for ps in servers]
+        return self._ask(parts, lambda: found)
 
     def exchange(
         self,

@@ -8,9 +8,16 @@ and answers for all of them with that one number.
 
 from __future__ import annotations
 
-from typing import Final
+from bisect import bisect_right
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import BusyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from zstrat.wire import StepRun
 
 UNNAMED: Final = -1
 """The step of a push that belongs to no closure: never a duplicate."""
@@ -26,6 +33,8 @@ class Ledger:
         self._capacity = capacity
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
+        self._over: list[tuple[int, int]] = []
+        """Runs ``[first, end)`` of steps that are over, apart and in order."""
 
     def __len__(self) -> int:
         return len(self._applied)
@@ -34,7 +43,25 @@ class Ledger:
         """True if the push was applied, or if its step is over."""
         if step == UNNAMED:
             return False
-        return step < self.low_water or part in self._applied.get(step, ())
+        if step < self.low_water or part in self._applied.get(step, ()):
+            return True
+        return bool(self._over) and self._is_over(step)
+
+    def has_applied(self, step: int) -> bool:
+        """Whether any push of a step above the mark was applied."""
+        return step in self._applied
+
+    def close(self, over: Iterable[StepRun]) -> None:
+        """These steps are over; what they have applied is remembered all the same."""
+        merged: list[tuple[int, int]] = []
+        for first, end in sorted([*self._over, *over]):
+            if end <= max(first, self.low_water):
+                continue
+            if merged and first <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((first, end))
+        self._over = merged
 
     def admit(self, step: int) -> None:
         """Refuses a step that could not be remembered.
@@ -54,12 +81,18 @@ class Ledger:
         if step != UNNAMED and step >= self.low_water:
             self._applied.setdefault(step, set()).add(part)
 
+    def _is_over(self, step: int) -> bool:
+        place = bisect_right(self._over, step, key=itemgetter(0))
+        return place > 0 and step < self._over[place - 1][1]
+
     def raise_to(self, low_water: int) -> None:
         """All steps below are over. A lower mark than before, come late, is ignored."""
         old, new = self.low_water, low_water
         if new <= old:
             return
         self.low_water = new
+        if self._over:
+            self._over = [run for run in self._over if run[1] > new]
         # The mark moves by a few steps at a time; a jump is cheaper by a sweep.
         if new - old <= len(self._applied):
             for step in range(old, new):

@@ -25,6 +25,7 @@ from zstrat.wire import (
     PullRows,
     Push,
     Pushed,
+    PushPart,
     Withdraw,
 )
 
@@ -49,6 +50,7 @@ INLINE: Final = 4 * 2**20
 
 Plain = (
     Push
+    | PushPart
     | Pull
     | PullRows
     | CreateVariables
@@ -86,6 +88,8 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
     match message:
         case Push():
             plan = pushed(store, message, fold)
+        case PushPart():
+            plan = _if_new(store, store.plan_part(message))
         case Pull(reads=reads):
             plan = pulled(store, reads, (), ())
         case PullRows(reads=reads, rows=rows, arrays=arrays):
@@ -115,7 +119,10 @@ def pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:
     """The answer to a push that takes no time, or what has to be computed."""
     if fold is not None:
         return store.push_folded(push, fold)
-    plan = store.plan_push(push)
+    return _if_new(store, store.plan_push(push))
+
+
+def _if_new(store: Store, plan: Pushed | PushPlan) -> Outcome | PushPlan:
     return plan if isinstance(plan, Pushed) else _at_once(store, plan)
 
 
@@ -141,7 +148,10 @@ def names_of(message: Request) -> list[Hashable]:
             names += [read.key for read in message.reads]
             names += message.rows
             return names
-        case Push(step=step, part=part, updates=updates):
+        case (
+            Push(step=step, part=part, updates=updates)
+            | PushPart(step=step, part=part, updates=updates)
+        ):
             return _names_of_push(step, part, updates)
         case Pull(reads=reads):
             return [read.key for read in reads]

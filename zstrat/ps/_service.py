@@ -24,6 +24,8 @@ from zstrat.errors import (
     ZstratError,
 )
 from zstrat.wire import (
+    AppliedParts,
+    AskParts,
     BindOptimizer,
     CloseSession,
     CreateOptimizer,
@@ -31,6 +33,8 @@ from zstrat.wire import (
     DeleteVariables,
     Done,
     Exchange,
+    Fence,
+    Fenced,
     Hello,
     InitializeVariables,
     Inspect,
@@ -45,6 +49,7 @@ from zstrat.wire import (
     Pull,
     PullRows,
     Push,
+    PushPart,
     ReadSnapshot,
     ReleaseSnapshot,
     SessionOpened,
@@ -82,7 +87,10 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     Pull: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     PullRows: frozenset({Job.CHIEF, Job.WORKER, Job.EVALUATOR}),
     Push: frozenset({Job.CHIEF, Job.WORKER}),
+    PushPart: frozenset({Job.CHIEF, Job.WORKER}),
+    AskParts: frozenset({Job.CHIEF, Job.WORKER}),
     Exchange: frozenset({Job.CHIEF, Job.WORKER}),
+    Fence: frozenset({Job.CHIEF}),
     PinSnapshot: frozenset({Job.CHIEF}),
     WriteSnapshot: frozenset({Job.CHIEF}),
     ReadSnapshot: frozenset({Job.CHIEF}),
@@ -167,6 +175,14 @@ class PsService:
                     return self._joining.ask(remote, message)
                 case CloseSession(session=session, exit=leave):
                     return self._close(session, leave)
+                case AskParts():
+                    self._ownership.check(message.session)
+                    self._store.claim(message.step, message.attempt)
+                    return self._applied_parts(message)
+                case Fence():
+                    self._ownership.check(message.session)
+                    self._store.close_steps(message.low_water, message.over)
+                    return self._fenced(message)
                 case Inspect():
                     return Statistics(self.statistics())
                 case _:
@@ -186,6 +202,16 @@ class PsService:
             else:
                 self._joining.look()
         return served
+
+    async def _applied_parts(self, asked: AskParts) -> AppliedParts:
+        await self._serving.settled()  # an earlier run may have a part under way
+        self._ownership.check(asked.session)
+        return AppliedParts(self._store.applied_parts(asked.step))
+
+    async def _fenced(self, fence: Fence) -> Fenced:
+        await self._serving.settled()  # what was pushed before may be under way
+        self._ownership.check(fence.session)
+        return Fenced(self._store.end_steps(fence.low_water, fence.asked))
 
     def _take(self, folded: Folded) -> Message | Awaitable[Message]:
         try:

@@ -70,6 +70,7 @@ class Serving:
         self._exchanges = Exchanges(task, store, check)
         self._turns: Turns[_Waiting] = Turns()
         self._failed = 0
+        self._watches: list[tuple[set[Ticket[_Waiting]], asyncio.Future[None]]] = []
         self.idle = asyncio.Event()
         """Set while nobody waits for an answer."""
         self.idle.set()
@@ -132,6 +133,19 @@ class Serving:
             yield
         finally:
             self._leave(ticket)
+
+    async def settled(self) -> None:
+        """Waits until all requests that are computed now, or wait for their turn, are
+        done; holds nobody up."""
+        left = {ticket for ticket in self._turns.tickets if ticket.request.message}
+        if not left:
+            return
+        watch = left, asyncio.get_running_loop().create_future()
+        self._watches.append(watch)
+        try:
+            await watch[1]
+        finally:
+            self._watches.remove(watch)
 
     def _begin(self, message: Request) -> Message | Pending:
         if isinstance(message, Folded):
@@ -212,6 +226,10 @@ class Serving:
 
     def _leave(self, ticket: Ticket[_Waiting]) -> None:
         loop = asyncio.get_running_loop()
+        for left, settled in self._watches:
+            left.discard(ticket)
+            if not left and not settled.done():
+                settled.set_result(None)
         for following in self._turns.leave(ticket):
             # Not at once: a long queue of short requests must not hold up the loop.
             loop.call_soon(self._resume, following)

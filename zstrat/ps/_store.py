@@ -32,6 +32,7 @@ from zstrat.wire import (
     Push,
     Pushed,
     Read,
+    StepRun,
     VariableEntry,
 )
 
@@ -39,13 +40,14 @@ from ._arithmetic import check_rows
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
+from ._parts import Parts, plain_push
 from ._plans import BindPlan, Held, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zstrat.wire import ArraySpec
+    from zstrat.wire import ArraySpec, PartEntry, PushPart
 
     from ._cell import Cell
     from ._engine import OptimizerEngine
@@ -78,6 +80,7 @@ class Store:
         self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
         self._ledger = Ledger()
+        self._parts = Parts(task)
         self._generation = 0
         self._first_version = 0
         self.counts = Counts()
@@ -232,6 +235,7 @@ class Store:
         self._held.clear()
         self._engine.clear()
         self._ledger = Ledger()
+        self._parts = Parts(self._task)
         self._generation += 1
         self._first_version = 0
 
@@ -289,6 +293,47 @@ class Store:
         held.version += 1
         self._record(push, 1)
         return Pushed(applied=True, versions=self._versions(push))
+
+    # ---- eager steps -------------------------------------------------------------
+
+    def plan_part(self, part: PushPart) -> PushPlan | Pushed:
+        """`plan_push` of a part of an eager step.
+
+        Raises:
+            RetryDiffersError: Another part was applied under its number.
+            StaleSessionError: A later run of the step has begun.
+        """
+        names = part.names
+        self._parts.take(part.step, part.attempt, part.part, names, self._ledger)
+        return self.plan_push(plain_push(part))
+
+    def claim(self, step: int, attempt: int) -> None:
+        """Runs of an eager step before this one have no effect from now on.
+
+        Raises:
+            StaleSessionError: A later run has begun.
+        """
+        self._parts.claim(step, attempt, self._ledger)
+
+    def applied_parts(self, step: int) -> list[PartEntry]:
+        """What the runs of an eager step have pushed."""
+        return self._parts.applied(step, self._ledger)
+
+    # ---- steps that are over -----------------------------------------------------
+
+    def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
+        """What steps below the mark, and these, push from now on has no effect."""
+        self._ledger.close([StepRun(0, low_water), *over])
+
+    def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
+        """Forgets the steps below the mark.
+
+        Returns:
+            Those of ``asked`` that have applied something.
+        """
+        applied = [step for step in asked if self._ledger.has_applied(step)]
+        self._ledger.raise_to(low_water)
+        return applied
 
     # ---- optimizers --------------------------------------------------------------
 

@@ -45,6 +45,11 @@ class Turns(Generic[T]):
     def __len__(self) -> int:
         return self._tickets
 
+    @property
+    def tickets(self) -> set[Ticket[T]]:
+        """All that hold names, or wait for them."""
+        return {ticket for queue in self._queues.values() for ticket in queue}
+
     def are_free(self, names: Iterable[Hashable]) -> bool:
         """True if a request that uses only these may be served on the spot."""
         queues = self._queues

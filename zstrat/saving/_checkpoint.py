@@ -17,7 +17,7 @@ from ._save import save
 from ._state import update_state, writer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 _OWN: Final = frozenset({"_tracked", "_restore", SAVE_COUNTER})
 
@@ -80,8 +80,15 @@ class Checkpoint(Tracked):
         """Saves to the folder ``<file_prefix>-<N>`` and returns its path; ``N`` is the
         `save_counter`, counted up by this call.
 
-        What is saved is each variable as it is when the call begins; training goes on
-        while it is written. Parameter servers that see the folder write side by side.
+        What is saved is one moment of the training, between two steps: each step, and
+        each update that the program makes by itself, is in it as a whole or not at all,
+        and the manifest says which steps are (``metadata["steps"]``: all ``below`` a
+        number, and some ``besides``). So steps that have not begun wait until those
+        that run have ended; what runs on a worker that falls silent runs on another one
+        first. Training goes on while it is written; parameter servers that see the
+        folder write side by side. Programs that share parameter servers
+        (``BetweenGraphStrategy``) do not wait for each other: ``steps`` says null, and
+        each server is saved at a moment of its own.
 
         Of variables with ``synchronization=ON_READ`` (metrics) the value of all
         replicas is saved. With several processes to save one is a collective: all
@@ -93,6 +100,7 @@ class Checkpoint(Tracked):
             CollectiveTimeoutError, PeerLostError: Another process did not save such a
                 variable; names both.
             PSUnavailableError: A parameter server is gone.
+            UnavailableError: No worker is there to end a step whose worker was lost.
             BusyError: Another program saves to the same folder; says which.
             ResourceExhaustedError: A disk is full.
             NotFoundError: The folder above could not be made.
@@ -114,7 +122,7 @@ class Checkpoint(Tracked):
             await disk(os.makedirs, directory, exist_ok=True)
             lock = await disk(writer_of, directory)
             try:
-                await self._write(path, number, {})
+                await self._write(path, number)
                 await disk(
                     update_state,
                     directory,
@@ -136,10 +144,15 @@ class Checkpoint(Tracked):
         async with Disk() as disk:
             await disk(os.makedirs, os.path.dirname(path), exist_ok=True)
         graph = graph_of(self, skip=frozenset({SAVE_COUNTER}))
-        await save(graph, path, {})
+        await save(graph, path)
         return path
 
-    async def _write(self, path: str, number: int, metadata: Mapping[str, Any]) -> None:
+    async def _write(
+        self,
+        path: str,
+        number: int,
+        metadata: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         """Saves as number ``number``; the counter moves only if that succeeds."""
         before = self.save_counter.numpy()
         # The checkpoint holds its own number, so that the next one gets the next.

@@ -8,6 +8,7 @@ time than a bounded piece.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 from collections import defaultdict
@@ -81,7 +82,8 @@ async def check(folder: str, manifest: Manifest, disk: Disk) -> None:
 
 
 async def load(folder: str, loads: Sequence[Load], disk: Disk) -> None:
-    """Carries out what a matching found.
+    """Carries out what a matching found, between two steps of each cluster: a step is
+    over before, or begins behind it.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -105,8 +107,13 @@ async def load(folder: str, loads: Sequence[Load], disk: Disk) -> None:
             start += component.shape[0] if component.shape else 0
     files = _Files(folder)
     try:
-        await disk(_load_local, local, files)
-        await _all(_load_server(server, files, disk) for server in servers.values())
+        async with contextlib.AsyncExitStack() as resting:
+            for cluster in {
+                id(s.cluster): s.cluster for s in servers.values()
+            }.values():
+                await resting.enter_async_context(cluster.at_rest())
+            await disk(_load_local, local, files)
+            await _all(_load_server(server, files, disk) for server in servers.values())
     finally:
         await disk(files.close)
 

@@ -15,7 +15,7 @@ from ._blocking import Disk, run_blocking
 from ._state import SavedList, clean, read_state, update_state, writer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from zstrat.checkpoint import FolderLock
 
@@ -37,6 +37,20 @@ def latest_checkpoint(
     directory = os.path.abspath(checkpoint_dir)
     names = read_state(directory, checkpoint_name).names
     return os.path.join(directory, names[-1]) if names else None
+
+
+@final
+class _About:
+    """What a manifest says besides, asked when training stands still. ``look`` asks a
+    variable anew; a callable of the user's might wait for a step, and none begins."""
+
+    def __init__(self, step: int | None, look: Callable[[], int | None] | None) -> None:
+        self.step, self._look = step, look
+
+    def __call__(self) -> Mapping[str, Any]:
+        if self._look is not None:
+            self.step = self._look()
+        return {} if self.step is None else {"step": self.step}
 
 
 @final
@@ -153,9 +167,9 @@ class CheckpointManager:
             number = count if checkpoint_number is None else int(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
-            about = {} if step is None else {"step": step}
+            about = _About(step, None if callable(self._counter) else self._step)
             await self._checkpoint._write(path, count, about)
-            self._last_step = step
+            self._last_step = about.step
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path

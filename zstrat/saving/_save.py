@@ -7,6 +7,7 @@ ends the writing before that leaves the folder as it was.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -20,13 +21,16 @@ from ._shelves import Snapshot, Written, stream
 from ._tensors import Place, logical_tensors, plain_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.variables import Variable
 
     from ._graph import Graph
+    from ._servers import Cut
     from ._shelves import Pinned, Shelf
     from ._tensors import Logical
+
+log = logging.getLogger("zstrat.saving")
 
 PART: Final = 4 * 2**30
 """Bytes after which a shelf begins another file, between two tensors: one request to a
@@ -39,11 +43,22 @@ DIGEST: Final = 64
 """Characters that a tensor costs beside its name."""
 
 
-async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
+_NO_CUT: Final = (
+    "%s is no cut: other programs update the variables, and each parameter server is "
+    "saved at a moment of its own; pause them before you save"
+)
+
+
+async def save(
+    graph: Graph, path: str, metadata: Callable[[], Mapping[str, Any]] = dict
+) -> None:
     """Makes the folder ``path`` a checkpoint of the graph.
 
     Training goes on meanwhile: what is written is the values as they were when the
-    snapshot was pinned.
+    snapshot was pinned, between two steps.
+
+    Args:
+        metadata: Called at that moment.
 
     Raises:
         PSUnavailableError: A server is gone.
@@ -59,11 +74,27 @@ async def save(graph: Graph, path: str, metadata: Mapping[str, Any]) -> None:
         try:
             components = components_of(graph)
             optimizers = [node.value for node in graph.optimizers]
-            async with Snapshot(components, optimizers) as pinned:
-                manifest = await _write(graph, pinned, folder, disk, metadata)
+            about: dict[str, Any] = {}
+
+            async def note() -> None:
+                about.update(await disk(metadata))
+
+            snapshot = Snapshot(components, optimizers, note)
+            async with snapshot as pinned:
+                about["steps"] = [_plain_cut(cut) for cut in snapshot.cuts]
+                if None in snapshot.cuts:
+                    log.warning(_NO_CUT, path)
+                manifest = await _write(graph, pinned, folder, disk, about)
             await disk(folder.commit, manifest)
         finally:
             await disk(folder.close)
+
+
+def _plain_cut(cut: Cut | None) -> dict[str, Any] | None:
+    """For the manifest: which steps of a cluster are in a checkpoint."""
+    if cut is None:
+        return None
+    return {"below": cut.end, "besides": [list(run) for run in cut.besides]}
 
 
 def components_of(graph: Graph) -> list[Variable]:

@@ -9,6 +9,7 @@ from zstrat.variables import InProcess
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     import numpy as np
 
@@ -67,6 +68,16 @@ class Servers(Protocol):
         ...
 
 
+class Cut(Protocol):
+    """Which steps have had their effect: all below ``end``, and the runs ``[first,
+    end)`` of ``besides``."""
+
+    @property
+    def end(self) -> int: ...
+    @property
+    def besides(self) -> Sequence[tuple[int, int]]: ...
+
+
 @runtime_checkable
 class Cluster(Protocol):
     """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
@@ -81,6 +92,11 @@ class Cluster(Protocol):
 
         Cancellation: cancels the work.
         """
+        ...
+
+    def at_rest(self) -> AbstractAsyncContextManager[Cut | None]:
+        """Holds the cluster between two steps. None: other programs change what is
+        there, too, and go on."""
         ...
 
 

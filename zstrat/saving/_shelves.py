@@ -22,7 +22,7 @@ from zstrat.wire import TensorEntry, raw
 from ._servers import cluster_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     import numpy as np
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.wire import Buffer
 
     from ._blocking import Disk
-    from ._servers import Cluster
+    from ._servers import Cluster, Cut
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -155,21 +155,31 @@ class ServerShelf:
 
 
 class Snapshot:
-    """Values and slots of variables as they were at one moment each; an async context
-    manager that lets go of them.
+    """Values and slots of variables as they were at one moment between two steps; an
+    async context manager that lets go of them.
 
-    Cost: a round trip to each server. Training goes on meanwhile and afterwards.
+    Cost: training stands still until the steps that run have ended, and for two round
+    trips to each server; it goes on meanwhile and afterwards.
+
+    Args:
+        note: Called while training stands still.
 
     Raises:
         PSUnavailableError: A server is gone.
+        UnavailableError: A step cannot be ended: see `ClusterSession.at_rest`.
     """
 
     def __init__(
-        self, variables: Sequence[Variable], optimizers: Sequence[Optimizer]
+        self,
+        variables: Sequence[Variable],
+        optimizers: Sequence[Optimizer],
+        note: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self._variables, self._optimizers = variables, optimizers
+        self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
         self._clusters: list[Cluster] = []
+        self.cuts: list[Cut | None] = []
+        """Which steps are in it, of each cluster; None: see `Cluster.at_rest`."""
 
     async def __aenter__(self) -> list[Pinned]:
         clusters: dict[int, Cluster] = {}
@@ -183,10 +193,16 @@ class Snapshot:
             clusters[id(cluster)] = cluster
             ref = Ref(variable.spec.ps, variable.spec.key)
             refs.setdefault(id(cluster), []).append(ref)
-        pinned = LocalShelf().pin(local, self._optimizers)
         try:
-            for number, cluster in clusters.items():
-                pinned += await self._pin(cluster, refs[number])
+            async with contextlib.AsyncExitStack() as resting:
+                for cluster in clusters.values():
+                    cut = await resting.enter_async_context(cluster.at_rest())
+                    self.cuts.append(cut)
+                pinned = LocalShelf().pin(local, self._optimizers)
+                for number, cluster in clusters.items():
+                    pinned += await self._pin(cluster, refs[number])
+                if self._note is not None:
+                    await self._note()
         except BaseException:  # to the caller; __aexit__ does not run then
             await self.__aexit__()
             raise

@@ -14,8 +14,10 @@ from ._codec import encode as encode
 from ._messages import PROTOCOL as PROTOCOL
 from ._messages import AbortCall as AbortCall
 from ._messages import Again as Again
+from ._messages import AppliedParts as AppliedParts
 from ._messages import Arrays as Arrays
 from ._messages import AskCall as AskCall
+from ._messages import AskParts as AskParts
 from ._messages import Awaited as Awaited
 from ._messages import AwaitedOptimizer as AwaitedOptimizer
 from ._messages import Batch as Batch
@@ -40,6 +42,8 @@ from ._messages import DropResults as DropResults
 from ._messages import Exchange as Exchange
 from ._messages import Exchanged as Exchanged
 from ._messages import Failure as Failure
+from ._messages import Fence as Fence
+from ._messages import Fenced as Fenced
 from ._messages import Fetch as Fetch
 from ._messages import Fetched as Fetched
 from ._messages import Goodbye as Goodbye
@@ -62,6 +66,7 @@ from ._messages import Message as Message
 from ._messages import Offer as Offer
 from ._messages import OpenSession as OpenSession
 from ._messages import Outcome as Outcome
+from ._messages import PartEntry as PartEntry
 from ._messages import PinSnapshot as PinSnapshot
 from ._messages import Placed as Placed
 from ._messages import PlainTree as PlainTree
@@ -70,6 +75,7 @@ from ._messages import Pulled as Pulled
 from ._messages import PullRows as PullRows
 from ._messages import Push as Push
 from ._messages import Pushed as Pushed
+from ._messages import PushPart as PushPart
 from ._messages import PutArguments as PutArguments
 from ._messages import PutCode as PutCode
 from ._messages import Read as Read
@@ -82,6 +88,7 @@ from ._messages import SnapshotPart as SnapshotPart
 from ._messages import SnapshotPinned as SnapshotPinned
 from ._messages import SnapshotWritten as SnapshotWritten
 from ._messages import Statistics as Statistics
+from ._messages import StepRun as StepRun
 from ._messages import StoreEntry as StoreEntry
 from ._messages import StoreTensors as StoreTensors
 from ._messages import TensorEntry as TensorEntry

@@ -74,20 +74,27 @@ from ._task_messages import JoinSession as JoinSession
 from ._task_messages import OpenSession as OpenSession
 from ._task_messages import SessionOpened as SessionOpened
 from ._task_messages import Statistics as Statistics
+from ._variable_messages import AppliedParts as AppliedParts
+from ._variable_messages import AskParts as AskParts
 from ._variable_messages import BindOptimizer as BindOptimizer
 from ._variable_messages import CreateOptimizer as CreateOptimizer
 from ._variable_messages import CreateVariables as CreateVariables
 from ._variable_messages import DeleteVariables as DeleteVariables
 from ._variable_messages import Exchange as Exchange
 from ._variable_messages import Exchanged as Exchanged
+from ._variable_messages import Fence as Fence
+from ._variable_messages import Fenced as Fenced
 from ._variable_messages import InitialEntry as InitialEntry
 from ._variable_messages import InitializeVariables as InitializeVariables
+from ._variable_messages import PartEntry as PartEntry
 from ._variable_messages import Pull as Pull
 from ._variable_messages import Pulled as Pulled
 from ._variable_messages import PullRows as PullRows
 from ._variable_messages import Push as Push
 from ._variable_messages import Pushed as Pushed
+from ._variable_messages import PushPart as PushPart
 from ._variable_messages import Read as Read
+from ._variable_messages import StepRun as StepRun
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
 from ._variable_messages import VariableEntry as VariableEntry
@@ -123,6 +130,11 @@ Message = (
     | Pulled
     | Push
     | Pushed
+    | PushPart
+    | AskParts
+    | AppliedParts
+    | Fence
+    | Fenced
     | Exchange
     | Exchanged
     | PinSnapshot

@@ -192,6 +192,81 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
+class PushPart:
+    """`Push` of an eager step, whose parts are numbered in the order of its run.
+
+    ``names`` say where in the step each update was made, and what it does; ``attempt``
+    is that of the run. A part that differs from one that was applied under its number
+    is refused, and so is one of a run that is not the newest.
+    """
+
+    kind: ClassVar = 100
+    session: int
+    step: int
+    part: int
+    low_water: int
+    attempt: int
+    names: list[str]
+    updates: list[Update]
+    arrays: Arrays
+
+
+@dataclass(frozen=True, slots=True)
+class AskParts:
+    """An eager step is about to run again: what of it was applied? Answered by
+    `AppliedParts`; what runs before ``attempt`` push from then on is refused."""
+
+    kind: ClassVar = 101
+    session: int
+    step: int
+    attempt: int
+
+
+class PartEntry(NamedTuple):
+    """``names`` as in `PushPart`."""
+
+    part: int
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedParts:
+    """Those of one server."""
+
+    kind: ClassVar = 102
+    parts: list[PartEntry]
+
+
+class StepRun(NamedTuple):
+    """Steps ``[first, end)``."""
+
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """All steps below ``low_water``, and those of ``over``, are over, whoever still
+    works on one: what they push from now on is answered as a duplicate. Answered by
+    `Fenced` when what they had pushed before is done. Taken from a coordinator alone.
+    """
+
+    kind: ClassVar = 103
+    session: int
+    low_water: int
+    over: list[StepRun]
+    asked: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Which of the steps that were ``asked`` about have applied something here."""
+
+    kind: ClassVar = 104
+    applied: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Pushed:
     """``applied`` is false for a duplicate; versions are those after the push."""
 

@@ -1,14 +1,19 @@
-"""The home of variables while an eager step runs: each read and update is a request.
+"""The home of variables while an eager step runs: each read is a request.
 
 An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
-round trip at a time. Its updates are parts 0, 1, 2, … of one step, so that a step that
-is tried again is still applied once.
+round trip at a time. Updates wait until the step reads or ends, and are pushed then:
+they are parts 0, 1, 2, … of the step, each applied once however often it runs. A step
+that makes its updates behind all reads has one part, and fails or succeeds with it.
+
+When a step runs again, its earlier runs have no effect any more, and what they had
+pushed stays: this run has to push the same, part by part, or it fails and says where.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,15 +21,17 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat.errors import NotFoundError
 from zstrat.program import not_shared
-from zstrat.ps import PsUpdate, Ref, RowsRef
+from zstrat.ps import Ref, RowsRef, require_same
 from zstrat.variables import LOCAL, encoded
+
+from ._waiting_updates import WaitingUpdates
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
-    from zstrat.ps import PsClient
+    from zstrat.ps import EagerRun, PsClient
     from zstrat.variables import GradientCall, Optimizer, Variable, VariableSpec
     from zstrat.wire import UpdateOp
 
@@ -65,22 +72,34 @@ class Asking:
 
 @final
 class Direct:
-    """A `zstrat.variables.Home` for one run of one eager step.
+    """A `zstrat.variables.Home` for one run of one eager step."""
 
-    Args:
-        low_water: All steps below it are over.
-    """
-
-    def __init__(self, ask: Asking, step: int, low_water: int) -> None:
+    def __init__(self, ask: Asking, run: EagerRun) -> None:
         self._ask: Final = ask
-        self._step, self._low_water = step, low_water
+        self._run: Final = run
         self._part = 0
+        self._waiting: Final = WaitingUpdates()
+        self._before: dict[int, tuple[str, ...]] | None = None
+        # Under jax.jit reads are callbacks, on threads of XLA's.
+        self._lock: Final = threading.RLock()
+
+    def finish(self) -> None:
+        """Pushes what waits; the body has run to its end.
+
+        Raises:
+            RetryDiffersError: An earlier run has done more.
+        """
+        self._push()
+        for part, names in sorted(self._done_before().items()):
+            if part >= self._part:
+                require_same(self._run.step, names, ())
 
     def read(self, variable: Variable) -> np.ndarray:
         return self.read_many([variable])[0]
 
     def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
-        """One request per server."""
+        """One request per server, behind what waits."""
+        self._push()
         specs = [_shared(variable) for variable in variables]
         refs = [Ref(spec.ps, spec.key) for spec in specs]
         with _named(*specs):
@@ -95,6 +114,7 @@ class Direct:
         Raises:
             InvalidArgumentError: A row is not there.
         """
+        self._push()
         named = [(_shared(variable), indices) for variable, indices in parts]
         rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in named]
         with _named(*[spec for spec, _ in named]):
@@ -123,16 +143,16 @@ class Direct:
             tuple[Variable, UpdateOp, tuple[np.ndarray, ...], Optimizer | None]
         ],
     ) -> None:
-        """Applies all in one request per server; on each one all of its own or none."""
-        part, self._part = self._part, self._part + 1
-        pushed = [
-            _update(_shared(variable), op, operands, optimizer)
-            for variable, op, operands, optimizer in updates
-        ]
-        with _named(*[variable.spec for variable, *_ in updates]):
-            self._ask(
-                lambda client: client.push(self._step, part, self._low_water, pushed)
-            )
+        """They are applied with the next read, or at the end of the step, together with
+        all that waits: on each server all of its own or none."""
+        if not updates:
+            return
+        for variable, *_ in updates:
+            _shared(variable)
+        with self._lock:
+            self._waiting.add(updates)
+            if self._waiting.is_full:
+                self._push()
 
     def bind(self, call: GradientCall) -> None:
         """See `bind`; each run asks, and servers that know it answer at once."""
@@ -154,6 +174,29 @@ class Direct:
         optimizer: Optimizer | None,
     ) -> None:
         raise _not_here(variable)
+
+    def _push(self) -> None:
+        with self._lock:
+            if self._waiting:
+                self._push_part()
+
+    def _push_part(self) -> None:
+        part, self._part = self._part, self._part + 1
+        specs = self._waiting.specs
+        updates, names = self._waiting.take()
+        before = self._done_before().get(part)
+        if before is not None:
+            require_same(self._run.step, before, names)
+        with _named(*specs):
+            self._ask(lambda client: client.push_part(self._run, part, names, updates))
+
+    def _done_before(self) -> dict[int, tuple[str, ...]]:
+        """What earlier runs have pushed, which push nothing from then on."""
+        if self._run.attempt == 1:
+            return {}
+        if self._before is None:
+            self._before = self._ask(lambda client: client.applied_parts(self._run))
+        return self._before
 
 
 def bind(ask: Asking, call: GradientCall) -> None:
@@ -179,16 +222,6 @@ def _shared(variable: Variable) -> VariableSpec:
     if variable.spec.ps == LOCAL:
         raise not_shared("an eager step function", variable.spec)
     return variable.spec
-
-
-def _update(
-    spec: VariableSpec,
-    op: UpdateOp,
-    operands: tuple[np.ndarray, ...],
-    optimizer: Optimizer | None,
-) -> PsUpdate:
-    rule = 0 if optimizer is None else optimizer.id
-    return PsUpdate(spec.ps, spec.key, op, rule, operands)
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 from weakref import WeakSet
 
 from zstrat.program import Function, Plan, WorkerContext, worker_context
-from zstrat.ps import PsUpdate
-from zstrat.variables import creator
+from zstrat.ps import EagerRun, PsUpdate
+from zstrat.variables import Home, creator
 
 from . import _ending
 from ._closure import Costs
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepResult
-    from zstrat.variables import GradientCall, Home, Optimizer, Request, Variable
+    from zstrat.variables import GradientCall, Optimizer, Request, Variable
     from zstrat.wire import Batch, BuildResource, Layout, PlainTree
 
     from ._closure import Post, Step
@@ -57,6 +57,14 @@ class RunEager(Protocol):
     ) -> StepResult: ...
 
 
+class EagerHome(Home, Protocol):
+    """The variables during one run of an eager step (`zstrat.worker._direct`)."""
+
+    def finish(self) -> None:
+        """The body has run to its end: what it has updated takes effect."""
+        ...
+
+
 @final
 @dataclass(slots=True, eq=False)
 class _Task:
@@ -76,8 +84,7 @@ class Workshop:
 
     Args:
         index, count: This worker and how many there are.
-        home: Makes the home of variables for one eager run, from its step number and
-            the low water.
+        home: Makes the home of variables for one eager run.
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
         carry: Takes posts over, on the loop.
         inline: Bytes of a result that travel with the completion.
@@ -92,7 +99,7 @@ class Workshop:
         count: int,
         prepare: Prepare,
         run_eager: RunEager,
-        home: Callable[[int, int], Home],
+        home: Callable[[EagerRun], EagerHome],
         bind: Callable[[GradientCall], None],
         carry: Callable[[Post], None],
         inline: int,
@@ -270,8 +277,11 @@ class Workshop:
     def _eager(self, step: Step, task: _Task) -> StepResult:
         function = self.resources.code(task.function)
         args, kwargs = self.resources.arguments(task.arguments)
-        home = self._home(step.number, task.low_water)
-        return self._run_eager(function, args, kwargs, home)
+        run = EagerRun(step.number, task.context.attempt, task.low_water)
+        home = self._home(run)
+        result = self._run_eager(function, args, kwargs, home)
+        home.finish()
+        return result
 
     def _not_run(self, step: Step, error: BaseException) -> Ending:
         """The values did not come. The coordinator may try the closure again, so its

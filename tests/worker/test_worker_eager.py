@@ -1,0 +1,205 @@
+"""An eager step that runs again: what the runs did is told apart, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import jax
+import numpy as np
+
+from zstrat.errors import RetryDiffersError, StaleSessionError
+from zstrat.program import function, get_worker_context
+from zstrat.variables import IndexedSlices
+from zstrat.wire import AskParts, PushPart
+
+
+class Stopped(Exception):
+    """Stands for the loss of the worker in the middle of a step."""
+
+
+def attempt():
+    return get_worker_context().attempt
+
+
+async def test_a_second_run_that_branches_otherwise_is_told_and_not_lost(world):
+    first, second = world.variable(np.float32(0)), world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        if attempt() == 1:
+            first.assign_add(1.0)
+            first.value()  # what is pending is pushed
+            raise Stopped
+        second.assign_add(1.0)
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    (error,) = await world.run(digest, [1], attempt=2)
+    assert isinstance(error, RetryDiffersError)
+    assert error.step == 1
+    assert "test_worker_eager.py" in error.before
+    assert "ADD of 'v1'" in error.before
+    assert "ADD of 'v2'" in error.now
+    assert (world.value(first), world.value(second)) == (1.0, 0.0)
+
+
+async def test_it_is_told_too_where_the_runs_went_to_different_servers(make_world):
+    world = await make_world(ps_count=2)
+    here, there = world.variable(np.float32(0)), world.variable(np.float32(0), ps=1)
+
+    @function(eager=True)
+    def step():
+        (here if attempt() == 1 else there).assign_add(1.0)
+        here.value()
+        if attempt() == 1:
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    (error,) = await world.run(digest, [1], attempt=2)
+    assert isinstance(error, RetryDiffersError)
+    assert (world.value(here), world.value(there)) == (1.0, 0.0)
+
+
+async def test_a_run_that_ends_before_it_has_done_what_the_last_one_did(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        v.assign_add(1.0)
+        if attempt() == 1:
+            v.value()
+            v.assign_add(10.0)
+            v.value()
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    (error,) = await world.run(digest, [1], attempt=2)
+    assert isinstance(error, RetryDiffersError)
+    assert "nothing" in error.now
+    assert world.value(v) == 11.0
+
+
+async def test_the_same_way_again_goes_on_where_the_last_run_stopped(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        for delta in (1.0, 10.0, 100.0):
+            v.assign_add(delta * attempt())  # other data: the first run's counts
+            v.value()
+            if attempt() == 1 and delta == 10.0:
+                raise Stopped
+        return v.value()
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    assert await world.run(digest, [1], attempt=2) == [211.0]
+    assert world.value(v) == 211.0
+
+
+async def test_what_was_not_pushed_when_a_run_ended_had_no_effect(world):
+    v, w = world.variable(np.float32(0)), world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        if attempt() == 1:
+            v.assign_add(1.0)
+            raise Stopped
+        w.assign_add(1.0)
+        w.assign_add(2.0)
+
+    digest = await world.ship(step)
+    (error,) = await world.run(digest, [1])
+    assert isinstance(error, Stopped)
+    world.forget(1)
+    await world.run(digest, [1], attempt=2)
+    assert (world.value(v), world.value(w)) == (0.0, 3.0)
+    pushes = [m for m in world.log if isinstance(m, PushPart)]
+    assert len(pushes) == 1, "updates that nobody reads between travel together"
+
+
+async def test_a_loop_tells_its_rounds_apart(world):
+    v = world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        for _ in range(2 if attempt() == 1 else 3):
+            v.assign_add(1.0)
+        v.value()
+        if attempt() == 1:
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    (error,) = await world.run(digest, [1], attempt=2)
+    assert isinstance(error, RetryDiffersError)
+    assert "the 3rd time" in error.now
+    assert world.value(v) == 2.0
+
+
+async def test_a_zombie_of_an_earlier_run_has_no_effect(world):
+    v = world.variable(np.float32(0))
+    began, go_on = threading.Event(), threading.Event()
+
+    @function(eager=True)
+    def step():
+        began.set()
+        assert go_on.wait(20)
+        v.assign_add(1.0)
+
+    world.dispatch(await world.ship(step), [1])
+    await asyncio.get_running_loop().run_in_executor(None, began.wait, 20)
+    ask = AskParts(world.session, 1, 2)
+    told = world.services[0].handle(world.links[0].caller, ask)
+    assert (await told).parts == []
+    go_on.set()
+    (error,) = await world.outcomes([1])
+    assert isinstance(error, StaleSessionError)
+    assert world.value(v) == 0.0
+
+
+async def test_reads_in_compiled_code_come_on_other_threads(world):
+    v = world.variable(np.float32(1))
+    scaled = jax.jit(lambda x: x * v.value())
+
+    @function(eager=True)
+    def step():
+        found = []
+        for _ in range(50):
+            found.append(scaled(1.0))
+            v.assign_add(1.0)
+            found[-1].block_until_ready()
+        return v.value()
+
+    assert await world.run(await world.ship(step), [1]) == [51.0]
+    assert world.value(v) == 51.0
+
+
+async def test_rows_of_other_numbers_are_the_same_run(make_world):
+    world = await make_world(ps_count=2)
+    first = world.variable(np.zeros((4, 1), np.float32))
+    ids = {1: [0, 1, 1], 2: [3]}
+
+    @function(eager=True)
+    def step():
+        rows = np.array(ids[attempt()], np.int32)
+        ones = np.ones((len(rows), 1), np.float32)
+        first.scatter_add(IndexedSlices(ones, rows))
+        first.value()
+        if attempt() == 1:
+            raise Stopped
+        first.scatter_add(IndexedSlices(ones, rows))
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    assert await world.run(digest, [1], attempt=2) == [None]
+    assert world.value(first)[:, 0].tolist() == [1, 2, 0, 1]

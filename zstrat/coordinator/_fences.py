@@ -1,0 +1,179 @@
+"""Tells all parameter servers that steps are over, whoever still works on one.
+
+A worker that was lost may be frozen, or cut off from us alone, and push when it wakes
+up. Behind a fence what it pushes has no effect; before it is up, the servers finish
+what was pushed and say which steps they have applied. On the loop thread.
+
+The law of this file: each fence ends, with an answer of every server or a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    PSUnavailableError,
+)
+from zstrat.wire import Fence, Fenced, StepRun
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from ._lane import Lane
+
+log = logging.getLogger("zstrat.coordinator")
+
+PER_MESSAGE: Final = 4096
+"""Steps, or runs of them, that one message names: they fit a header by far."""
+MOMENT: Final = 1.0
+"""Seconds until one looks again whether a server is lost for good."""
+
+
+@final
+class Fences:
+    """Those of one session.
+
+    Args:
+        ps: The lanes to the parameter servers.
+        absent: By index, why a server is lost for good.
+        patience: Seconds in which a server has to answer.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        ps: Sequence[Lane],
+        absent: Mapping[int, str],
+        patience: float,
+    ) -> None:
+        self._session, self._ps, self._absent = session, ps, absent
+        self._patience = patience
+        self._raising: set[asyncio.Task[None]] = set()
+
+    def raise_to(
+        self,
+        end: int,
+        doubtful: Sequence[int],
+        told: Callable[[Mapping[int, str]], object],
+    ) -> None:
+        """All steps below ``end`` are over.
+
+        Args:
+            doubtful: Steps that a lost worker may have pushed.
+            told: Called when all servers have answered or are lost, with what is known
+                of those that were applied or may have been, in words.
+        """
+
+        async def raising() -> None:
+            told(await self._ask(end, [], doubtful))
+
+        task = asyncio.get_running_loop().create_task(raising(), name=f"fence {end}")
+        self._raising.add(task)  # cancelled by stop()
+        task.add_done_callback(self._raising.discard)
+
+    async def up_to(self, low_water: int, over: Iterable[StepRun]) -> None:
+        """All steps below the mark, and these, are over.
+
+        Raises:
+            PSUnavailableError: A server is lost.
+            DeadlineExceededError: A server does not answer.
+
+        Cancellation: some servers may know.
+        """
+        runs = list(over)
+        await asyncio.gather(
+            *(self._one(lane, low_water, runs, []) for lane in self._ps)
+        )
+
+    async def stop(self) -> None:
+        """Gives up those that are under way."""
+        for task in self._raising:
+            task.cancel()
+        await asyncio.gather(*self._raising, return_exceptions=True)
+
+    async def _ask(
+        self, low_water: int, over: list[StepRun], doubtful: Sequence[int]
+    ) -> dict[int, str]:
+        asked = list(doubtful)
+        outcomes = await asyncio.gather(
+            *(self._one(lane, low_water, over, asked) for lane in self._ps),
+            return_exceptions=True,
+        )
+        applied: dict[int, list[str]] = {step: [] for step in asked}
+        silent: list[str] = []
+        for lane, outcome in zip(self._ps, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                gone = isinstance(outcome, PSUnavailableError)  # which was told
+                level = logging.INFO if gone else logging.WARNING
+                log.log(level, "%s may still take pushes: %s", lane.name, outcome)
+                silent.append(lane.name)
+                continue
+            for step in outcome:
+                applied[step].append(lane.name)
+        told = {step: self._words(names, silent) for step, names in applied.items()}
+        return {step: words for step, words in told.items() if words}
+
+    def _words(self, applied: Sequence[str], silent: Sequence[str]) -> str:
+        """What is known of a step's updates; nothing if there are none."""
+        others = [
+            lane.name
+            for lane in self._ps
+            if lane.name not in applied and lane.name not in silent
+        ]
+        words = []
+        if applied:
+            words.append(f"were applied on {', '.join(applied)}")
+            if others:
+                words.append(f"were not on {', '.join(others)} (if there were any)")
+        if silent:
+            words.append(f"may have been on {', '.join(silent)}, not there to say so")
+        return "; ".join(words)
+
+    async def _one(
+        self, lane: Lane, low_water: int, over: list[StepRun], asked: list[int]
+    ) -> list[int]:
+        """Which of the steps asked about a server has applied."""
+        deadline = asyncio.get_running_loop().time() + self._patience
+        applied: list[int] = []
+        # All are over with the first message, and then it is asked; the mark goes with
+        # the last one, as the server forgets what is below.
+        runs = [StepRun(0, low_water), *over]
+        most = max(len(runs), len(asked))
+        for at in range(0, most, PER_MESSAGE):
+            end = at + PER_MESSAGE
+            mark = low_water if end >= most else 0
+            message = Fence(self._session, mark, runs[at:end], asked[at:end])
+            applied += await self._answer(lane, message, deadline)
+        return applied
+
+    async def _answer(self, lane: Lane, fence: Fence, deadline: float) -> list[int]:
+        """Asks again if the line was cut: saying it twice is as good as once."""
+        while True:
+            if lane.index in self._absent:
+                raise PSUnavailableError(lane.name, self._absent[lane.index])
+            try:
+                answer = await lane.link.submit(fence, deadline=deadline)
+            except PeerLostError:
+                await self._returned(lane, deadline)
+                continue
+            if not isinstance(answer, Fenced):
+                raise ProtocolError(f"{lane.name} answered {type(answer).__name__}")
+            return answer.applied
+
+    async def _returned(self, lane: Lane, deadline: float) -> None:
+        """Waits a moment for a server whose line was cut.
+
+        Raises:
+            DeadlineExceededError: It did not return in time.
+        """
+        now = asyncio.get_running_loop().time()
+        try:
+            await lane.wait_ready(min(deadline, now + MOMENT))
+        except DeadlineExceededError:
+            if now + MOMENT >= deadline:
+                raise
