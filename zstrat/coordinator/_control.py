@@ -76,6 +76,7 @@ class Control:
             self.engine,
             self.session.session,
             self.session.cluster.workers,
+            self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.prefetch,
             worker_wait_timeout=(

@@ -31,13 +31,14 @@ from zstrat.wire import (
 )
 
 from ._builder import Builder
+from ._marking import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
 from ._seat import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
 
@@ -62,6 +63,7 @@ class Dispatcher:
         engine: Engine,
         session: int,
         workers: Iterable[Lane],
+        servers: Sequence[Lane] = (),
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -83,6 +85,7 @@ class Dispatcher:
         self.outcomes = Outcomes(engine, self.members, self.unfetched)
         self.turns = self.dispatches = 0
         self._session = session
+        self._marking = Marking(session, servers)
         self._patience = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -210,6 +213,7 @@ class Dispatcher:
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()
+        self._marking.tell(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()

@@ -38,7 +38,7 @@ from zstrat.wire import (
 from ._arithmetic import check_rows
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
-from ._ledger import Ledger
+from ._ledgers import Ledgers
 from ._plans import Held, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
 
@@ -77,7 +77,7 @@ class Store:
         self._task, self._largest = task, largest
         self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
-        self._ledger = Ledger()
+        self._ledgers = Ledgers(task)
         self._generation = 0
         self._first_version = 0
         self.counts = Counts()
@@ -230,7 +230,7 @@ class Store:
         """
         self._held.clear()
         self._engine.clear()
-        self._ledger = Ledger()
+        self._ledgers = Ledgers(self._task)
         self._generation += 1
         self._first_version = 0
 
@@ -247,20 +247,24 @@ class Store:
         return answer
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
-        """Validates a push; changes nothing but the low-water mark.
+        """Validates a push; changes nothing but the mark of its writer.
 
         Returns:
             A plan to compute and commit, or the answer if the push is a duplicate.
 
         Raises:
             NotFoundError: A variable or optimizer does not exist.
-            InvalidArgumentError: An update does not fit its variable, or the low-water
-                mark is above the step.
+            InvalidArgumentError: An update does not fit its variable, or the mark of
+                its writer is above the step.
             BusyError: The step could not be remembered.
         """
         return self._duplicate(push) or push_plan(
             push, self._held, self._engine, self._task, self._generation
         )
+
+    def raise_mark(self, low_water: int) -> None:
+        """All closures below are over: pushes of theirs are duplicates from now on."""
+        self._ledgers.closures.raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
@@ -272,7 +276,7 @@ class Store:
         come again because its variable has changed since.
 
         Raises:
-            InvalidArgumentError: The low-water mark is above the step.
+            InvalidArgumentError: The mark of its writer is above the step.
             BusyError: The step could not be remembered.
         """
         duplicate = self._duplicate(push)
@@ -341,27 +345,17 @@ class Store:
         return Pushed(applied=True, versions=self._versions(plan.push))
 
     def _record(self, push: Push) -> None:
-        self._ledger.record(push.step, push.part)
+        self._ledgers.of(push).record(push.step, push.part)
         self.counts.pushes += 1
         self.counts.updates += len(push.updates)
 
     def _duplicate(self, push: Push) -> Pushed | None:
-        """The answer to a push that was applied before; admits any other.
-
-        Of a step that a coordinator still waits for, no mark that it sent is above it.
-        A mark that is would have the pushes of all others counted as duplicates.
-        """
-        if push.low_water > max(push.step, 0):
-            raise InvalidArgumentError(
-                f"{self._task}: a push of step {push.step} says that all steps below "
-                f"{push.low_water} are over, its own too: low_water is at most "
-                f"{max(push.step, 0)} while the step is under way"
-            )
-        self._ledger.raise_to(push.low_water)
-        if self._ledger.is_duplicate(push.step, push.part):
+        """The answer to a push that was applied before; admits any other."""
+        ledger = self._ledgers.of(push)
+        if ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1
             return Pushed(applied=False, versions=self._versions(push))
-        self._ledger.admit(push.step)
+        ledger.admit(push.step)
         return None
 
     # ---- statistics --------------------------------------------------------------
@@ -383,8 +377,8 @@ class Store:
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
-            "remembered_steps": len(self._ledger),
-            "low_water": self._ledger.low_water,
+            "remembered_steps": len(self._ledgers),
+            "low_water": self._ledgers.closures.low_water,
         }
 
     def _versions(self, push: Push) -> list[int]:

@@ -86,6 +86,7 @@ from ._variable_messages import Pulled as Pulled
 from ._variable_messages import PullRows as PullRows
 from ._variable_messages import Push as Push
 from ._variable_messages import Pushed as Pushed
+from ._variable_messages import RaiseMark as RaiseMark
 from ._variable_messages import Read as Read
 from ._variable_messages import Update as Update
 from ._variable_messages import UpdateOp as UpdateOp
@@ -121,6 +122,7 @@ Message = (
     | Pulled
     | Push
     | Pushed
+    | RaiseMark
     | Exchange
     | Exchanged
     | PinSnapshot
