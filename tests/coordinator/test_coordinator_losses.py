@@ -325,7 +325,8 @@ def test_tasks_that_are_shut_down_on_purpose_are_no_warning(world, caplog):
 
     world.on_loop(end_all)
     world.on_loop(lambda: None)  # the turn that follows the loss is over
-    told = [r for r in caplog.records if r.message.startswith("lost /job:")]
+    words = "lost /job:worker", "no contact with /job:ps"
+    told = [r for r in caplog.records if r.message.startswith(words)]
     assert [record.levelname for record in told] == ["INFO"] * 3
     assert all(record.levelno <= logging.INFO for record in caplog.records)
 

@@ -115,14 +115,11 @@ class Servers:
         return await self.client.pull((), rows)
 
     async def update(self, updates: Sequence[SpecUpdate]) -> None:
-        await self.client.push(
-            -1,
-            0,
-            0,
+        await self.client.update(
             [
                 PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
                 for spec, op, optimizer, arrays in updates
-            ],
+            ]
         )
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:

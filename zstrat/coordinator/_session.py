@@ -130,7 +130,9 @@ class ClusterSession:
 
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
-            return Cluster(session, ps, {}, settings.timeouts, make, joins=True)
+            return Cluster(
+                session, ps, {}, settings.timeouts, make, writer=me, joins=True
+            )
 
         return _opened(Portal(f"zstrat {me:x}"), cluster, settings)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
+    from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
 
@@ -211,13 +212,22 @@ class Task:
         )
         return service, service.close, None
 
-    def _link_to_ps(self, address: str, name: str) -> Link:
+    def _link_to_ps(
+        self,
+        address: str,
+        name: str,
+        *,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> Link:
         index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
         return Link(
             address,
             self.hello,
             name=name,
             settings=self._settings,
+            on_open=on_open,
+            on_lost=on_lost,
             security=self._security,
             expect=(Job.PS, index),
         )

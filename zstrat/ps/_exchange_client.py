@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Message, Push
 
-    from ._asking import Line
+    from ._line import Line
     from ._pushing import Pushing
     from ._reading import Asked, Reading
 
@@ -109,13 +109,19 @@ class _Both:
             self._fail(error)
         else:
             part = Part(asked.ps, message, Exchanged, asked.take)
-            reply.add_done_callback(partial(self._replied, part))
+            reply.add_done_callback(partial(self._replied, line, part))
 
-    def _replied(self, part: Part[Exchanged], reply: asyncio.Future[Message]) -> None:
+    def _replied(
+        self, line: Line, part: Part[Exchanged], reply: asyncio.Future[Message]
+    ) -> None:
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the callers
-            self._fail(error)
+            later = line.again(part.message, self._deadline, reply)
+            if later is None:
+                self._fail(error)
+            else:
+                later.add_done_callback(partial(self._replied, line, part))
             return
         if answer.push_error is None:
             self.pushed.take(self._pushing.take, answer, part)

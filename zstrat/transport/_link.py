@@ -109,6 +109,8 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._is_started = self._is_closed = False
+        self.is_refused = False
+        """The last attempt to connect has failed at once: nothing listens there."""
 
     # ---- public -----------------------------------------------------------------
 
@@ -264,6 +266,7 @@ class Link:
     def _happened(self, event: Event) -> None:
         match event.happening:
             case Happening.READY:
+                self.is_refused = False
                 if self._outlet is None:
                     self._greet()
                 else:
@@ -282,7 +285,7 @@ class Link:
                     "or they have keys of different clusters"
                 )
             case Happening.RETRIED:
-                pass
+                self.is_refused = True
 
     def _greet(self) -> None:
         pump = self._dial.pump
