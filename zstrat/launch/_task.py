@@ -86,7 +86,7 @@ class Task:
         )
         self.address = ""
         self._settings = settings
-        self._security = load_keys(settings.keys, place.job)
+        self._security = load_keys(settings.keys, place.job, place.index)
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
@@ -240,7 +240,7 @@ class Task:
         self.end("the coordinator shut the cluster down")
 
 
-def load_keys(folder: Path | None, job: str) -> Security | None:
+def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
     """The keys of a task, None without a folder.
 
     systemd lets a service into its credentials by an access control list, so their
@@ -252,7 +252,7 @@ def load_keys(folder: Path | None, job: str) -> Security | None:
     if folder is None:
         return None
     guarded = environment().get("CREDENTIALS_DIRECTORY", "") == str(folder)
-    return Security.load(folder, job, guarded=guarded)
+    return Security.load(folder, job, index, guarded=guarded)
 
 
 @contextlib.asynccontextmanager
