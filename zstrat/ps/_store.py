@@ -38,9 +38,10 @@ from zstrat.wire import (
 from ._arithmetic import check_rows
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
-from ._ledgers import Ledgers
+from ._ledger import Ledger
 from ._plans import Held, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
+from ._writers import Writers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,7 +78,7 @@ class Store:
         self._task, self._largest = task, largest
         self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
-        self._ledgers = Ledgers(task)
+        self._ledger, self._writers = Ledger(), Writers(task)
         self._generation = 0
         self._first_version = 0
         self.counts = Counts()
@@ -230,7 +231,7 @@ class Store:
         """
         self._held.clear()
         self._engine.clear()
-        self._ledgers = Ledgers(self._task)
+        self._ledger, self._writers = Ledger(), Writers(self._task)
         self._generation += 1
         self._first_version = 0
 
@@ -264,7 +265,7 @@ class Store:
 
     def raise_mark(self, low_water: int) -> None:
         """All closures below are over: pushes of theirs are duplicates from now on."""
-        self._ledgers.closures.raise_to(low_water)
+        self._ledger.raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
@@ -345,13 +346,20 @@ class Store:
         return Pushed(applied=True, versions=self._versions(plan.push))
 
     def _record(self, push: Push) -> None:
-        self._ledgers.of(push).record(push.step, push.part)
+        self._ledger_of(push).record(push.step, push.part)
         self.counts.pushes += 1
         self.counts.updates += len(push.updates)
 
+    def _ledger_of(self, push: Push) -> Ledger:
+        """
+        Raises:
+            InvalidArgumentError: The mark of its writer is above the step.
+        """
+        return self._writers.ledger_of(push) if push.writer else self._ledger
+
     def _duplicate(self, push: Push) -> Pushed | None:
         """The answer to a push that was applied before; admits any other."""
-        ledger = self._ledgers.of(push)
+        ledger = self._ledger_of(push)
         if ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1
             return Pushed(applied=False, versions=self._versions(push))
@@ -377,8 +385,8 @@ class Store:
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
-            "remembered_steps": len(self._ledgers),
-            "low_water": self._ledgers.closures.low_water,
+            "remembered_steps": len(self._ledger) + len(self._writers),
+            "low_water": self._ledger.low_water,
         }
 
     def _versions(self, push: Push) -> list[int]:
