@@ -119,6 +119,41 @@ def test_nobody_else_takes_the_place_of_a_worker_that_trains():
         assert "is not let in: worker:0" in log
 
 
+def test_a_program_says_who_has_the_place_of_its_worker():
+    loop = new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+    async def take(address):
+        me = hello("worker", 0, new_incarnation())
+        link = Link(address, me, name="/job:ps/task:0", settings=Settings())
+        link.start()
+        await link.wait_open(loop.time() + 20)
+        return link
+
+    env = {"ZSTRAT_CONNECT_TIMEOUT": "1"}  # of the worker
+    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp", env=env) as local:
+        stranger = do(take(local.spec.task_address("ps", 0)))
+        try:
+            hasty = Settings(timeouts=Timeouts(connect=5.0))
+            with pytest.raises(zs.DeadlineExceededError) as raised:
+                zs.ParameterServerStrategy(local.resolver, settings=hasty)
+            words = f"worker:0 (host {stranger._me.host}, pid {os.getpid()}) is here as"
+            assert words in str(raised.value)
+        finally:
+            do(stranger.close())
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            v, step = descend(strategy)
+            zs.ClusterCoordinator(strategy).schedule(step).fetch()
+            np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
 # ---- versions
 
 

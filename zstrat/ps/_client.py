@@ -142,7 +142,8 @@ class PsClient(SnapshotCalls):
         Args:
             step: The closure whose effect this is, -1 for none. A server applies
                 ``(step, part)`` at most once in a session.
-            low_water: All steps below are over; at most ``step``.
+            low_water: Of an own update (`update`); what the push of a closure says of
+                it is not believed.
 
         Returns:
             Whether any server applied it; False if all had done so before.

@@ -87,11 +87,7 @@ class Line:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`Link.submit`, or later if the server is away.
-
-        Raises:
-            BusyError: Too many wait already, or are open.
-        """
+        """`Link.submit`, or later if the server is away."""
         if self._flows:
             return self._link.submit(message, deadline=deadline)
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -166,7 +162,9 @@ class Line:
         outcome: asyncio.Future[Message],
     ) -> None:
         if len(self._held) >= MOST:
-            raise BusyError(f"{self._task} is away, and {MOST} requests wait for it")
+            words = f"{self._task} is away, and {MOST} requests wait for it already"
+            outcome.set_exception(BusyError(words))
+            return
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience if deadline is None else deadline
         held = _Held(message, until, outcome)

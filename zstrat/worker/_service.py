@@ -67,6 +67,11 @@ class MakeLink(Protocol):
     ) -> Link: ...
 
 
+OPENING: Final = 10.0
+"""Seconds in which a session is opened, or its coordinator hears what is in the way: it
+asks again, and its user need not look into the logs of the workers."""
+
+
 @final
 class WorkerService:
     """Answers the messages of one worker. Made and used on the loop.
@@ -173,7 +178,8 @@ class WorkerService:
         return self._opened(tenancy)
 
     async def _opened(self, tenancy: Tenancy) -> SessionOpened:
-        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.connect
+        patience = min(self._settings.timeouts.connect, OPENING)
+        deadline = asyncio.get_running_loop().time() + patience
         try:
             self._platform, self._devices = await self._executor.submit(
                 _machine.devices
