@@ -31,7 +31,7 @@ from zstrat.wire import Hello, JoinSession, Layout, Message, OpenSession, Sessio
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.ps import Line
+    from zstrat.ps import ServerLine
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -132,7 +132,7 @@ class Lane:
         whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None
         """Why the session was not opened at the last attempt."""
-        self.line: Line | None = None
+        self.line: ServerLine | None = None
         """Where requests wait while the task is away."""
         self.gone = False
         """What the task held of ours is lost for certain."""

@@ -2,7 +2,7 @@
 
 from ._client import PsClient as PsClient
 from ._engine import OptimizerEngine as OptimizerEngine
-from ._line import Line as Line
+from ._line import ServerLine as ServerLine
 from ._pushing import PsUpdate as PsUpdate
 from ._reading import Ref as Ref
 from ._reading import RowsRef as RowsRef

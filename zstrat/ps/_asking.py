@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Message
 
-    from ._line import Line
+    from ._line import ServerLine
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class Call(Generic[T]):
         if not messages:
             self.outcome.set_result(result())
 
-    def send(self, line: Line, part: Part[Any], deadline: float | None) -> None:
+    def send(self, line: ServerLine, part: Part[Any], deadline: float | None) -> None:
         """Sends a message, unless another has failed already."""
         if self.outcome.done():
             return
@@ -69,7 +69,7 @@ class Call(Generic[T]):
 
     def _replied(
         self,
-        line: Line,
+        line: ServerLine,
         part: Part[Any],
         deadline: float | None,
         reply: asyncio.Future[Message],

@@ -32,7 +32,7 @@ from zstrat.wire import (
 from ._asking import Call, Part
 from ._exchange_client import exchange
 from ._known import Known
-from ._line import PATIENCE, Line
+from ._line import PATIENCE, ServerLine
 from ._pushing import OwnUpdates, Pushing
 from ._reading import Reading, Ref, RowsRef
 from ._snapshot_client import SnapshotCalls
@@ -83,7 +83,8 @@ class PsClient(SnapshotCalls):
     ) -> None:
         self._links = tuple(links)
         self.lines = tuple(
-            Line(link, f"/job:ps/task:{ps}", patience) for ps, link in enumerate(links)
+            ServerLine(link, f"/job:ps/task:{ps}", patience)
+            for ps, link in enumerate(links)
         )
         """To be told how the links stand, by whoever owns them, if what is asked is to
         outlive a connection."""

@@ -70,7 +70,7 @@ class _Held:
 
 
 @final
-class Line:
+class ServerLine:
     """To the parameter server ``task``, over ``link``. On the loop of the link."""
 
     __slots__ = ("_flows", "_held", "_link", "_loss", "_patience", "_task", "_waits")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from zstrat.errors import PeerLostError
-    from zstrat.ps import Line
+    from zstrat.ps import ServerLine
     from zstrat.wire import Hello
 
 RESTARTED = "it was started again, and what it held is gone"
@@ -25,7 +25,7 @@ class Way:
         grace: Seconds that a server whose link has lost it has to come back.
     """
 
-    line: Line
+    line: ServerLine
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
