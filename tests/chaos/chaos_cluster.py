@@ -12,11 +12,12 @@ from chaos_relay import Relay
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
 
-PATIENCE, RECONNECT = 2.0, 1.0
+PATIENCE, RECONNECT = 3.0, 1.0
 SETTINGS = Settings(timeouts=Timeouts(patience=PATIENCE, reconnect=RECONNECT))
 LONGER = PATIENCE + RECONNECT + 2.0
 """Seconds after which a task that is away has been given up."""
-SHORTER = 0.4 * PATIENCE
+SHORTER = 0.2 * PATIENCE
+"""Seconds after which nobody has given up a task, also on a machine that is busy."""
 
 
 class Cluster:
