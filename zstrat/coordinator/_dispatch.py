@@ -168,7 +168,10 @@ class Dispatcher:
             return
         with self.engine.lock:
             for closure in orphans:
-                self.engine.settle(self.queue.lost(closure, seat.member.name, now))
+                if lane.lives_on:  # so it was not the closure that killed it
+                    self.engine.settle(self.queue.retry(closure, now))
+                else:
+                    self.engine.settle(self.queue.lost(closure, seat.member.name, now))
             self.builder.abort(seat, reason)
             self.engine.notify()
         if orphans:

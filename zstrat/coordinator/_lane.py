@@ -136,6 +136,8 @@ class Lane:
         """Where requests wait while the task is away."""
         self.gone = False
         """What the task held of ours is lost for certain."""
+        self.lives_on = False
+        """The task was lost to its connection alone: the process is the same."""
         self._opening, self._events, self._one_life = opening, events, one_life
         # Who was in the session need not wait for it: it is there, or gone for good.
         self._reopening = opening
@@ -223,12 +225,15 @@ class Lane:
         if self._closed:
             return
         self._stop_absence()
-        self.hello = hello
+        before, self.hello = self.hello, hello
         if self.line is not None:
             self.line.hold()
         if not self._one_life:
             if self.is_ready:
+                same = before is not None and before.incarnation == hello.incarnation
+                self.lives_on = same
                 self._leave("it connected anew")
+                self.lives_on = False
         elif self._life not in (None, hello.incarnation):
             self.gone = True
             self._leave("it was started again, and what it held is gone")
