@@ -37,9 +37,12 @@ class Script:
     """A link whose connection the test cuts, and whose answers it gives."""
 
     def __init__(self):
-        self.peer = Hello(1, "ps", 0, 1, "here", 1)
         self.asked = []
         self.is_cut = False
+
+    @property
+    def peer(self):
+        return None if self.is_cut else Hello(1, "ps", 0, 1, "here", 1)
 
     def submit(self, message, *, deadline=None):
         reply = asyncio.get_running_loop().create_future()
@@ -117,6 +120,29 @@ async def test_what_was_under_way_is_sent_again_in_its_order(rig):
     rig.answer(Pushed(False, [1]), pulled, Pushed(True, [2]), pulled)
     assert [await update, await later] == [False, True]
     assert (await pull)[0] is (await last)[0] is A
+
+
+async def test_what_was_asked_at_the_moment_of_the_return_is_sent(rig):
+    rig.link.cut()
+    first = rig.client.push(-1, 0, 0, DELTA)  # nobody can have carried it out
+    rig.link.back()
+    rig.line.hold()
+    rig.line.resume()
+    second = rig.client.update(DELTA)
+    assert [message.step for message in rig.link.messages] == [-1, 0]
+    rig.answer(Pushed(True, [1]), Pushed(True, [2]))
+    assert await first
+    assert await second
+
+
+async def test_what_is_heard_to_be_lost_after_the_return_is_sent(rig):
+    update = rig.client.update(DELTA)
+    rig.link.cut()
+    await rig.heal()  # before anybody had the time to hear of the loss
+    await turns()
+    assert [message.step for message in rig.link.messages] == [0]
+    rig.answer(Pushed(True, [1]))
+    assert await update
 
 
 async def test_cut_after_cut(rig):

@@ -61,11 +61,13 @@ class Link(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """A request that waits, and what gives it up at its deadline."""
+    """A request that waits, and what gives it up at its deadline. ``sent``: before the
+    connection broke, so it comes before those that were not."""
 
     message: Message
     deadline: float
     outcome: asyncio.Future[Message]
+    sent: bool
     timer: asyncio.TimerHandle | None = None
 
 
@@ -73,11 +75,14 @@ class _Held:
 class ServerLine:
     """To the parameter server ``task``, over ``link``. On the loop of the link."""
 
-    __slots__ = ("_flows", "_held", "_link", "_loss", "_patience", "_task", "_waits")
+    __slots__ = (
+        "_broken", "_flows", "_later", "_link", "_loss", "_patience", "_task", "_waits",
+    )  # fmt: skip
 
     def __init__(self, link: Link, task: str, patience: float) -> None:
         self._link, self._task, self._patience = link, task, patience
-        self._held: list[_Held] = []
+        self._broken: list[_Held] = []
+        self._later: list[_Held] = []
         self._flows = True
         """Requests go to the link."""
         self._waits = False
@@ -89,29 +94,42 @@ class ServerLine:
     ) -> asyncio.Future[Message]:
         """`Link.submit`, or later if the server is away."""
         if self._flows:
-            return self._link.submit(message, deadline=deadline)
+            reply = self._link.submit(message, deadline=deadline)
+            if not reply.done():
+                return reply
+            # Nothing is connected. Whoever comes next must not overtake it.
+            return self.again(message, deadline, reply, sent=False) or reply
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
         else:
-            self._keep(message, deadline, outcome)
+            self._keep(message, deadline, outcome, sent=False)
         return outcome
 
     def again(
-        self, message: Message, deadline: float | None, lost: asyncio.Future[Message]
+        self,
+        message: Message,
+        deadline: float | None,
+        lost: asyncio.Future[Message],
+        *,
+        sent: bool = True,
     ) -> asyncio.Future[Message] | None:
         """For a request whose outcome is ``lost``: another one that is worth waiting
-        for, if there is one."""
+        for, if there is one.
+
+        Args:
+            sent: It may have been carried out.
+        """
         if lost.cancelled() or not isinstance(lost.exception(), PeerLostError):
             return None
-        repeated = _repeated(message)
+        repeated = _repeated(message) if sent else message
         if repeated is None or not (self._waits or self._loss):
             return None
         outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             outcome.set_exception(_copy(self._loss))
         else:
-            self._keep(repeated, deadline, outcome)
+            self._keep(repeated, deadline, outcome, sent=sent)
         return outcome
 
     # ---- told by the owner of the connection ---------------------------------------
@@ -125,8 +143,7 @@ class ServerLine:
         """The server is there, with all that it ever held of this session."""
         self._flows = self._waits = True
         self._loss = None
-        held, self._held = self._held, []
-        for each in held:
+        for each in self._take():
             self._send(each)
 
     def lose(self, reason: str, *, gone: bool, own: bool = False) -> None:
@@ -139,18 +156,16 @@ class ServerLine:
         """
         self._flows = self._waits = False
         self._loss = PSUnavailableError(self._task, reason, gone)
-        held, self._held = self._held, []
-        for each in held:
+        for each in self._take():
             if own and not gone and isinstance(each.message, Push):
-                self._held.append(each)
+                self._place(each).append(each)
             else:
                 self._end(each, _copy(self._loss))
 
     def close(self, error: Exception) -> None:
         """Nobody waits any more; the error says why."""
-        held, self._held = self._held, []
         self._waits = False
-        for each in held:
+        for each in self._take():
             self._end(each, type(error)(*error.args))
 
     # ---- private ---------------------------------------------------------------------
@@ -160,16 +175,30 @@ class ServerLine:
         message: Message,
         deadline: float | None,
         outcome: asyncio.Future[Message],
+        *,
+        sent: bool,
     ) -> None:
-        if len(self._held) >= MOST:
+        if len(self._broken) + len(self._later) >= MOST:
             words = f"{self._task} is away, and {MOST} requests wait for it already"
             outcome.set_exception(BusyError(words))
             return
         loop = asyncio.get_running_loop()
         until = loop.time() + self._patience if deadline is None else deadline
-        held = _Held(message, until, outcome)
+        held = _Held(message, until, outcome, sent)
+        if self._flows and self._link.peer is not None:  # the server is back already
+            self._send(held)
+            return
         held.timer = loop.call_at(until, self._late, held)
-        self._held.append(held)
+        self._place(held).append(held)
+
+    def _place(self, held: _Held) -> list[_Held]:
+        return self._broken if held.sent else self._later
+
+    def _take(self) -> list[_Held]:
+        """All that wait, in the order of the calls."""
+        held = self._broken + self._later
+        self._broken, self._later = [], []
+        return held
 
     def _send(self, held: _Held) -> None:
         if held.timer is not None:
@@ -196,13 +225,13 @@ class ServerLine:
             if repeated is None:
                 outcome.set_exception(error)
             else:
-                self._keep(repeated, held.deadline, outcome)
+                self._keep(repeated, held.deadline, outcome, sent=True)
         else:
             lost = self._loss if isinstance(error, PeerLostError) else None
             outcome.set_exception(error if lost is None else _copy(lost))
 
     def _late(self, held: _Held) -> None:
-        self._held.remove(held)
+        self._place(held).remove(held)
         kind = type(held.message).__name__
         words = (
             f"{self._task} did not come back before the deadline of a {kind}; it may "
