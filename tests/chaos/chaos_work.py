@@ -18,7 +18,7 @@ import zstrat as zs
 SLOTS = 512
 BATCH = 40
 PACE = 0.01
-"""Seconds between two own updates: enough of them, and time for everybody else."""
+"""Seconds between two own updates, at least: enough of them, and time for others."""
 
 
 class Count:
@@ -134,7 +134,7 @@ class Work:
 
     def _update(self):
         turn = 0
-        while not self._stopping.wait(PACE):
+        while not self._stopping.wait(max(PACE, self._pause / 10)):
             turn = 1 - turn
             try:
                 self._own[turn].assign_add(np.float32(1))
