@@ -1,4 +1,4 @@
-"""The short form of ``make chaos``: faults of which nothing is heard, and a long cut."""
+"""The short form of ``make chaos``: faults of which nothing is heard; a long cut."""
 
 import random
 
