@@ -2,6 +2,7 @@
 #
 #   make run      train the digits example on 2 ps + 2 workers on this machine
 #   make test     lint, type-check, test
+#   make chaos    ten minutes of faults on local clusters, with every update counted
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
 #   make test-optax   every transformation of optax under every strategy; takes minutes
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
@@ -13,7 +14,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-accelerator test-optax optimizers lint pytest cluster bench api units clean
+.PHONY: help run test chaos test-accelerator test-optax optimizers lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -44,6 +45,10 @@ pytest: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)
+
+# Its short form is one of the tests. A seed repeats the choice of faults, not their timing.
+chaos: $(VENV)/.dev
+	@JAX_PLATFORMS=cpu $(PY) tests/chaos/chaos_run.py $(ARGS)
 
 # Skips what needs a GPU or a TPU where jax sees none (it is pip that brings its plugin).
 test-accelerator: $(VENV)/.dev

@@ -95,21 +95,30 @@ class UnavailableError(ZstratError):
 
 
 class PSUnavailableError(UnavailableError):
-    """A parameter server is gone, and with it the variables that it held.
+    """A parameter server cannot be reached, or has lost what it held.
 
-    Start it again, create the variables anew and restore the last checkpoint.
+    ``lost``: the variables on it are gone, for certain. Start it again if it does not
+    run, create the variables anew and restore the last checkpoint. Otherwise it may be
+    cut off, and the program goes on when it is back.
     """
 
     code = 9
 
-    def __init__(self, task: str, reason: str) -> None:
-        super().__init__(task, reason)
-        self.task, self.reason = task, reason
+    def __init__(self, task: str, reason: str, lost: bool = False) -> None:
+        super().__init__(task, reason, lost)
+        self.task, self.reason, self.lost = task, reason, lost
 
     def __str__(self) -> str:
+        if self.lost:
+            return (
+                f"{self.task} is unavailable: {self.reason}; the variables on it are "
+                "lost: start it again, build the program anew and restore a checkpoint"
+            )
         return (
-            f"{self.task} is unavailable: {self.reason}; the variables on it are lost: "
-            "start it again, build the program anew and restore a checkpoint"
+            f"{self.task} is unavailable: {self.reason}; if it is only cut off, calls "
+            "succeed again when it is back, and whether it has carried out what was "
+            "under way is not known; if it has ended, start it again, build the "
+            "program anew and restore a checkpoint"
         )
 
 

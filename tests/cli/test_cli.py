@@ -124,6 +124,18 @@ def test_keygen(tmp_path):
     assert key not in ran.output
 
 
+def test_keygen_per_task(tmp_path):
+    folder = str(tmp_path / "keys")
+    for words in (["--per-task"], ["--ps", "2"], ["--per-task", "--workers", "2"]):
+        ran = zstrat("keygen", folder, *words)
+        assert ran.exit_code == 2
+        assert "--per-task --ps 2 --workers 4" in ran.output
+    ran = zstrat("keygen", folder, "--per-task", "--ps", "1", "--workers", "2")
+    assert ran.exit_code == 0, ran.output
+    there = sorted(path.stem for path in (tmp_path / "keys").glob("*.secret"))
+    assert there == ["chief", "evaluator", "observer", "ps-0", "worker-0", "worker-1"]
+
+
 def test_status_of_a_cluster_with_keys(tmp_path):
     keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
     zstrat("keygen", str(keys))

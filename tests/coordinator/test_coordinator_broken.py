@@ -7,7 +7,7 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.coordinator import _trouble
-from zstrat.errors import BusyError, PSUnavailableError
+from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
 from zstrat.wire import Outcome
 
 
@@ -118,6 +118,47 @@ def test_a_ps_that_serves_another_coordinator_now_is_lost(make_world):
         coordinator.join()
 
 
+def test_all_steps_of_a_lost_ps_say_so_whatever_the_workers_say(make_world):
+    """Those that ask one that was started again hear of a session that it never had."""
+    world = make_world()
+    coordinator = world.coordinator(closures_in_flight=3)
+    world.on_loop(world.hold)
+    values = [coordinator.schedule(good) for _ in range(6)]
+    world.until(lambda: world.running == 6)
+    (ps,) = world.ps
+    errors = [StaleSessionError("it serves no session")] * 4
+    errors += [PSUnavailableError("/job:ps/task:0", "second-hand")] * 2
+
+    def fail(worker):
+        worker._run = lambda *_: (Outcome.FAILED, errors.pop())
+        worker.held = False
+        worker.work()
+
+    def restart():
+        fail(world.workers[0])
+        ps.kill()
+        ps.come_back()
+        fail(world.workers[1])
+
+    world.on_loop(restart)
+    world.until(lambda: world.session.cluster.broken and not errors)
+    with pytest.raises(PSUnavailableError, match=r"was started again.*variables.*lost"):
+        coordinator.join()
+    for value in values:
+        assert isinstance(value.error, PSUnavailableError), value.error
+        assert "it was started again" in str(value.error)
+
+
+def test_a_cut_line_is_not_said_to_be_the_end_of_the_variables(world):
+    coordinator = world.coordinator()
+    world.on_loop(world.ps[0].kill, "silent for 5 s")
+    world.until(lambda: world.session.cluster.broken)
+    with pytest.raises(PSUnavailableError, match="silent for 5 s") as raised:
+        coordinator.join()
+    assert not raised.value.lost
+    assert "lost" not in str(raised.value)
+
+
 def failing_ps(world, times, error=None):
     """Workers report, so often, that they do not reach the parameter server."""
     left = [times]
@@ -169,6 +210,17 @@ def test_a_busy_ps_is_given_time(world, monkeypatch):
     coordinator = world.coordinator()
     failing_ps(world, 5 * _trouble.STRIKES, BusyError("too many requests are open"))
     assert coordinator.schedule(good).fetch() == 1
+    coordinator.join()
+
+
+def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
+    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    world = make_world(workers=1)
+    coordinator = world.coordinator(closures_in_flight=1)
+    for _ in range(2 * _trouble.STRIKES):
+        failing_ps(world, 1)
+        assert coordinator.schedule(good).fetch() == 1
     coordinator.join()
 
 

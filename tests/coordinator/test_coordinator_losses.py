@@ -129,6 +129,21 @@ def test_a_closure_that_kills_workers_is_reported_and_bystanders_are_spared(worl
     assert not any(isinstance(error, WorkerLostError) for error in errors)
 
 
+def test_a_closure_is_not_blamed_for_connections_that_break(make_world):
+    world = make_world(workers=1)
+    coordinator = world.coordinator(max_attempts=2)
+    world.on_loop(world.hold)
+    value = coordinator.schedule(good)
+    (worker,) = world.workers
+    for turn in range(1, 8):
+        world.until(lambda turn=turn: [a for *_, a, _ in worker.queue] == [turn])
+        world.on_loop(worker.queue.clear)
+        world.on_loop(worker.come_back, same=True)
+    world.on_loop(world.release)
+    assert value.fetch() == 1
+    coordinator.join()
+
+
 def test_a_worker_that_shuts_down_gets_nothing_more(world):
     coordinator = world.coordinator(closures_in_flight=2)
     world.on_loop(world.hold)
@@ -325,7 +340,8 @@ def test_tasks_that_are_shut_down_on_purpose_are_no_warning(world, caplog):
 
     world.on_loop(end_all)
     world.on_loop(lambda: None)  # the turn that follows the loss is over
-    told = [r for r in caplog.records if r.message.startswith("lost /job:")]
+    words = "lost /job:worker", "no contact with /job:ps"
+    told = [r for r in caplog.records if r.message.startswith(words)]
     assert [record.levelname for record in told] == ["INFO"] * 3
     assert all(record.levelno <= logging.INFO for record in caplog.records)
 

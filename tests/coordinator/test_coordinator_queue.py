@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from zstrat.coordinator._queue import Closure, Phase, Queue
 from zstrat.errors import ResultLostError, WorkerLostError
 
-BOUND, ATTEMPTS = 6, 3
+BOUND, ATTEMPTS, AHEAD = 6, 3, 5
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -18,7 +18,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.queue = Queue(BOUND, ATTEMPTS)
+        self.queue = Queue(BOUND, ATTEMPTS, max_ahead=AHEAD)
         self.now = 0.0
         self.open: dict[int, Closure] = {}
         self.running: list[Closure] = []
@@ -97,6 +97,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert 1 <= len(taken) <= limit
             if self.queue.held:
                 assert {closure.step for closure in taken} <= self.begun
+            low_water = self.queue.steps.low_water
+            assert all(closure.step < low_water + AHEAD for closure in taken)
             self.running += taken
         elif suspects:
             self.running.append(self.queue.take_suspect(self.now))
@@ -193,6 +195,19 @@ def test_closures_that_come_back_go_first_and_do_not_need_a_slot():
     assert queue.queued == 3
     assert queue.take(2, 0.0) == [first, closures[1]]
     assert first.attempt == 2
+
+
+def test_no_step_runs_too_far_ahead_of_the_lowest_one():
+    queue, closures = filled(8, max_ahead=3)
+    slow, *quick = queue.take(8, 0.0)
+    assert (slow, quick) == (closures[0], closures[1:3])
+    for closure in quick:
+        queue.end(closure)
+    assert queue.ready(0.0) == (0, 0)
+    assert queue.retry(slow, 0.0) == []
+    assert queue.take(8, 0.0) == [slow], "the lowest one always goes"
+    queue.end(slow)
+    assert queue.take(8, 0.0) == closures[3:6]
 
 
 def test_a_closure_that_kills_its_workers_is_reported_with_their_names():

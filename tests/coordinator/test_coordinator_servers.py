@@ -90,7 +90,7 @@ def test_updates_of_many_variables_in_one_request_per_server(session, form):
     else:
         run_async(session.update_many_async(updates))
     (here,), (there,) = session.asked
-    assert (here.step, here.part) == (-1, 0)
+    assert (here.step, here.part, here.writer) == (0, 0, session.session)
     assert [tuple(update) for update in here.updates] == [
         (1, UpdateOp.OPTIMIZE_ROWS, 9, 2),
         (3, UpdateOp.SCATTER_ADD, 0, 2),

@@ -111,7 +111,7 @@ def test_a_code_of_a_newer_zstrat_is_said():
     ("cls", "count"),
     [
         (PSUnavailableError, 0),
-        (PSUnavailableError, 3),
+        (PSUnavailableError, 4),
         (StepError, 1),
         (ClosureInputError, 0),
         (ClosureInputError, 2),

@@ -1,11 +1,14 @@
 """Exactly once, against a set that forgets nothing."""
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zstrat.coordinator._queue import MAX_AHEAD
 from zstrat.errors import BusyError
-from zstrat.ps._ledger import UNNAMED, Ledger
+from zstrat.ps._ledger import CAPACITY, UNNAMED, Ledger
 
 steps = st.integers(0, 40)
 calls = st.tuples(st.sampled_from(["record", "raise"]), steps, st.integers(0, 2))
@@ -34,17 +37,34 @@ def test_unnamed_pushes_are_never_duplicates():
     assert len(ledger) == 0
 
 
-def test_a_full_ledger_refuses_new_steps_and_takes_known_ones():
-    ledger = Ledger(capacity=2)
-    for step in (3, 4):
+def test_steps_of_a_window_above_the_mark_are_taken_and_none_beyond():
+    ledger = Ledger(capacity=3)
+    ledger.raise_to(10)
+    for step in (11, 12):
         ledger.admit(step)
         ledger.record(step, 0)
-    ledger.admit(4)
     ledger.admit(UNNAMED)
-    with pytest.raises(BusyError, match="2 steps above the low-water mark 0"):
-        ledger.admit(5)
-    ledger.raise_to(4)
-    ledger.admit(5)
+    with pytest.raises(BusyError, match="3 steps above the low-water mark 10"):
+        ledger.admit(13)
+    ledger.admit(10)  # its end alone raises the mark
+    ledger.raise_to(11)
+    ledger.admit(13)
+
+
+@given(st.lists(steps, max_size=60), st.integers(1, 8))
+def test_the_step_at_the_mark_is_always_taken_and_memory_is_bounded(asked, capacity):
+    """Whatever pushes come and however slow the lowest step is."""
+    ledger = Ledger(capacity)
+    for step in asked:
+        with contextlib.suppress(BusyError):
+            ledger.admit(step)
+            ledger.record(step, 0)
+        ledger.admit(ledger.low_water)
+        assert len(ledger) <= capacity
+
+
+def test_a_coordinator_hands_out_no_more_than_half_of_what_can_be_remembered():
+    assert 2 * MAX_AHEAD <= CAPACITY
 
 
 def test_a_jump_of_the_mark_is_as_cheap_as_what_it_forgets():

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from zstrat.errors import (
     AlreadyExistsError,
+    BusyError,
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
@@ -113,13 +114,12 @@ class StoreMachine(RuleBasedStateMachine):
         behind=st.integers(0, 6),
     )
     def push(self, some, step, part, behind):
+        self.store.raise_mark(step - behind)
         self.low_water = max(self.low_water, step - behind)
         duplicate = step != -1 and (
             step < self.low_water or (step, part) in self.applied
         )
-        answer = self.store.push(
-            push(*some, step=step, part=part, low_water=step - behind)
-        )
+        answer = self.store.push(push(*some, step=step, part=part))
         assert answer.applied == (not duplicate)
         if not duplicate:
             self._apply(some)
@@ -248,12 +248,12 @@ def test_a_plan_of_an_earlier_session_cannot_be_committed(store):
 
 def test_statistics_count_what_happened(store):
     store.read([Read(2, -1), Read(3, 0)])
+    store.raise_mark(2)
     store.push(
         push(
             (2, UpdateOp.ADD, (filled(2, 1),)),
             (3, UpdateOp.SUB, (filled(3, 1),)),
             step=3,
-            low_water=2,
         )
     )
     assert store.statistics() == {
@@ -281,22 +281,30 @@ def test_nan_is_a_value(store):
 
 def test_a_step_below_the_low_water_mark_is_a_duplicate(store):
     add = 2, UpdateOp.ADD, (filled(2, 1),)
-    assert store.push(push(add, step=5, low_water=5)).applied
+    store.raise_mark(5)
+    assert store.push(push(add, step=5)).applied
     assert not store.push(push(add, step=4)).applied
-    assert not store.push(push(add, step=4, low_water=3)).applied
-    assert store.push(push(add, step=6, low_water=5)).applied
+    store.raise_mark(3)
+    assert not store.push(push(add, step=4)).applied
+    assert store.push(push(add, step=6)).applied
 
 
-@pytest.mark.parametrize("step", [-1, 4])
-def test_a_mark_above_the_step_of_its_push_is_refused_and_not_believed(store, step):
+def test_what_a_push_says_of_the_mark_of_closures_is_not_believed(store):
     """It would have the pushes of everybody else counted as duplicates."""
     add = 2, UpdateOp.ADD, (filled(2, 1),)
-    with pytest.raises(
-        InvalidArgumentError, match=rf"ps.*step {step} .* below 1000 are over"
-    ):
-        store.push(push(add, step=step, low_water=1000))
-    assert store.push(push(add, step=3, low_water=2)).applied
+    store.raise_mark(2)
+    assert store.push(push(add, step=7, low_water=7)).applied
+    assert store.push(push(add, step=-1, low_water=2**62)).applied
+    assert store.push(push(add, step=3)).applied
     assert store.statistics()["low_water"] == 2
+
+
+def test_a_step_beyond_all_that_can_be_remembered_is_refused(store):
+    add = 2, UpdateOp.ADD, (filled(2, 1),)
+    with pytest.raises(BusyError, match=f"step {2**62} cannot be remembered"):
+        store.push(push(add, step=2**62, low_water=2**62))
+    assert store.push(push(add, step=1)).applied
+    assert store.statistics()["remembered_steps"] == 1
 
 
 def two_values(store: Store):

@@ -19,7 +19,7 @@ import pytest
 import zstrat as zs
 from zstrat.config import Settings, Timeouts
 from zstrat.launch import observe
-from zstrat.transport import Endpoint, hello, new_event_loop, new_incarnation, run
+from zstrat.transport import Endpoint, Link, hello, new_event_loop, new_incarnation, run
 from zstrat.wire import PROTOCOL
 
 pytestmark = pytest.mark.processes
@@ -84,6 +84,74 @@ def test_garbage_in_the_middle_of_training_is_counted_and_changes_nothing():
         for sight in run(observe(local.spec, Settings(), 30)):
             assert not sight.problem
             assert sight.number("endpoint", "counts", "refused") >= 2, sight.values
+
+
+async def claim(address, index):
+    """Somebody says to the ps that he is that worker; returns the words of refusal."""
+    me = hello("worker", index, new_incarnation())
+    link = Link(address, me, name="/job:ps/task:0", settings=Settings())
+    link.start()
+    try:
+        await link.wait_open(asyncio.get_running_loop().time() + 1.0)
+    except zs.DeadlineExceededError as error:
+        return str(error)
+    finally:
+        await link.close()
+    raise AssertionError("it was let in")
+
+
+def test_nobody_else_takes_the_place_of_a_worker_that_trains():
+    with (
+        zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp") as local,
+        zs.ParameterServerStrategy(local.resolver) as strategy,
+    ):
+        coordinator = zs.ClusterCoordinator(strategy)
+        v, step = descend(strategy)
+        coordinator.schedule(step).fetch()
+        words = run(claim(local.spec.task_address("ps", 0), 0))
+        assert f"pid {local.pid('worker:0')}) is here as the same task" in words
+        for _ in range(50):
+            coordinator.schedule(step)
+        coordinator.join()
+        np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE * 51))
+        assert coordinator.metrics()["recoverable_worker_failures"] == 0
+        log = local.log("ps:0")
+        assert "is not let in: worker:0" in log
+
+
+def test_a_program_says_who_has_the_place_of_its_worker():
+    loop = new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def do(work):
+        return asyncio.run_coroutine_threadsafe(work, loop).result(30)
+
+    async def take(address):
+        me = hello("worker", 0, new_incarnation())
+        link = Link(address, me, name="/job:ps/task:0", settings=Settings())
+        link.start()
+        await link.wait_open(loop.time() + 20)
+        return link
+
+    env = {"ZSTRAT_CONNECT_TIMEOUT": "1"}  # of the worker
+    with zs.LocalCluster(num_ps=1, num_workers=1, lane="tcp", env=env) as local:
+        stranger = do(take(local.spec.task_address("ps", 0)))
+        try:
+            hasty = Settings(timeouts=Timeouts(connect=5.0))
+            with pytest.raises(zs.DeadlineExceededError) as raised:
+                zs.ParameterServerStrategy(local.resolver, settings=hasty)
+            words = f"worker:0 (host {stranger._me.host}, pid {os.getpid()}) is here as"
+            assert words in str(raised.value)
+        finally:
+            do(stranger.close())
+        with zs.ParameterServerStrategy(local.resolver) as strategy:
+            v, step = descend(strategy)
+            zs.ClusterCoordinator(strategy).schedule(step).fetch()
+            np.testing.assert_array_equal(v.numpy(), np.full(4, -RATE))
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
 
 
 # ---- versions

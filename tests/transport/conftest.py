@@ -122,12 +122,17 @@ class Relay:
         self._target, self._tasks, self._writers = target, set(), set()
         self._open = asyncio.Event()
         self._open.set()
+        self.refuses = False
+        """Whoever connects is hung up on."""
 
     async def start(self):
         self._server = await asyncio.start_server(self._join, "127.0.0.1", 0)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def _join(self, reader, writer):
+        if self.refuses:
+            writer.transport.abort()
+            return
         host, port = self._target.rsplit(":", 1)
         there = await asyncio.open_connection(host, int(port))
         for source, sink in ((reader, there[1]), (there[0], writer)):

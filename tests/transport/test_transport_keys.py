@@ -177,6 +177,52 @@ async def test_one_folder_serves_tasks_of_all_roles(net, folder):
         assert await link.request(Inspect()) == Done()
 
 
+# ---- a key for each task ----
+
+
+@pytest.fixture
+def per_task(tmp_path):
+    generate_keys(tmp_path / "per task", {Job.PS: 2, Job.WORKER: 2})
+    return tmp_path / "per task"
+
+
+async def test_the_key_of_a_task_decides_its_index_too(net, per_task):
+    _, address, _ = await net.serve(security=Security.load(per_task, "ps", 0))
+    first = Security.load(per_task, "worker", 0)
+    link, _ = await net.open(address, index=0, expect=PS, security=first)
+    assert await link.request(Inspect()) == Statistics({"role": "worker"})
+    other, _ = net.link(address, index=1, expect=PS, security=first)
+    with pytest.raises(PermissionDeniedError, match="has the key of worker:0"):
+        await other.wait_open(soon())
+    chief, _ = net.link(address, job="chief", index=0, expect=PS, security=first)
+    with pytest.raises(PermissionDeniedError, match="key of the role worker"):
+        await chief.wait_open(soon())
+    looks, _ = await net.open(
+        address, job="observer", index=5, expect=PS, security=first
+    )
+    assert await looks.request(Inspect()) == Statistics({"role": "observer"})
+
+
+async def test_a_client_knows_which_task_it_talks_to_by_its_key(net, per_task):
+    _, address, _ = await net.serve(security=Security.load(per_task, "ps", 1))
+    keys = Security.load(per_task, "worker", 0)
+    link, _ = net.link(address, index=0, expect=PS, security=keys)
+    with pytest.raises(DeadlineExceededError):
+        await link.wait_open(soon(1.0))
+
+
+def test_each_task_needs_its_own_secret_alone(per_task):
+    assert not (per_task / "worker.secret").exists()
+    for secret in per_task.glob("*.secret"):
+        if secret.name != "worker-1.secret":
+            secret.unlink()
+    assert Security.load(per_task, "worker", 1).job is Job.WORKER
+    with pytest.raises(ValueError, match=r"cannot read the key .*worker-0.secret"):
+        Security.load(per_task, "worker", 0)
+    with pytest.raises(ValueError, match=r"expected worker.public .* worker-1"):
+        Security.load(per_task, "worker", 7)
+
+
 # ---- the folder ----
 
 

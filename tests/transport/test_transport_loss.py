@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -215,14 +216,51 @@ async def test_a_client_that_wakes_up_after_its_loss_is_told_to_greet(net, swift
         assert "expected Hello" in goodbye.reason
 
 
-async def test_of_two_that_claim_one_task_the_newer_wins(net):
+async def test_nobody_takes_the_place_of_a_task_that_is_here_and_answers(net):
     _, address, service = await net.serve()
-    old, told = await net.open(address, index=3)
+    honest, told = await net.open(address, index=3)
+    newcomers = [net.link(address, index=3)[0] for _ in range(3)]
+    for newcomer in newcomers:
+        with pytest.raises(DeadlineExceededError) as raised:
+            await newcomer.wait_open(soon(0.5))
+        words = str(raised.value)
+        for part in ("worker:3", "is here as the same task, and answers", "pid"):
+            assert part in words
+    for _ in range(3):
+        assert await honest.request(Inspect())
+    assert service.lost.empty()
+    assert told.lost.empty()
+    # Whoever waits has the place as soon as it is free.
+    for link in (honest, *newcomers[1:]):
+        await link.close()
+    await newcomers[0].wait_open(soon())
+    assert await newcomers[0].request(Inspect())
+
+
+async def test_a_newcomer_waits_until_a_silent_task_is_missed(net, swift):
+    _, address, service = await net.serve(settings=swift)
+    relay = await net.relay(address)
+    patient = replace(swift, timeouts=replace(swift.timeouts, patience=60.0))
+    await net.open(relay.address, index=3, settings=patient)
+    with relay.held():
+        new, _ = net.link(address, index=3)
+        await new.wait_open(soon())
+        remote, reason = await service.lost.get()
+        assert (remote.name, "silent" in reason) == ("worker:3", True)
+    assert await new.request(Inspect())
+
+
+async def test_who_broke_off_is_replaced_at_once_and_refused_when_it_returns(net):
+    _, address, service = await net.serve()
+    relay = await net.relay(address)
+    old, told = await net.open(relay.address, index=3)
+    relay.refuses = True
+    relay.cut()
     new, _ = await net.open(address, index=3)
     remote, reason = await service.lost.get()
-    assert remote.name == "worker:3"
-    assert "replaced by a newer process" in reason
-    assert "replaced" in (await told.lost.get()).reason
+    assert (remote.name, "replaced by a newer process" in reason) == ("worker:3", True)
+    relay.refuses = False
+    await told.lost.get()
     with pytest.raises(ProtocolError, match="was replaced by"):
         await old.wait_open(soon())
     assert await new.request(Inspect())

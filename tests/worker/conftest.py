@@ -167,7 +167,7 @@ class World:
     def chief(self):
         return FakeRemote(Job.CHIEF, hello("chief"))
 
-    def make_link(self, address, name):
+    def make_link(self, address, name, *, on_open, on_lost):
         link = FakeLink(self.services[int(address)], name, self.log)
         self.links.append(link)
         return link

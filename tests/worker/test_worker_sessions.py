@@ -195,8 +195,8 @@ async def test_a_closure_twice_in_one_batch_is_one(world):
 async def test_a_server_that_does_not_answer(closed):
     make = closed.worker._make_link
 
-    def dead(address, name):
-        link = make(address, name)
+    def dead(address, name, **hooks):
+        link = make(address, name, **hooks)
         link.lost = True
         return link
 

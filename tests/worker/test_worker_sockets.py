@@ -156,7 +156,9 @@ class Cluster:
         self.worker = WorkerService(
             SETTINGS,
             me,
-            lambda address, name: Link(address, me, name=name, settings=SETTINGS),
+            lambda address, name, **hooks: Link(
+                address, me, name=name, settings=SETTINGS, **hooks
+            ),
         )
         self.left = asyncio.Event()
         self.endpoint = Endpoint(

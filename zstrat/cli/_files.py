@@ -10,16 +10,34 @@ import click
 from zstrat.errors import ZstratError
 from zstrat.launch import write_units
 from zstrat.transport import generate_keys
+from zstrat.wire import Job
 
 from ._told import fail
+
+_COUNT = click.IntRange(min=1)
 
 
 @click.command()
 @click.argument("directory", type=Path)
-def keygen(directory: Path) -> None:
-    """Make the keys of a cluster: one pair per role, in DIRECTORY (mode 0700)."""
+@click.option("--per-task", is_flag=True, help="A pair for each ps and each worker.")
+@click.option("--ps", type=_COUNT, help="With --per-task: parameter servers.")
+@click.option("--workers", type=_COUNT, help="With --per-task: workers.")
+def keygen(
+    directory: Path, per_task: bool, ps: int | None, workers: int | None
+) -> None:
+    """Make the keys of a cluster: one pair per role, in DIRECTORY (mode 0700).
+
+    With --per-task a key also says which task its holder is, so that nobody who has the
+    key of one worker can pass for another.
+    """
+    counts = {Job.PS: ps, Job.WORKER: workers}
+    tasks = {job: count for job, count in counts.items() if count is not None}
+    if per_task != (len(tasks) == len(counts)) or (tasks and not per_task):
+        raise click.UsageError(
+            "say how many tasks get keys: --per-task --ps 2 --workers 4"
+        )
     try:
-        made = generate_keys(directory)
+        made = generate_keys(directory, tasks)
     except (ZstratError, OSError, ValueError) as error:
         fail(error)
     for path in made:

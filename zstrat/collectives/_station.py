@@ -118,7 +118,9 @@ class Station:
                 are missing; says why.
         """
         folder = settings.keys
-        security = None if folder is None else Security.load(folder, seat.job)
+        security = None
+        if folder is not None:
+            security = Security.load(folder, seat.job, seat.number)
         portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
 
         async def begin() -> Station:

@@ -55,6 +55,7 @@ class Cluster:
     Args:
         ps: Addresses; a place in it is a task index.
         workers: Task index to address; some indices may be missing.
+        writer: The incarnation in the HELLO of the links; None: the session's number.
         joins: Another program holds the parameter servers, and creates what is there.
         ends: Whether the session ends with this hold on it.
     """
@@ -68,6 +69,7 @@ class Cluster:
         make_link: MakeLink,
         prefetch: int = 0,
         *,
+        writer: int | None = None,
         joins: bool = False,
         ends: bool = True,
     ) -> None:
@@ -108,7 +110,15 @@ class Cluster:
         self._ps_lanes = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None
-        self.client = PsClient([lane.link for lane in self.ps], session)
+        links = [lane.link for lane in self.ps]
+        self.client = PsClient(
+            links,
+            session,
+            writer=session if writer is None else writer,
+            patience=timeouts.request,
+        )
+        for each, line in zip(self.ps, self.client.lines, strict=True):
+            each.line = line
         self.fences = Fences(session, self.ps, self._absent, timeouts.request)
         self.rest = Rest(self.fences)
 
@@ -168,7 +178,8 @@ class Cluster:
     def broken(self) -> PSUnavailableError | None:
         """The parameter server that is not there, as the error that says so."""
         for index, reason in self._absent.items():
-            return PSUnavailableError(self.ps[index].name, reason)
+            lane = self.ps[index]
+            return PSUnavailableError(lane.name, reason, lane.gone)
         return None
 
     @property

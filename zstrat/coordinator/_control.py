@@ -78,6 +78,7 @@ class Control:
             self.session.session,
             self.session.cluster.workers,
             self.session.cluster.fences,
+            self.session.cluster.ps,
             closures_in_flight=closures_in_flight,
             prefetch=self.session.cluster.prefetch,
             worker_wait_timeout=(

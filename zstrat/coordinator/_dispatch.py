@@ -31,13 +31,14 @@ from zstrat.wire import (
 )
 
 from ._builder import Builder
+from ._marking import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
 from ._seat import Seat
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
 
@@ -64,6 +65,7 @@ class Dispatcher:
         session: int,
         workers: Iterable[Lane],
         fences: Fences,
+        servers: Sequence[Lane] = (),
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -86,6 +88,7 @@ class Dispatcher:
         self.fences = fences
         self.turns = self.dispatches = 0
         self._session = session
+        self._marking = Marking(session, servers)
         self._patience = worker_wait_timeout
         self._turn_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -188,7 +191,11 @@ class Dispatcher:
             return
         with self.engine.lock:
             for closure in orphans:
-                self.engine.settle(self.queue.lost(closure, seat.member.name, now))
+                if lane.lives_on:  # so it was not the closure that killed it
+                    again = self.queue.retry(closure, now, begun=True)
+                    self.engine.settle(again)
+                else:
+                    self.engine.settle(self.queue.lost(closure, seat.member.name, now))
             self.builder.abort(seat, reason)
             self.engine.notify()
         if orphans:
@@ -233,6 +240,7 @@ class Dispatcher:
             self.engine.hungry = queue.waiting_fresh == 0
             low_water, due = queue.steps.low_water, queue.next_due()
             self.engine.notify()
+        self._marking.tell(low_water, now)
         for record in records:
             self.builder.add(record)
             self.turn_soon()

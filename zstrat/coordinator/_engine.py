@@ -180,6 +180,17 @@ class Engine:
         for item in ended:
             item.closure.value._settle_error(item.error)
 
+    def _blamed(self, ended: Iterable[Ended]) -> list[Ended]:
+        """Of cancelled closures those that had begun when a parameter server was lost:
+        what they did on it is not known, so they are not said to have done nothing."""
+        broken = self.broken
+        return [
+            item
+            if broken is None or not item.closure.attempt
+            else Ended(item.closure, broken)
+            for item in ended
+        ]
+
     def notify(self) -> None:
         """Wakes those whose condition holds now. Lock held."""
         if not self._watchers:
@@ -242,7 +253,7 @@ class Engine:
     def _try_raise(self) -> Ready | None:
         queue = self.queue
         if queue.phase is Phase.FAILED:
-            self.settle(queue.drain())
+            self.settle(self._blamed(queue.drain()))
             self.hungry = True
             self._cancel()
         if queue.phase is Phase.CLOSED:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.errors import (
     BusyError,
+    ClosedError,
     DeadlineExceededError,
     PeerLostError,
     ZstratError,
@@ -28,6 +30,8 @@ from zstrat.wire import Hello, JoinSession, Layout, Message, OpenSession, Sessio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from zstrat.ps import ServerLine
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -40,6 +44,9 @@ class TaskLink(Protocol):
 
     @property
     def is_open(self) -> bool: ...
+
+    @property
+    def is_refused(self) -> bool: ...
 
     @property
     def peer(self) -> Hello | None: ...
@@ -125,7 +132,17 @@ class Lane:
         whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None
         """Why the session was not opened at the last attempt."""
+        self.line: ServerLine | None = None
+        """Where requests wait while the task is away."""
+        self.gone = False
+        """What the task held of ours is lost for certain."""
+        self.lives_on = False
+        """The task was lost to its connection alone: the process is the same."""
         self._opening, self._events, self._one_life = opening, events, one_life
+        # Who was in the session need not wait for it: it is there, or gone for good.
+        self._reopening = opening
+        if isinstance(opening, JoinSession):
+            self._reopening = replace(opening, patience=0.0)
         self._grace = grace
         self._absence: asyncio.TimerHandle | None = None
         self._life: int | None = None
@@ -198,6 +215,8 @@ class Lane:
     async def close(self) -> None:
         """Closes the link."""
         self.leave()
+        if self.line is not None:
+            self.line.close(ClosedError(f"the link to {self.name} was closed"))
         await self.link.close()
 
     # ---- told by the link ------------------------------------------------------------
@@ -206,11 +225,17 @@ class Lane:
         if self._closed:
             return
         self._stop_absence()
-        self.hello = hello
+        before, self.hello = self.hello, hello
+        if self.line is not None:
+            self.line.hold()
         if not self._one_life:
             if self.is_ready:
+                same = before is not None and before.incarnation == hello.incarnation
+                self.lives_on = same
                 self._leave("it connected anew")
+                self.lives_on = False
         elif self._life not in (None, hello.incarnation):
+            self.gone = True
             self._leave("it was started again, and what it held is gone")
             return
         elif self._emptied:
@@ -241,7 +266,8 @@ class Lane:
 
     def _ask(self) -> None:
         self._stop_asking()
-        self._asked = self.link.submit(self._opening)
+        opening = self._reopening if self.is_ready else self._opening
+        self._asked = self.link.submit(opening)
         self._asked.add_done_callback(self._answered)
 
     def _answered(self, asked: asyncio.Future[Message]) -> None:
@@ -258,6 +284,8 @@ class Lane:
             self.refusal = error  # the link opens again, and we are greeted anew
             return
         if self.is_ready:
+            # Who has taken it over has it emptied.
+            self.gone = self._one_life and isinstance(error, BusyError)
             self._leave(str(error))
         if isinstance(error, BusyError | DeadlineExceededError):
             self._refused(error)
@@ -275,10 +303,13 @@ class Lane:
         assert isinstance(answer, SessionOpened), answer
         assert self.hello is not None
         if self._one_life and self._life is not None and not answer.resumed:
-            self._emptied = True
+            self._emptied = self.gone = True
             self._leave("it served another coordinator, and what it held is gone")
             return
         resumed, self.opened, self.refusal = self.is_ready, answer, None
+        self.gone = False
+        if self.line is not None:
+            self.line.resume()
         if resumed:
             log.info("%s at %s returned with all it held", self.name, self.address)
             return
@@ -295,10 +326,13 @@ class Lane:
 
     def _leave(self, reason: str, level: int = logging.WARNING) -> None:
         if self.opened is not None:
-            log.log(level, "lost %s at %s: %s", self.name, self.address, reason)
+            words = "lost" if self.gone or not self._one_life else "no contact with"
+            log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)
         self._stop_absence()
         self.opened = None
         self._entered.clear()
+        if self.line is not None:
+            self.line.lose(reason, gone=self.gone, own=not self.link.is_refused)
         self._events.lost(self, reason)
 
     def _stop_absence(self) -> None:

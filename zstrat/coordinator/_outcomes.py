@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
+STRUCK: Final = 65536
+"""Steps that met with trouble and have not ended well; above it, one looks which of
+them are over in another way."""
 SETBACK: Final = 0.05
 """Seconds before a closure is tried again that its worker dropped by itself."""
 
@@ -51,6 +54,8 @@ class Outcomes:
         self._engine, self._members, self._unfetched = engine, members, unfetched
         self._troubles: dict[tuple[int, str], Trouble] = {}
         self._avoided: dict[int, str] = {}
+        self._struck: dict[int, tuple[int, Trouble]] = {}
+        """By step: the worker that reported trouble with it, and with what."""
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
 
@@ -88,6 +93,8 @@ class Outcomes:
                     failures.append((closure, completion))
                     continue
                 queue.end(closure)
+                if self._struck:
+                    self._healed(step, member.index)
                 value = closure.value
                 value._run = (step, member.name, closure.attempt)
                 if size >= 0:
@@ -126,8 +133,10 @@ class Outcomes:
             )
         elif error is None:
             error = ProtocolError(f"{member.name} does not say how a closure failed")
+        elif (lost := self._lost_server(error)) is not None:
+            error = lost
         else:
-            delay = self._again(member.index, error, now)
+            delay = self._again(member.index, closure.step, error, now)
         if delay is not None:
             settle(queue.retry(closure, now, delay, begun=True))
             return
@@ -135,7 +144,23 @@ class Outcomes:
         closure.value._run = (closure.step, member.name, closure.attempt)
         settle([Ended(closure, error)])
 
-    def _again(self, worker: int, error: Exception, now: float) -> float | None:
+    def _lost_server(self, error: Exception) -> Exception | None:
+        """What we know better than the worker of why a closure failed: our own link has
+        lost a parameter server, or knows that it has lost what it held."""
+        if isinstance(error, PSUnavailableError | StaleSessionError):
+            return self._engine.broken
+        return None
+
+    def _healed(self, step: int, worker: int) -> None:
+        """A step ended well. If it had met with trouble on this worker, that is over:
+        outages that pass end no job, however many there are."""
+        struck_on, trouble = self._struck.pop(step, (-1, None))
+        if trouble is not None and struck_on == worker:
+            trouble.strikes.clear()
+
+    def _again(
+        self, worker: int, step: int, error: Exception, now: float
+    ) -> float | None:
         """In how many seconds the closure is worth another try; None: never.
 
         Our own links tell when a parameter server is really gone; what workers say of
@@ -151,14 +176,22 @@ class Outcomes:
                 return self._trouble(worker, "a busy task").reported(now)
             case _:
                 return None
-        pause = self._trouble(worker, task).reported(now)
-        if self._trouble(worker, task).lasts(now):
+        trouble = self._trouble(worker, task)
+        pause = trouble.reported(now)
+        self._remember(step, worker, trouble)
+        if trouble.lasts(now):
             self._avoided[worker] = task
             self._members.avoid(worker, True)
         live = {worker, *(member.index for member in self._members.usable)}
         if all(self._trouble(index, task).lasts(now) for index in live):
             return None
         return pause
+
+    def _remember(self, step: int, worker: int, trouble: Trouble) -> None:
+        self._struck[step] = worker, trouble
+        if len(self._struck) > STRUCK:  # those that were cancelled
+            low_water = self._engine.queue.steps.low_water
+            self._struck = {s: at for s, at in self._struck.items() if s >= low_water}
 
     def _forgive(self, now: float) -> None:
         """Workers whose trouble is long ago get closures again."""

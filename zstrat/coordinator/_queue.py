@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 
 MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
+MAX_AHEAD: Final = 2**19
+"""How far above the lowest step that has not ended one may be handed out: half of the
+steps that a parameter server can remember (`zstrat.ps._ledger`). One slow closure may
+be overtaken by so many."""
 MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
 """One loss is bad luck: machines are preempted. Two of the same closure are a clue."""
@@ -110,6 +114,7 @@ class Queue:
         max_queued: int = MAX_QUEUED,
         max_attempts: int = MAX_ATTEMPTS,
         first_step: int = 1,
+        max_ahead: int | None = None,
     ) -> None:
         if max_queued < 1 or max_attempts < 1:
             raise ValueError(
@@ -117,6 +122,7 @@ class Queue:
                 "both must be at least 1"
             )
         self.max_queued, self.max_attempts = max_queued, max_attempts
+        self.max_ahead = MAX_AHEAD if max_ahead is None else max_ahead
         self.steps = Steps(first_step)
         self.phase = Phase.OPEN
         self.running = 0
@@ -241,7 +247,7 @@ class Queue:
         """How many ordinary closures and how many suspects may go to a worker now."""
         if not self.runs:
             return 0, 0
-        fresh = 0 if self.held else _due(self._returned, now) + len(self._fresh)
+        fresh = 0 if self.held else _due(self._returned, now) + self._reachable
         return _due(self._retries, now) + fresh, _due(self._suspects, now)
 
     def next_due(self) -> float | None:
@@ -259,7 +265,7 @@ class Queue:
         for heap in heaps:
             while heap and len(taken) < limit and heap[0][0] <= now:
                 taken.append(heapq.heappop(heap)[2])
-        count = 0 if self.held else min(limit - len(taken), len(fresh))
+        count = 0 if self.held else min(limit - len(taken), self._reachable)
         taken += [fresh.popleft() for _ in range(count)]
         for closure in taken:
             closure.attempt += 1
@@ -336,6 +342,14 @@ class Queue:
         return self.retry(closure, now, delay, begun=True)
 
     # ---- private ---------------------------------------------------------------------
+
+    @property
+    def _reachable(self) -> int:
+        """Fresh closures that are not too far ahead of the lowest one."""
+        if not self._fresh:
+            return 0
+        ahead = self._fresh[0].step - self.steps.low_water
+        return min(len(self._fresh), max(0, self.max_ahead - ahead))
 
     def _stopped(self, closure: Closure) -> None:
         assert self.running > 0, f"step {closure.step} stopped, but nothing runs"

@@ -128,7 +128,7 @@ class Servers:
             for spec, op, optimizer, arrays in updates
         ]
         gate = self._cluster.rest.gate
-        await gate.through(lambda: self.client.push(-1, 0, 0, pushed))
+        await gate.through(lambda: self.client.update(pushed))
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         if self._cluster.joins:

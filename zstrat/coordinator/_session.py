@@ -132,7 +132,9 @@ class ClusterSession:
 
         async def cluster() -> Cluster:
             session = await session_of(make, ps[0], settings.timeouts.connect)
-            return Cluster(session, ps, {}, settings.timeouts, make, joins=True)
+            return Cluster(
+                session, ps, {}, settings.timeouts, make, writer=me, joins=True
+            )
 
         return _opened(Portal(f"zstrat {me:x}"), cluster, settings)
 
@@ -435,6 +437,6 @@ def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
 
 def _links(job: Job, index: int, incarnation: int, settings: Settings) -> MakeLink:
     """Links over ZeroMQ, with the key of the job if there are keys."""
-    keys = None if settings.keys is None else Security.load(settings.keys, job)
+    keys = None if settings.keys is None else Security.load(settings.keys, job, index)
     me = hello(job, index, incarnation)
     return partial(Link, me=me, settings=settings, security=keys)

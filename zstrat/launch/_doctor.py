@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import ZstratError
-from zstrat.transport import Security
+from zstrat.transport import Security, key_names
 from zstrat.wire import Job
 
 from ._observe import observe
@@ -92,13 +92,14 @@ def _keys(settings: Settings) -> Finding:
         advice = "zstrat keygen DIR, then ZSTRAT_KEYS=DIR"
         return Finding("keys", None, "none: loopback only", advice)
     found, missing = [], []
-    for job in Job:
+    for name in [*Job, *[n for n in key_names(settings.keys) if "-" in n]]:
+        job, _, index = name.partition("-")
         try:
-            Security.load(settings.keys, job)
+            Security.load(settings.keys, job, int(index) if index else None)
         except (ZstratError, OSError, ValueError) as error:
-            missing.append(f"{job}: {error}")
+            missing.append(f"{name}: {error}")
         else:
-            found.append(str(job))
+            found.append(str(name))
     if not found:
         return Finding("keys", False, missing[0], f"zstrat keygen {settings.keys}")
     return Finding(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from zstrat.config import Settings
+    from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
 
@@ -85,7 +86,7 @@ class Task:
         )
         self.address = ""
         self._settings = settings
-        self._security = load_keys(settings.keys, place.job)
+        self._security = load_keys(settings.keys, place.job, place.index)
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self._end: asyncio.Future[str] = self._loop.create_future()
@@ -211,13 +212,22 @@ class Task:
         )
         return service, service.close, None
 
-    def _link_to_ps(self, address: str, name: str) -> Link:
+    def _link_to_ps(
+        self,
+        address: str,
+        name: str,
+        *,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> Link:
         index = int(name.rpartition(":")[2])  # of "/job:ps/task:2"
         return Link(
             address,
             self.hello,
             name=name,
             settings=self._settings,
+            on_open=on_open,
+            on_lost=on_lost,
             security=self._security,
             expect=(Job.PS, index),
         )
@@ -230,7 +240,7 @@ class Task:
         self.end("the coordinator shut the cluster down")
 
 
-def load_keys(folder: Path | None, job: str) -> Security | None:
+def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
     """The keys of a task, None without a folder.
 
     systemd lets a service into its credentials by an access control list, so their
@@ -242,7 +252,7 @@ def load_keys(folder: Path | None, job: str) -> Security | None:
     if folder is None:
         return None
     guarded = environment().get("CREDENTIALS_DIRECTORY", "") == str(folder)
-    return Security.load(folder, job, guarded=guarded)
+    return Security.load(folder, job, index, guarded=guarded)
 
 
 @contextlib.asynccontextmanager

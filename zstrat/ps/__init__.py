@@ -2,6 +2,7 @@
 
 from ._client import PsClient as PsClient
 from ._engine import OptimizerEngine as OptimizerEngine
+from ._line import ServerLine as ServerLine
 from ._parts import EagerRun as EagerRun
 from ._parts import ordinal as ordinal
 from ._parts import require_same as require_same

@@ -8,27 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 from zstrat.errors import PeerLostError, ProtocolError, PSUnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from zstrat.wire import Hello, Message
+    from zstrat.wire import Message
+
+    from ._line import ServerLine
 
 M = TypeVar("M")
 T = TypeVar("T")
-
-
-class Line(Protocol):
-    """What the client needs of a link (`zstrat.transport.Link`)."""
-
-    @property
-    def peer(self) -> Hello | None: ...
-    def submit(
-        self, message: Message, *, deadline: float | None = None
-    ) -> asyncio.Future[Message]: ...
 
 
 @final
@@ -44,7 +36,7 @@ class Call(Generic[T]):
         if not messages:
             self.outcome.set_result(result())
 
-    def send(self, line: Line, part: Part[Any], deadline: float | None) -> None:
+    def send(self, line: ServerLine, part: Part[Any], deadline: float | None) -> None:
         """Sends a message, unless another has failed already."""
         if self.outcome.done():
             return
@@ -53,7 +45,7 @@ class Call(Generic[T]):
         except Exception as error:  # goes to the caller, as if the server had said it
             self.fail(error)
         else:
-            reply.add_done_callback(partial(self._replied, part))
+            reply.add_done_callback(partial(self._replied, line, part, deadline))
 
     def take(self, take: Callable[[M], object], answer: M, part: Part[Any]) -> None:
         """An answer came. The call fails if ``take`` finds that it is none."""
@@ -75,11 +67,22 @@ class Call(Generic[T]):
         else:
             self.outcome.set_exception(error)
 
-    def _replied(self, part: Part[Any], reply: asyncio.Future[Message]) -> None:
+    def _replied(
+        self,
+        line: ServerLine,
+        part: Part[Any],
+        deadline: float | None,
+        reply: asyncio.Future[Message],
+    ) -> None:
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the caller
-            self.fail(error)
+            gave_up = self.outcome.done()
+            later = None if gave_up else line.again(part.message, deadline, reply)
+            if later is None:
+                self.fail(error)
+            else:
+                later.add_done_callback(partial(self._replied, line, part, deadline))
         else:
             self.take(part.take, answer, part)
 

@@ -37,8 +37,9 @@ from zstrat.wire import (
 from ._asking import Call, Part
 from ._exchange_client import exchange
 from ._known import Known
+from ._line import PATIENCE, ServerLine
 from ._parts import named
-from ._pushing import Pushing
+from ._pushing import OwnUpdates, Pushing
 from ._reading import Reading, Ref, RowsRef
 from ._snapshot_client import SnapshotCalls
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._asking import Line
+    from ._line import Link
     from ._parts import EagerRun
     from ._pushing import PsUpdate
 
@@ -68,15 +69,32 @@ class PsClient(SnapshotCalls):
     Args:
         links: One per parameter server, in task order, opened by the caller.
         session: The session that is open on all of them.
+        writer: The incarnation in the HELLO of the links; 0: none, and what `update`
+            sends has no name.
         memory: Bytes of values to remember, so that a variable which did not change is
             not sent again; 0 remembers nothing.
+        patience: Seconds that a request without a deadline waits for a server that is
+            away.
     """
 
     def __init__(
-        self, links: Sequence[Line], session: int, *, memory: int = MEMORY
+        self,
+        links: Sequence[Link],
+        session: int,
+        *,
+        writer: int = 0,
+        memory: int = MEMORY,
+        patience: float = PATIENCE,
     ) -> None:
         self._links = tuple(links)
+        self.lines = tuple(
+            ServerLine(link, f"/job:ps/task:{ps}", patience)
+            for ps, link in enumerate(links)
+        )
+        """To be told how the links stand, by whoever owns them, if what is asked is to
+        outlive a connection."""
         self._session = session
+        self._own = OwnUpdates(writer)
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self._links)
 
@@ -130,7 +148,8 @@ class PsClient(SnapshotCalls):
         Args:
             step: The closure whose effect this is, -1 for none. A server applies
                 ``(step, part)`` at most once in a session.
-            low_water: All steps below are over; at most ``step``.
+            low_water: Of an own update (`update`); what the push of a closure says of
+                it is not believed.
 
         Returns:
             Whether any server applied it; False if all had done so before.
@@ -143,11 +162,23 @@ class PsClient(SnapshotCalls):
                 about ten thousand variables: it could not apply them as a whole.
         """
         pushing = Pushing(self._session, step, part, low_water, updates)
-        parts = [
-            Part(ps, push, Pushed, pushing.take)
-            for ps, push in pushing.messages.items()
-        ]
-        return self._ask(parts, pushing.result, deadline)
+        return self._push(pushing, deadline)
+
+    def update(
+        self, updates: Sequence[PsUpdate], *, deadline: float | None = None
+    ) -> asyncio.Future[bool]:
+        """`push`, of no closure: an update of this process's own, applied once by each
+        server however often it has to be sent."""
+        number, low_water = self._own.begin()
+        writer = self._own.writer
+        try:
+            pushing = Pushing(self._session, number, 0, low_water, updates, writer)
+            done = self._push(pushing, deadline)
+        except BaseException:  # to the caller: it was not sent
+            self._own.end(number)
+            raise
+        done.add_done_callback(lambda _: self._own.end(number))
+        return done
 
     def push_part(
         self,
@@ -216,7 +247,7 @@ class PsClient(SnapshotCalls):
         self._forget_restarted()
         pushing = Pushing(self._session, step, part, low_water, updates)
         reading = Reading(refs, rows, self._known)
-        return exchange(self._links, self._session, pushing, reading, deadline)
+        return exchange(self.lines, self._session, pushing, reading, deadline)
 
     # ---- variables and optimizers --------------------------------------------------
 
@@ -426,8 +457,15 @@ class PsClient(SnapshotCalls):
         """Sends all parts; done with the last answer or the first error."""
         call = Call(len(parts), result)
         for part in parts:
-            call.send(self._links[part.ps], part, deadline)
+            call.send(self.lines[part.ps], part, deadline)
         return call.outcome
+
+    def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
+        parts = [
+            Part(ps, push, Pushed, pushing.take)
+            for ps, push in pushing.messages.items()
+        ]
+        return self._ask(parts, pushing.result, deadline)
 
     def _forget_restarted(self) -> None:
         """Versions begin anew in a new process."""

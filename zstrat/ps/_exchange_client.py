@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Message, Push
 
-    from ._asking import Line
+    from ._line import ServerLine
     from ._pushing import Pushing
     from ._reading import Asked, Reading
 
@@ -33,7 +33,7 @@ parts travel each by itself, and the one message that is saved is nothing beside
 
 
 def exchange(
-    lines: Sequence[Line],
+    lines: Sequence[ServerLine],
     session: int,
     pushing: Pushing,
     reading: Reading,
@@ -75,19 +75,19 @@ class _Both:
         self._session, self._pushing, self._deadline = session, pushing, deadline
         self.pushed, self.pulled = pushed, pulled
 
-    def send_push(self, line: Line, ps: int, push: Push) -> None:
+    def send_push(self, line: ServerLine, ps: int, push: Push) -> None:
         part = Part(ps, push, Pushed, self._pushing.take)
         self.pushed.send(line, part, self._deadline)
 
-    def send_pull(self, line: Line, asked: Asked) -> None:
+    def send_pull(self, line: ServerLine, asked: Asked) -> None:
         part = Part(asked.ps, asked.message(self._session), Pulled, asked.take)
         self.pulled.send(line, part, self._deadline)
 
-    def send_apart(self, line: Line, push: Push, asked: Asked) -> None:
+    def send_apart(self, line: ServerLine, push: Push, asked: Asked) -> None:
         self.send_push(line, asked.ps, push)
         self.send_pull(line, asked)
 
-    def send(self, line: Line, push: Push, asked: Asked) -> None:
+    def send(self, line: ServerLine, push: Push, asked: Asked) -> None:
         if self.pushed.outcome.done() or self.pulled.outcome.done():
             self.send_apart(line, push, asked)
             return
@@ -109,13 +109,19 @@ class _Both:
             self._fail(error)
         else:
             part = Part(asked.ps, message, Exchanged, asked.take)
-            reply.add_done_callback(partial(self._replied, part))
+            reply.add_done_callback(partial(self._replied, line, part))
 
-    def _replied(self, part: Part[Exchanged], reply: asyncio.Future[Message]) -> None:
+    def _replied(
+        self, line: ServerLine, part: Part[Exchanged], reply: asyncio.Future[Message]
+    ) -> None:
         try:
             answer = part.answer(reply)
         except BaseException as error:  # goes to the callers
-            self._fail(error)
+            later = line.again(part.message, self._deadline, reply)
+            if later is None:
+                self._fail(error)
+            else:
+                later.add_done_callback(partial(self._replied, line, part))
             return
         if answer.push_error is None:
             self.pushed.take(self._pushing.take, answer, part)

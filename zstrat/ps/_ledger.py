@@ -3,7 +3,9 @@
 A push of a closure is named by ``(step, part)``. The coordinator retries a closure when
 a worker is lost, and then cannot know whether its push had arrived; the ledger does.
 It forgets a step when the coordinator's low-water mark says that it is over for ever,
-and answers for all of them with that one number.
+and answers for all of them with that one number. Steps of a window above the mark can
+be remembered, so what is remembered is bounded, and the step at the mark, whose end
+alone raises it, can always be.
 """
 
 from __future__ import annotations
@@ -23,14 +25,15 @@ UNNAMED: Final = -1
 """The step of a push that belongs to no closure: never a duplicate."""
 
 CAPACITY: Final = 2**20
-"""Steps remembered at a time: four times what the coordinator's queue can hold."""
+"""Steps above the mark that can be remembered: twice as many as a coordinator lets be
+under way, which needs a moment to tell how far the mark has risen."""
 
 
 class Ledger:
     """The applied ``(step, part)`` of one session, above the low-water mark."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._capacity = capacity
+    def __init__(self, capacity: int | None = None) -> None:
+        self._capacity = CAPACITY if capacity is None else capacity
         self._applied: dict[int, set[int]] = {}
         self.low_water = 0
         self._over: list[tuple[int, int]] = []
@@ -67,14 +70,12 @@ class Ledger:
         """Refuses a step that could not be remembered.
 
         Raises:
-            BusyError: The low-water mark does not rise and the ledger is full.
+            BusyError: It is too far above the low-water mark.
         """
-        full = len(self._applied) >= self._capacity
-        if full and step != UNNAMED and step not in self._applied:
+        if step - self.low_water >= self._capacity:
             raise BusyError(
-                f"{self._capacity} steps above the low-water mark {self.low_water} "
-                f"have pushed, so step {step} cannot be remembered: wait until older "
-                "steps end"
+                f"step {step} cannot be remembered: {self._capacity} steps above the "
+                f"low-water mark {self.low_water} can be; wait until older steps end"
             )
 
     def record(self, step: int, part: int) -> None:

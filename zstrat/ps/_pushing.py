@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple, final
 
 from zstrat.wire import Push, Update, UpdateOp
 
+from ._ledger import UNNAMED
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -42,6 +44,7 @@ class Pushing:
         part: int,
         low_water: int,
         updates: Iterable[PsUpdate],
+        writer: int = 0,
     ) -> None:
         mine: dict[int, tuple[list[Update], list[np.ndarray]]] = {}
         for ps, key, op, optimizer, operands in updates:
@@ -51,7 +54,7 @@ class Pushing:
             entries.append(Update(key, int(op), optimizer, len(operands)))
             arrays.extend(operands)
         self.messages = {
-            ps: Push(session, step, part, low_water, entries, tuple(arrays))
+            ps: Push(session, step, part, low_water, entries, tuple(arrays), writer)
             for ps, (entries, arrays) in mine.items()
         }
         self._applied = not mine
@@ -62,3 +65,31 @@ class Pushing:
     def result(self) -> bool:
         """Whether any server applied it, or there was nothing to apply."""
         return self._applied
+
+
+@final
+class OwnUpdates:
+    """Numbers for the updates that a process makes by itself, outside of closures.
+
+    ``writer`` is its incarnation; 0: its updates have no names.
+    """
+
+    __slots__ = ("_next", "_open", "writer")
+
+    def __init__(self, writer: int) -> None:
+        self.writer = writer
+        self._next = 0
+        self._open: dict[int, None] = {}  # in the order of their numbers
+
+    def begin(self) -> tuple[int, int]:
+        """A number that was never used, and the lowest one that is not over."""
+        if not self.writer:
+            return UNNAMED, 0
+        number, self._next = self._next, self._next + 1
+        self._open[number] = None
+        return number, next(iter(self._open))
+
+    def end(self, number: int) -> None:
+        """That update is over, however it ended: what of it is still under way is of
+        no effect once the servers know."""
+        self._open.pop(number, None)

@@ -144,15 +144,14 @@ def names_of(message: Request) -> list[Hashable]:
         case Folded(message=push):
             return names_of(push)
         case Exchange(step=step, part=part, updates=updates):
-            names = _names_of_push(step, part, updates)
+            names = _names_of_push(0, step, part, updates)
             names += [read.key for read in message.reads]
             names += message.rows
             return names
-        case (
-            Push(step=step, part=part, updates=updates)
-            | PushPart(step=step, part=part, updates=updates)
-        ):
-            return _names_of_push(step, part, updates)
+        case Push(step=step, part=part, updates=updates, writer=writer):
+            return _names_of_push(writer, step, part, updates)
+        case PushPart(step=step, part=part, updates=updates):
+            return _names_of_push(0, step, part, updates)
         case Pull(reads=reads):
             return [read.key for read in reads]
         case PullRows(reads=reads, rows=rows):
@@ -171,11 +170,13 @@ def names_of(message: Request) -> list[Hashable]:
             assert_never(message)
 
 
-def _names_of_push(step: int, part: int, updates: Sequence[Update]) -> list[Hashable]:
+def _names_of_push(
+    writer: int, step: int, part: int, updates: Sequence[Update]
+) -> list[Hashable]:
     names: list[Hashable] = [update.key for update in updates]
     names += {("optimizer", u.optimizer) for u in updates if u.optimizer}
     if step != UNNAMED:
-        names.append(("step", step, part))
+        names.append(("step", writer, step, part))
     return names
 
 

@@ -50,6 +50,7 @@ from zstrat.wire import (
     PullRows,
     Push,
     PushPart,
+    RaiseMark,
     ReadSnapshot,
     ReleaseSnapshot,
     SessionOpened,
@@ -89,6 +90,7 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
     Push: frozenset({Job.CHIEF, Job.WORKER}),
     PushPart: frozenset({Job.CHIEF, Job.WORKER}),
     AskParts: frozenset({Job.CHIEF, Job.WORKER}),
+    RaiseMark: frozenset({Job.CHIEF}),
     Exchange: frozenset({Job.CHIEF, Job.WORKER}),
     Fence: frozenset({Job.CHIEF}),
     PinSnapshot: frozenset({Job.CHIEF}),
@@ -166,6 +168,11 @@ class PsService:
             if roles is None or remote.role not in roles:
                 raise _refusal(self._task, remote, message)
             if isinstance(message, Stored):
+                if _is_forged(remote, message):
+                    raise PermissionDeniedError(
+                        f"{self._task}: {remote.name} names an update as another "
+                        "process's, whose own would then be taken for repetitions"
+                    )
                 return self._served(message)
             match message:
                 case OpenSession(session=session):
@@ -183,6 +190,10 @@ class PsService:
                     self._ownership.check(message.session)
                     self._store.close_steps(message.low_water, message.over)
                     return self._fenced(message)
+                case RaiseMark(session=session, low_water=low_water):
+                    self._ownership.check(session)
+                    self._store.raise_mark(low_water)
+                    return Done()
                 case Inspect():
                     return Statistics(self.statistics())
                 case _:
@@ -228,6 +239,8 @@ class PsService:
             return None
         if remote.role not in _ROLES[type(message)]:
             return None
+        if _is_forged(remote, message):
+            return None  # and refused when it is all there
         fold = self._serving.fold(message, specs)
         return None if fold is None else Folded(message, fold, self._take)
 
@@ -302,6 +315,12 @@ class PsService:
     def _require_open(self) -> None:
         if self._draining:
             raise UnavailableError(f"{self._task} is shutting down")
+
+
+def _is_forged(remote: Caller, message: Message) -> bool:
+    """Whether a push claims to be another process's own."""
+    own = isinstance(message, Push) and message.writer
+    return bool(own) and own != remote.hello.incarnation
 
 
 def _refusal(task: str, remote: Caller, message: Message) -> ZstratError:

@@ -43,6 +43,7 @@ from ._ledger import Ledger
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, Held, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
+from ._writers import Writers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -79,7 +80,7 @@ class Store:
         self._task, self._largest = task, largest
         self.engine = self._engine = engine
         self._held: dict[int, Held] = {}
-        self._ledger = Ledger()
+        self._ledger, self._writers = Ledger(), Writers(task)
         self._parts = Parts(task)
         self._generation = 0
         self._first_version = 0
@@ -234,7 +235,7 @@ class Store:
         """
         self._held.clear()
         self._engine.clear()
-        self._ledger = Ledger()
+        self._ledger, self._writers = Ledger(), Writers(self._task)
         self._parts = Parts(self._task)
         self._generation += 1
         self._first_version = 0
@@ -252,20 +253,24 @@ class Store:
         return answer
 
     def plan_push(self, push: Push) -> PushPlan | Pushed:
-        """Validates a push; changes nothing but the low-water mark.
+        """Validates a push; changes nothing but the mark of its writer.
 
         Returns:
             A plan to compute and commit, or the answer if the push is a duplicate.
 
         Raises:
             NotFoundError: A variable or optimizer does not exist.
-            InvalidArgumentError: An update does not fit its variable, or the low-water
-                mark is above the step.
+            InvalidArgumentError: An update does not fit its variable, or the mark of
+                its writer is above the step.
             BusyError: The step could not be remembered.
         """
         return self._duplicate(push) or push_plan(
             push, self._held, self._engine, self._task, self._generation
         )
+
+    def raise_mark(self, low_water: int) -> None:
+        """All closures below are over: pushes of theirs are duplicates from now on."""
+        self._ledger.raise_to(low_water)
 
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
@@ -277,7 +282,7 @@ class Store:
         come again because its variable has changed since.
 
         Raises:
-            InvalidArgumentError: The low-water mark is above the step.
+            InvalidArgumentError: The mark of its writer is above the step.
             BusyError: The step could not be remembered.
         """
         duplicate = self._duplicate(push)
@@ -412,27 +417,24 @@ class Store:
         return Pushed(applied=True, versions=self._versions(plan.push))
 
     def _record(self, push: Push, updates: int) -> None:
-        self._ledger.record(push.step, push.part)
+        self._ledger_of(push).record(push.step, push.part)
         self.counts.pushes += 1
         self.counts.updates += updates
 
-    def _duplicate(self, push: Push) -> Pushed | None:
-        """The answer to a push that was applied before; admits any other.
-
-        Of a step that a coordinator still waits for, no mark that it sent is above it.
-        A mark that is would have the pushes of all others counted as duplicates.
+    def _ledger_of(self, push: Push) -> Ledger:
         """
-        if push.low_water > max(push.step, 0):
-            raise InvalidArgumentError(
-                f"{self._task}: a push of step {push.step} says that all steps below "
-                f"{push.low_water} are over, its own too: low_water is at most "
-                f"{max(push.step, 0)} while the step is under way"
-            )
-        self._ledger.raise_to(push.low_water)
-        if self._ledger.is_duplicate(push.step, push.part):
+        Raises:
+            InvalidArgumentError: The mark of its writer is above the step.
+        """
+        return self._writers.ledger_of(push) if push.writer else self._ledger
+
+    def _duplicate(self, push: Push) -> Pushed | None:
+        """The answer to a push that was applied before; admits any other."""
+        ledger = self._ledger_of(push)
+        if ledger.is_duplicate(push.step, push.part):
             self.counts.duplicates += 1
             return Pushed(applied=False, versions=self._versions(push))
-        self._ledger.admit(push.step)
+        ledger.admit(push.step)
         return None
 
     # ---- statistics --------------------------------------------------------------
@@ -454,7 +456,7 @@ class Store:
             "pushes": counts.pushes,
             "updates": counts.updates,
             "duplicates": counts.duplicates,
-            "remembered_steps": len(self._ledger),
+            "remembered_steps": len(self._ledger) + len(self._writers),
             "low_water": self._ledger.low_water,
         }
 

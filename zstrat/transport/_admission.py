@@ -66,8 +66,15 @@ def role_of(
     role = security.role_of(user)
     if role is None:
         return job, PermissionDeniedError(f"{described(hello)} has no key of ours")
-    if job is role or job is Job.OBSERVER:  # any key may ask to only look
+    if job is Job.OBSERVER:  # any key may ask to only look
         return job, None
+    index = security.index_of(user)
+    if job is role and index in (None, hello.index):
+        return job, None
+    if job is role:
+        return role, PermissionDeniedError(
+            f"{described(hello)} has the key of {role}:{index}: it cannot be another"
+        )
     return role, PermissionDeniedError(
         f"{described(hello)} has the key of the role {role}: it cannot be a {job}"
     )

@@ -61,7 +61,7 @@ class Attendance:
         """Lets the task in, or says why not."""
         peer = connection.outlet.peer
         role, error = role_of(hello, self._security, connection.user)
-        verdict = self._roster.admit(hello) if error is None else None
+        verdict = self._roster.admit(hello, self._answers) if error is None else None
         if verdict is not None:
             for identity in verdict.replaced:
                 self._replace(identity, hello)
@@ -104,6 +104,10 @@ class Attendance:
         for remote in self._remotes.values():
             remote.alive = False
         self._remotes.clear()
+
+    def _answers(self, identity: Identity) -> bool:
+        remote = self._remotes.get(identity)
+        return remote is not None and not remote.connection.outlet.peer.is_broken
 
     def _replace(self, identity: Identity, winner: Hello) -> None:
         remote = self._remotes.get(identity)

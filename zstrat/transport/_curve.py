@@ -2,7 +2,8 @@
 
 A key folder holds one pair per role, ``<role>.secret`` and ``<role>.public``, made once
 by `generate_keys` and copied to the machines: each needs the secret of its own role
-and the public halves of all.
+and the public halves of all. Tasks of a role may have a pair each instead,
+``<role>-<index>.secret`` and ``.public``: then no holder of one can pass for another.
 
 *Threats.* Everybody who reaches a port may try to talk: CURVE proves who has which
 secret, `_zap` admits exactly the public keys of the folder, and the role of a
@@ -14,6 +15,7 @@ sets both, before the socket is bound.
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -24,29 +26,39 @@ from zstrat.errors import PermissionDeniedError
 from zstrat.wire import Job
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
     from os import PathLike
 
 DOMAIN: Final = "zstrat"
 _KEY_LENGTH: Final = 40  # characters of Z85
+_NAME: Final = re.compile(rf"(?:{'|'.join(Job)})(?:-(?:0|[1-9][0-9]*))?", re.ASCII)
 
 
 class Security:
-    """The keys of one task: its own pair, and the public keys of all roles."""
+    """The keys of one task: its own pair, and the public keys of all others, by the
+    name of their files."""
 
     def __init__(
-        self, folder: Path, job: Job, secret: str, publics: dict[Job, str]
+        self, folder: Path, job: Job, secret: str, public: str, publics: dict[str, str]
     ) -> None:
         self.folder, self.job = folder, job
-        self._secret, self._publics = secret, publics
-        self._roles = {key: role for role, key in publics.items()}
+        self._secret, self._public, self._publics = secret, public, publics
+        self._owners = {key: _owner(name) for name, key in publics.items()}
 
     @classmethod
     def load(
-        cls, path: str | PathLike[str], job: str, *, guarded: bool = False
+        cls,
+        path: str | PathLike[str],
+        job: str,
+        index: int | None = None,
+        *,
+        guarded: bool = False,
     ) -> Security:
-        """Reads the keys that a task of ``job`` needs from a key folder.
+        """Reads the keys that a task needs from a key folder: its own pair if there is
+        one, else that of its role.
 
         Args:
+            index: Of the task in ``job``; None: one that has no index.
             guarded: Somebody else keeps others out of the folder, say by an access
                 control list, whose mask looks like permissions of the group.
 
@@ -55,31 +67,36 @@ class Security:
             PermissionDeniedError: Others than its owner can read the secret.
         """
         folder, role = Path(path), Job(job)
-        secret_file = folder / f"{role}.secret"
-        publics = {
-            each: _read(folder / f"{each}.public")
-            for each in Job
-            if (folder / f"{each}.public").exists()
-        }
-        if role not in publics or len(set(publics.values())) != len(publics):
+        publics = {name: _read(folder / f"{name}.public") for name in key_names(folder)}
+        own = f"{role}-{index}"
+        name = own if own in publics else str(role)
+        if name not in publics or len(set(publics.values())) != len(publics):
             raise ValueError(
-                f"key folder {folder}: expected {role}.public and a different key for "
-                f"each role, found {', '.join(publics) or 'none'}: make one with "
-                f"`zstrat keygen {folder}`"
+                f"key folder {folder}: expected {name}.public and a different key for "
+                f"each role and task, found {', '.join(publics) or 'none'}: make one "
+                f"with `zstrat keygen {folder}`"
             )
+        secret_file = folder / f"{name}.secret"
         secret = _read(secret_file)
         if not guarded:
             _check_private(secret_file)
-        if zmq.curve_public(secret.encode()).decode() != publics[role]:
+        public = zmq.curve_public(secret.encode()).decode()
+        if public != publics[name]:
             raise ValueError(
-                f"key folder {folder}: {role}.secret does not belong to {role}.public: "
+                f"key folder {folder}: {name}.secret does not belong to {name}.public: "
                 "they come from two runs of `zstrat keygen`"
             )
-        return cls(folder, role, secret, publics)
+        return cls(folder, role, secret, public, publics)
 
     def role_of(self, key: str) -> Job | None:
         """The role of a public key, None if it is not one of the cluster's."""
-        return self._roles.get(key)
+        owner = self._owners.get(key)
+        return None if owner is None else owner[0]
+
+    def index_of(self, key: str) -> int | None:
+        """The index of the only task that has the key; None: all of its role do."""
+        owner = self._owners.get(key)
+        return None if owner is None else owner[1]
 
     def arm_server(self, socket: zmq.Socket[bytes]) -> None:
         """Lets ``socket`` take only whom the authenticator admits. Before bind."""
@@ -88,16 +105,17 @@ class Security:
         socket.zap_domain = DOMAIN.encode()
         socket.zap_enforce_domain = True
 
-    def arm_client(self, socket: zmq.Socket[bytes], server: Job) -> None:
-        """Lets ``socket`` talk only to a task with the key of ``server``.
+    def arm_client(self, socket: zmq.Socket[bytes], server: Job, index: int) -> None:
+        """Lets ``socket`` talk only to a task with the key of that server.
 
         Raises:
-            ValueError: The folder has no key of that role.
+            ValueError: The folder has no key of that task or role.
         """
-        if server not in self._publics:
+        key = self._publics.get(f"{server}-{index}") or self._publics.get(server)
+        if key is None:
             raise ValueError(f"key folder {self.folder}: {server}.public is missing")
-        socket.curve_serverkey = self._publics[server].encode()
-        socket.curve_publickey = self._publics[self.job].encode()
+        socket.curve_serverkey = key.encode()
+        socket.curve_publickey = self._public.encode()
         socket.curve_secretkey = self._secret.encode()
 
     def denied(self, target: str) -> PermissionDeniedError:
@@ -109,8 +127,13 @@ class Security:
         )
 
 
-def generate_keys(path: str | PathLike[str]) -> list[Path]:
+def generate_keys(
+    path: str | PathLike[str], tasks: Mapping[Job, int] | None = None
+) -> list[Path]:
     """Makes a key folder (mode 0700) with a pair of keys for each role.
+
+    Args:
+        tasks: Roles of which each task, so many from 0 on, gets a pair of its own.
 
     Returns:
         The files written: secrets have mode 0600.
@@ -121,21 +144,42 @@ def generate_keys(path: str | PathLike[str]) -> list[Path]:
     folder = Path(path)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
-    there = sorted(each.name for role in Job for each in folder.glob(f"{role}.*"))
+    there = sorted(
+        file.name for kind in ("secret", "public") for file in folder.glob(f"*.{kind}")
+    )
     if there:
         raise FileExistsError(
             f"{folder} holds keys already ({', '.join(there)}): a running cluster may "
             "need them; remove them, or choose another folder"
         )
     written = []
-    for role in Job:
+    for name in _names(tasks or {}):
         public, secret = zmq.curve_keypair()
         for suffix, key, mode in (("public", public, 0o644), ("secret", secret, 0o600)):
-            file = folder / f"{role}.{suffix}"
+            file = folder / f"{name}.{suffix}"
             file.touch(mode=mode, exist_ok=False)
             file.write_text(f"{key.decode()}\n", "ascii")
             written.append(file)
     return written
+
+
+def key_names(folder: Path) -> list[str]:
+    """Whose public keys are in a folder: "chief", "ps", "worker-3"."""
+    names = [file.stem for file in folder.glob("*.public")]
+    return sorted(name for name in names if _NAME.fullmatch(name))
+
+
+def _names(tasks: Mapping[Job, int]) -> Iterator[str]:
+    for role in Job:
+        if role in tasks:
+            yield from (f"{role}-{index}" for index in range(tasks[role]))
+        else:
+            yield str(role)
+
+
+def _owner(name: str) -> tuple[Job, int | None]:
+    role, _, index = name.partition("-")
+    return Job(role), int(index) if index else None
 
 
 def _read(file: Path) -> str:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from zstrat.errors import ClosedError, PeerLostError
+from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch
 from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
@@ -109,6 +109,8 @@ class Link:
         self._watch: asyncio.TimerHandle | None = None
         self._armed_for = float("inf")
         self._is_started = self._is_closed = False
+        self.is_refused = False
+        """The last attempt to connect has failed at once: nothing listens there."""
 
     # ---- public -----------------------------------------------------------------
 
@@ -255,7 +257,8 @@ class Link:
     def _arm_socket(self, socket: zmq.Socket[bytes]) -> None:
         if self._security is not None:
             assert self._expect is not None
-            self._security.arm_client(socket, Job(self._expect[0]))
+            job, index = self._expect
+            self._security.arm_client(socket, Job(job), index)
 
     def _no_socket(self, error: Exception) -> None:
         self._opening.trouble = f"this process cannot open a socket: {error}"
@@ -264,6 +267,7 @@ class Link:
     def _happened(self, event: Event) -> None:
         match event.happening:
             case Happening.READY:
+                self.is_refused = False
                 if self._outlet is None:
                     self._greet()
                 else:
@@ -282,7 +286,7 @@ class Link:
                     "or they have keys of different clusters"
                 )
             case Happening.RETRIED:
-                pass
+                self.is_refused = True
 
     def _greet(self) -> None:
         pump = self._dial.pump
@@ -394,7 +398,8 @@ class Link:
         now = self._loop.time()
         self._outlet = None
         self._dial.drop(LINGER)
-        if closed.refusal is not None:
+        # Who is busy now may let us in later.
+        if closed.refusal is not None and not isinstance(closed.refusal, BusyError):
             self._opening.refuse(closed.refusal)
         reason = self._continuity.closed(closed.reason, closed.broken, now)
         self._watch_out()

@@ -1,20 +1,25 @@
 """Which tasks are connected, and which of two that claim to be one is the one.
 
-A decision without I/O. A worker, ps or evaluator exists once: the newest HELLO of a
-task wins, and the incarnation that it replaced is refused from then on, so that a
-process which wakes up from the dead does not push the living aside. Coordinators and
-observers may be several; whose word counts among coordinators, the session decides.
+A decision without I/O. A worker, ps or evaluator exists once: who is here and answers
+stays, whoever else claims to be the same task, and a newcomer has to wait until he is
+missed. One whose connection broke is replaced by a newcomer, and his incarnation
+refused from then on, so that a process which wakes up from the dead does not push the
+living aside. Coordinators and observers may be several; whose word counts among
+coordinators, the session decides.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from zstrat.errors import ProtocolError, ZstratError
+from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.wire import Hello, Job
 from zstrat.wire._greeting import described
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _SINGLE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 
@@ -48,8 +53,12 @@ class Roster:
         self._present: dict[Identity, Hello] = {}
         self._fenced: OrderedDict[tuple[str, int, int], Hello] = OrderedDict()
 
-    def admit(self, hello: Hello) -> Verdict:
-        """Decides about a task that says HELLO; if admitted, it is present."""
+    def admit(self, hello: Hello, answers: Callable[[Identity], bool]) -> Verdict:
+        """Decides about a task that says HELLO; if admitted, it is present.
+
+        Args:
+            answers: Whether the connection of somebody who is present is whole.
+        """
         winner = self._fenced.get((hello.job, hello.index, hello.incarnation))
         if winner is not None:
             return Verdict(
@@ -59,6 +68,9 @@ class Roster:
                 )
             )
         replaced = self._rivals(hello) if hello.job in _SINGLE else ()
+        for rival in replaced:
+            if answers(rival):
+                return Verdict(_taken(self._present[rival], hello))
         for rival in replaced:
             del self._present[rival]
             self._fence(rival, hello)
@@ -80,3 +92,11 @@ class Roster:
         self._fenced[rival.job, rival.index, rival.incarnation] = winner
         if len(self._fenced) > FENCED:
             self._fenced.popitem(last=False)
+
+
+def _taken(there: Hello, hello: Hello) -> ZstratError:
+    return BusyError(
+        f"{described(hello)} is not let in: {described(there)} is here as the same "
+        "task, and answers. Stop one of the two, or give it another index; if you did "
+        "not start it, somebody has the key of your tasks (`zstrat keygen --per-task`)"
+    )

@@ -78,6 +78,7 @@ from ._messages import Pushed as Pushed
 from ._messages import PushPart as PushPart
 from ._messages import PutArguments as PutArguments
 from ._messages import PutCode as PutCode
+from ._messages import RaiseMark as RaiseMark
 from ._messages import Read as Read
 from ._messages import ReadSnapshot as ReadSnapshot
 from ._messages import Released as Released

@@ -93,6 +93,7 @@ from ._variable_messages import PullRows as PullRows
 from ._variable_messages import Push as Push
 from ._variable_messages import Pushed as Pushed
 from ._variable_messages import PushPart as PushPart
+from ._variable_messages import RaiseMark as RaiseMark
 from ._variable_messages import Read as Read
 from ._variable_messages import StepRun as StepRun
 from ._variable_messages import Update as Update
@@ -135,6 +136,7 @@ Message = (
     | AppliedParts
     | Fence
     | Fenced
+    | RaiseMark
     | Exchange
     | Exchanged
     | PinSnapshot

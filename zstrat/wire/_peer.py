@@ -180,6 +180,11 @@ class Peer(Generic[Token]):
         """When `tick` has to be called next."""
         return min(self._life.due, self._requests.due)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the network below is gone, and may come back."""
+        return self._life.broken_at is not None
+
     # ---- what this side wants -----------------------------------------------------
 
     def request(self, message: Message, token: Token, deadline: float) -> None:

@@ -177,9 +177,11 @@ class Push:
     """Applies all the updates or none; answered by `Pushed`.
 
     ``step`` names the closure: a ps applies the pushes of ``(session, step, part)`` at
-    most once. ``step`` -1: not part of a closure, applied as often as it is sent.
-    All steps below ``low_water`` are over; a push of one is answered as a duplicate.
-    A mark above the step itself (above 0 for -1) is refused.
+    most once. ``step`` -1: nobody's, applied as often as it is sent.
+
+    ``writer``: 0 for the closures of the session. Else it is the incarnation of the
+    process that sends this, and ``step`` the number of an update of its own: all of
+    its updates below ``low_water`` are over, which says nothing about anybody else's.
     """
 
     kind: ClassVar = 37
@@ -189,6 +191,17 @@ class Push:
     low_water: int
     updates: list[Update]
     arrays: Arrays
+    writer: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseMark:
+    """All closures below ``low_water`` are over: pushes of them that still come are
+    duplicates, and none has to be remembered. A notice, from a coordinator alone."""
+
+    kind: ClassVar = 71
+    session: int
+    low_water: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, Protocol, final
 
 import jax
 
@@ -44,14 +43,33 @@ from ._executor import Executor
 from ._requests import Owned, serve
 from ._resources import Load, Resources
 from ._tenancy import Tenancy
+from ._way import Way
 from ._workshop import Prepare, RunEager, Workshop
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from zstrat.config import Settings
+    from zstrat.errors import PeerLostError
     from zstrat.transport import Link, Remote
 
-MakeLink = Callable[[str, str], "Link"]
-"""A link that is not started yet, from the address of a task and its name."""
+
+class MakeLink(Protocol):
+    """A link that is not started yet, from the address of a task and its name."""
+
+    def __call__(
+        self,
+        address: str,
+        name: str,
+        *,
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> Link: ...
+
+
+OPENING: Final = 10.0
+"""Seconds in which a session is opened, or its coordinator hears what is in the way: it
+asks again, and its user need not look into the logs of the workers."""
 
 
 @final
@@ -160,7 +178,8 @@ class WorkerService:
         return self._opened(tenancy)
 
     async def _opened(self, tenancy: Tenancy) -> SessionOpened:
-        deadline = asyncio.get_running_loop().time() + self._settings.timeouts.connect
+        patience = min(self._settings.timeouts.connect, OPENING)
+        deadline = asyncio.get_running_loop().time() + patience
         try:
             self._platform, self._devices = await self._executor.submit(
                 _machine.devices
@@ -177,11 +196,22 @@ class WorkerService:
         self, remote: Remote, message: OpenSession, before: Tenancy | None
     ) -> Tenancy:
         """A new tenancy in place of the present one, with the code of ``before``."""
+        timeouts = self._settings.timeouts
+        ways = [Way(timeouts.reconnect) for _ in message.ps]
         links = [
-            self._make_link(address, f"/job:ps/task:{number}")
-            for number, address in enumerate(message.ps)
+            self._make_link(
+                address, f"/job:ps/task:{number}", on_open=way.opened, on_lost=way.lost
+            )
+            for number, (address, way) in enumerate(zip(message.ps, ways, strict=True))
         ]
-        tenancy = Tenancy(message.session, remote, links, counts=self._counts)
+        tenancy = Tenancy(
+            message.session,
+            remote,
+            links,
+            ways,
+            patience=timeouts.request,
+            counts=self._counts,
+        )
         shop = self._make_shop(tenancy, message)
         if before is not None:
             old = before.shop.resources

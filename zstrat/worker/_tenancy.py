@@ -12,7 +12,7 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
-from zstrat.errors import BusyError, ZstratError
+from zstrat.errors import BusyError, ClosedError, ZstratError
 from zstrat.ps import PsClient
 
 from . import _ending
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ._closure import Post, Pull
     from ._ending import Ending
     from ._executor import Executor
+    from ._way import Way
     from ._workshop import Workshop
 
 MAX_OPEN: Final = 16384
@@ -46,6 +47,8 @@ class Tenancy:
     Args:
         remote: The coordinator's connection.
         links: To all parameter servers, in task order; owned by the tenancy.
+        ways: What the links tell how they stand.
+        patience: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
     """
 
@@ -54,14 +57,18 @@ class Tenancy:
         session: int,
         remote: Remote,
         links: Sequence[Link],
+        ways: Sequence[Way],
         *,
+        patience: float,
         counts: Counter[str],
     ) -> None:
         self.session: Final = session
-        self.client: Final = PsClient(links, session)
+        self.client: Final = PsClient(links, session, patience=patience)
+        for way, line in zip(ways, self.client.lines, strict=True):
+            way.line = line
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)
-        self._links, self._counts = links, counts
+        self._links, self._ways, self._counts = links, ways, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._closed = False
@@ -211,6 +218,8 @@ class Tenancy:
 
         Cancellation: links that are not closed yet are left open.
         """
+        for way in self._ways:
+            way.close(ClosedError(reason))
         await asyncio.gather(*[link.close(reason) for link in self._links])
 
 

@@ -1,0 +1,71 @@
+"""Own updates of several programs that share parameter servers, over lines that are
+cut: each of them is applied once."""
+
+import threading
+
+import numpy as np
+import pytest
+from chaos_relay import Relay
+
+import zstrat as zs
+from zstrat.config import Settings
+from zstrat.coordinator import ClusterSession
+from zstrat.variables import VariableSpec
+from zstrat.wire import UpdateOp
+
+CUTS = 12
+LARGE = 2**20
+"""Elements of a variable whose updates are applied while they arrive."""
+
+
+@pytest.mark.parametrize(
+    ("elements", "each", "lane"),
+    [(1, 400, "auto"), (LARGE, 40, "tcp"), (LARGE, 40, "auto")],
+)
+def test_updates_of_all_programs_are_applied_once_each(elements, each, lane):
+    settings, one = Settings(lane=lane), np.ones(elements, np.float32)
+    with zs.Server({"ps": ["127.0.0.1:0"]}) as server:
+        relay = Relay(server.target.removeprefix("tcp://"))
+        spec = zs.ClusterSpec({"ps": [relay.address]})
+        shape = (elements,)
+        specs = [VariableSpec(key, f"v{key}", shape, "float32", 0) for key in range(3)]
+        holder = ClusterSession.hold(spec, settings)
+        holder.create_variables([(spec, 0 * one) for spec in specs])
+        programs = [holder]
+        programs += [ClusterSession.join(spec, settings, index) for index in (1, 2)]
+        try:
+            assert under_cuts(relay, programs, specs, each, one) == []
+            for value in holder.read(specs):
+                np.testing.assert_array_equal(value, each * one)
+        finally:
+            for program in reversed(programs):
+                program.close()
+            relay.close()
+
+
+def under_cuts(relay, programs, specs, each, one):
+    """Each program adds ones to a variable of its own; the errors that came of it."""
+    errors, half = [], threading.Barrier(len(programs) + 1)
+
+    def add(program, spec):
+        try:
+            for number in range(each):
+                if number == each // 4:
+                    half.wait(60)
+                program.update(spec, UpdateOp.ADD, 0, [one])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=add, args=pair)
+        for pair in zip(programs, specs, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    half.wait(60)
+    for number in range(CUTS):
+        threads[number % len(threads)].join(0.02)  # updates are under way meanwhile
+        relay.cut(1 + number % 3)
+    for thread in threads:
+        thread.join()
+    return errors
