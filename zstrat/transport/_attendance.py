@@ -82,7 +82,7 @@ class Attendance:
 
     def forget(self, connection: Connection, reason: str) -> None:
         """The connection is over, and with it the task behind it is lost."""
-        connection.outlet.flush()
+        connection.hang_up()
         self._connections.pop(connection.routing, None)
         remote = connection.remote
         if remote is None:
@@ -115,7 +115,7 @@ class Attendance:
     def _leave(self, old: Connection) -> None:
         self._connections.pop(old.routing, None)
         old.outlet.peer.leave("it has a newer connection")
-        old.outlet.flush()
+        old.hang_up()
 
     def _end(self, connection: Connection, orders: Iterable[Order[None]]) -> None:
         for order in orders:

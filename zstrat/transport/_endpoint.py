@@ -9,6 +9,7 @@ decides: `Attendance` knows who is there, and `Handling` hands requests to one h
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +23,13 @@ from zstrat.wire._greeting import mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer
 
+from ._accepted import Accepted, accepted, allowed
 from ._address import SocketFile, parse, socket_file
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
 from ._handling import Handler, Handling
 from ._monitor import Event, Happening, Monitor
+from ._newcomers import IN_ALL, Newcomers
 from ._parting import Parting
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
@@ -83,6 +86,11 @@ class Endpoint:
             task, self._connections, self._complaints, on_lost, security
         )
         self._handling = Handling(task, handler)
+        self._newcomers: Newcomers[Accepted] = Newcomers(
+            settings.timeouts.handshake,
+            random.randrange,
+            in_all=min(IN_ALL, allowed() // 4),
+        )
         self._impostors = 0
         self._pump: Pump | None = None
         self._file: SocketFile | None = None
@@ -173,6 +181,7 @@ class Endpoint:
                 "messages": self._handling.messages,
                 "refused": self._complaints.count,
                 "impostors": self._impostors,
+                "newcomers": len(self._newcomers),
             },
             "pool": POOL.statistics(),
         }
@@ -235,18 +244,25 @@ class Endpoint:
             self._complaints.add("it is no ZeroMQ of this age")
             return None
         outlet = Outlet(peer, self._pump, (routing,))
-        connection = Connection(routing, outlet, descriptor, user)
+        connection = Connection(routing, outlet, accepted(descriptor), user)
         self._connections[routing] = connection
         return connection
 
     def _happened(self, event: Event) -> None:
+        now = self._loop.time()
         match event.happening:
+            case Happening.ACCEPTED:
+                line = accepted(event.value)
+                crowded = self._newcomers.came(event.value, line, line.address, now)
+                if crowded is not None:
+                    self._complaints.add("too many that wait did not greet")
+                    crowded.hang_up()
             case Happening.BROKEN:
-                now = self._loop.time()
+                self._newcomers.gone(event.value)
                 if self._parting is not None:
                     self._parting.gone(event.value)
                 for connection in self._connections.values():
-                    if connection.descriptor == event.value:
+                    if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
             case _:
                 self._complaints.add(f"handshake: {event.happening.name.lower()}")
@@ -257,6 +273,9 @@ class Endpoint:
             self._authenticator.revive()
         now = self._loop.time()
         POOL.age(now)
+        for line in self._newcomers.late(now):
+            self._complaints.add("it did not greet")
+            line.hang_up()
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
@@ -274,6 +293,8 @@ class Endpoint:
                 self._handling.serve(connection, None, message)
             case Greeted(hello):
                 self._attendance.greet(connection, hello, self._loop.time())
+                if connection.remote is not None:
+                    self._newcomers.gone(connection.accepted.descriptor)
             case Closed(reason=reason):
                 self._attendance.forget(connection, reason)
             case _:  # Opened, Answered, Failed: only an initiator's peer says these
@@ -289,6 +310,7 @@ class Endpoint:
 
 
 _WATCHED: Final = (
+    Happening.ACCEPTED,
     Happening.BROKEN,
     Happening.FAILED,
     Happening.MISMATCHED,

@@ -281,7 +281,7 @@ class Link:
                     "the handshake failed: one side may use keys and the other none, "
                     "or they have keys of different clusters"
                 )
-            case Happening.RETRIED:
+            case Happening.RETRIED | Happening.ACCEPTED:
                 pass
 
     def _greet(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
 from zstrat.wire._orders import State
 
+from ._socket import LINGER
+
 if TYPE_CHECKING:
     from zstrat.wire import Hello, Job, Message
 
+    from ._accepted import Accepted
     from ._pump import Outlet
-
 
 _OPEN: Final = State.OPEN
 
@@ -48,11 +51,19 @@ class Remote:
 
 
 class Connection:
-    __slots__ = ("descriptor", "outlet", "remote", "routing", "user")
+    """``accepted`` is what carries it, ``user`` the key that it has proved."""
+
+    __slots__ = ("accepted", "outlet", "remote", "routing", "user")
 
     def __init__(
-        self, routing: bytes, outlet: Outlet, descriptor: int, user: str | None
+        self, routing: bytes, outlet: Outlet, accepted: Accepted, user: str | None
     ) -> None:
         self.routing, self.outlet = routing, outlet
-        self.descriptor, self.user = descriptor, user
+        self.accepted, self.user = accepted, user
         self.remote: Remote | None = None
+
+    def hang_up(self) -> None:
+        """Sends what may be sent, and ends the connection a little later: the peer
+        would have hung up by then, unless it is gone, or means no good."""
+        self.outlet.flush()
+        asyncio.get_running_loop().call_later(LINGER, self.accepted.hang_up)
