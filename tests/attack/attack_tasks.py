@@ -67,21 +67,21 @@ class Target:
         return run(self._inspected())
 
     async def _inspected(self) -> dict[str, Any]:
-        async with self.observer() as link:
+        async with self.honest() as link:
             answer = await link.request(Inspect())
             assert isinstance(answer, Statistics)
             return dict(answer.values)  # type: ignore[arg-type]
 
     @contextlib.asynccontextmanager
-    async def observer(self) -> Any:
+    async def honest(self, job: Job = Job.OBSERVER, index: int = 0) -> Any:
         """An honest link; it is up within half a minute, whatever goes on."""
         keys = self.keys
         link = Link(
             self.address,
-            hello(Job.OBSERVER, 0, new_incarnation()),
+            hello(job, index, new_incarnation()),
             name=f"{self.job}:0",
             settings=Settings(),
-            security=None if keys is None else Security.load(keys, Job.OBSERVER),
+            security=None if keys is None else Security.load(keys, job),
             expect=(self.job, 0),
         )
         link.start()
@@ -91,11 +91,12 @@ class Target:
         finally:
             await link.close()
 
-    def settles(self, under: int, patience: float = 20) -> int:
+    async def settles(self, under: int, patience: float = 10) -> int:
         """Its memory, once it is below so many bytes; what it is in the end if not."""
         deadline = time.monotonic() + patience
-        while self.rss > under and time.monotonic() < deadline:
-            self.inspect()
+        async with self.honest() as link:
+            while self.rss > under and time.monotonic() < deadline:
+                await link.request(Inspect())
         return self.rss
 
 

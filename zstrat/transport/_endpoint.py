@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -80,10 +81,11 @@ class Endpoint:
         self._absorber = absorb
         self._security = security
         self._connections: dict[bytes, Connection] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
         task = task_name(me)
         self._complaints = Complaints(task, time.monotonic)
         self._attendance = Attendance(
-            task, self._connections, self._complaints, on_lost, security
+            task, self._connections, self._ended, self._complaints, on_lost, security
         )
         self._handling = Handling(task, handler)
         self._newcomers: Newcomers[Accepted] = Newcomers(
@@ -201,6 +203,8 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
+            if routing in self._ended:
+                return
             connection = self._stranger(routing, frames)
             if connection is None:
                 return
@@ -213,6 +217,27 @@ class Endpoint:
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
+        if outlet.peer.held:
+            self._catch_up(connection)
+
+    def _catch_up(self, connection: Connection) -> None:
+        """Goes on with what was held back from a peer that did not read."""
+        outlet = connection.outlet
+        peer, outlet.on_flushed = outlet.peer, None
+        for _ in range(_AT_ONCE):
+            if not peer.may_resume:
+                break
+            for order in peer.resume():
+                self._obey(connection, order)
+            outlet.flush()
+        if peer.held:
+            outlet.on_flushed = partial(self._catch_up_soon, connection)
+            if peer.may_resume:
+                self._catch_up_soon(connection)
+
+    def _catch_up_soon(self, connection: Connection) -> None:
+        connection.outlet.on_flushed = None
+        self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
         """A connection for whoever wrote for the first time; `Peer` judges what."""
@@ -308,6 +333,9 @@ class Endpoint:
             return None
         return self._absorber(connection.remote, message, specs)
 
+
+_AT_ONCE: Final = 64
+"""Messages that were held back and are gone on with in one turn of the loop."""
 
 _WATCHED: Final = (
     Happening.ACCEPTED,

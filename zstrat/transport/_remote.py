@@ -9,6 +9,7 @@ from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
 from zstrat.wire._orders import State
 
+from ._pool import trim
 from ._socket import LINGER
 
 if TYPE_CHECKING:
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from ._pump import Outlet
 
 _OPEN: Final = State.OPEN
+
+_MUCH: Final = 2**20
+"""Bytes whose holes in the heap are worth to be given back."""
+
+_SOON: Final = 1.0
+"""Seconds after which all that was kept for a peer that did not read is gone."""
 
 
 class Remote:
@@ -66,4 +73,7 @@ class Connection:
         """Sends what may be sent, and ends the connection a little later: the peer
         would have hung up by then, unless it is gone, or means no good."""
         self.outlet.flush()
-        asyncio.get_running_loop().call_later(LINGER, self.accepted.hang_up)
+        loop = asyncio.get_running_loop()
+        loop.call_later(LINGER, self.accepted.hang_up)
+        if self.outlet.peer.unread > _MUCH:
+            loop.call_later(_SOON, trim)

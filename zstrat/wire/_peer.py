@@ -15,6 +15,10 @@ order. A gap means that a message was lost, and ends the connection.
 credits return as such messages are taken. So neither side holds more than a window of
 them, and a beat never waits behind more than that.
 
+*Unread.* When more than ``limits.unread`` bytes of answers wait for a peer that asks,
+what it sends is held back, as it came, until it has read some of them. A peer that
+sends on all the same, or reads nothing at all, is cut off.
+
 *Outcome.* A request ends exactly once: answered, failed by the other side, past its
 deadline, or lost with the connection.
 
@@ -36,6 +40,7 @@ from zstrat.errors import (
     to_wire,
 )
 
+from ._backlog import Backlog
 from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
 from ._greeting import Judge, described
@@ -127,6 +132,12 @@ class Peer(Generic[Token]):
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
         self._bodies = 0  # of the requests that are being served
         self._sent = 0
+        self.unread = 0
+        """Bytes that the peer had not read when the connection ended."""
+        self._most_unread = float("inf") if initiator else limits.unread
+        self._backlog = Backlog(self._most_unread, 2 * timeouts.patience, now)
+        self.held = self._backlog.messages
+        """Messages that are held back; call `resume` when it `may_resume`."""
         self._life = Liveness(timeouts, now)
         if initiator:
             self.outbox.say(me)
@@ -141,12 +152,24 @@ class Peer(Generic[Token]):
             announced = decode_header(frames[0], self._limits)
             life = self._life
             life.heard_at, life.broken_at = now, None
-            if not announced.request and announced.message_kind in _SPECIAL:
-                return self._outside(announced.build(()), frames[1:])
-            return self._message(announced, frames)
+            if self.held or self.outbox.nbytes > self._most_unread:
+                return self._hold(announced, frames)
+            return self._take(announced, frames)
         except ProtocolError as error:
-            self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
-            return self._close(f"it broke the protocol: {error}")
+            return self._blame(error)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether there is something held back, and the peer has read enough."""
+        return bool(self.held) and self.outbox.nbytes <= self._most_unread
+
+    def resume(self) -> Sequence[Order[Token]]:
+        """The next of the messages that were held back."""
+        frames = self._backlog.take()
+        try:
+            return self._take(decode_header(frames[0], self._limits), frames)
+        except ProtocolError as error:
+            return self._blame(error)
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
         """The network below is gone. An acceptor waits for the peer to come back."""
@@ -165,6 +188,8 @@ class Peer(Generic[Token]):
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
             return self._close(life.loss(now, greeted=greeted), broken=broken)
+        if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
+            return self._close("it reads nothing of what waits for it")
         if greeted:
             if life.is_quiet(now) and not self.outbox.is_urgent:
                 self.outbox.say(_BEAT)
@@ -251,7 +276,26 @@ class Peer(Generic[Token]):
             self._life.sent_at = now
         return frames
 
+    # ---- what a peer does not read --------------------------------------------------
+
+    def _hold(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        """Keeps an ordered message for later, and a chunk if it comes behind one."""
+        outside = not announced.request and announced.message_kind in _SPECIAL
+        if outside and not (self.held and announced.message_kind is Chunk):
+            return self._take(announced, frames)
+        self._backlog.keep(frames)
+        return ()
+
     # ---- ordered messages ---------------------------------------------------------
+
+    def _take(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        if not announced.request and announced.message_kind in _SPECIAL:
+            return self._outside(announced.build(()), frames[1:])
+        return self._message(announced, frames)
 
     def _message(
         self, announced: Announced, frames: Sequence[Frame]
@@ -373,11 +417,17 @@ class Peer(Generic[Token]):
     def _return_credit(self, at_least: int) -> None:
         # A peer whose many large requests wait here for their outcome gets no credit
         # for more: a slow task slows its callers, it does not fill its memory.
+        if self.held:
+            return
         if self._inbox.taken >= at_least and self._bodies < self._limits.streams:
             self.outbox.say(Credit(0, self._inbox.taken))
             self._inbox.taken = 0
 
     # ---- the end --------------------------------------------------------------------
+
+    def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
+        self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
+        return self._close(f"it broke the protocol: {error}")
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -396,6 +446,8 @@ class Peer(Generic[Token]):
             return ()
         self.state = _CLOSED
         self._serving.clear()
+        self._backlog.drop()
+        self.unread = self.outbox.nbytes
         self.outbox.drop()
         self._inbox.drop()
         self._sharing.close()
