@@ -38,7 +38,8 @@ class Attendance:
 
     Args:
         connections: Of that endpoint, by routing id; those that end are taken out.
-        ended: Routing ids of those that were, for as long as they may go on talking.
+        ended: Routing ids of those that were, for as long as they may go on talking,
+            and whether they were told so.
         on_lost: Told once of each remote that is gone, and why.
     """
 
@@ -46,7 +47,7 @@ class Attendance:
         self,
         task: str,
         connections: dict[bytes, Connection],
-        ended: OrderedDict[bytes, None],
+        ended: OrderedDict[bytes, bool],
         complaints: Complaints,
         on_lost: Callable[[Remote, str], None],
         security: Security | None,
@@ -123,7 +124,7 @@ class Attendance:
 
     def _drop(self, connection: Connection) -> None:
         self._connections.pop(connection.routing, None)
-        self._ended[connection.routing] = None
+        self._ended.setdefault(connection.routing, False)
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
         connection.hang_up()

@@ -81,7 +81,7 @@ class Endpoint:
         self._absorber = absorb
         self._security = security
         self._connections: dict[bytes, Connection] = {}
-        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._ended: OrderedDict[bytes, bool] = OrderedDict()
         task = task_name(me)
         self._complaints = Complaints(task, time.monotonic)
         self._attendance = Attendance(
@@ -203,8 +203,10 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
-            if routing in self._ended:
+            if self._ended.get(routing):
                 return
+            if routing in self._ended:
+                self._ended[routing] = True  # it is told once that it has to greet
             connection = self._stranger(routing, frames)
             if connection is None:
                 return
