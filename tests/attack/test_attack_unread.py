@@ -9,12 +9,14 @@ import pytest
 from attack_peers import claim, raw
 from attack_tasks import MiB
 
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.wire import (
     CreateVariables,
     Inspect,
     Job,
     OpenSession,
     Pull,
+    PullRows,
     Push,
     Read,
     Update,
@@ -107,3 +109,28 @@ async def test_all_answers_come_to_who_asks_for_many_at_once(ps, chief):
     answers = await asyncio.gather(*asked)
     sums = [answer.arrays[0].sum() for answer in answers if hasattr(answer, "arrays")]
     assert sums == 50 * [0.0] + 50 * [SIZE]
+
+
+async def test_short_lookups_of_many_rows_are_gathered_one_at_a_time(ps, chief):
+    ids = np.zeros(60_000, np.int32)  # of rows of 256 bytes: 15 MiB an answer
+    table = VariableEntry(KEY + 1, "table", True, False)
+    zeros = (np.zeros((1000, 64), np.float32),)
+    await chief.request(CreateVariables(SESSION, [table], zeros))
+    asked = PullRows(SESSION, [], [KEY + 1], (ids,))
+    before, most = ps.rss, 0
+    with raw(ps.address, claim("worker", 1)) as peer:
+        peer.force(b"".join(peer.ask(asked) for _ in range(40)))
+        for _ in range(300):
+            await value(chief)
+            most = max(most, ps.rss)
+    assert most < before + 75 * MiB
+
+
+async def test_a_lookup_is_bounded_by_the_memory_that_is_left(ps, chief):
+    entry = VariableEntry(KEY + 1, "wide", True, False)
+    wide = np.zeros((2, 2**18), np.float32)
+    await chief.request(CreateVariables(SESSION, [entry], (wide,)))
+    ids = np.zeros(2**19, np.int8)  # half a TiB of answer
+    with pytest.raises((ResourceExhaustedError, InvalidArgumentError)):
+        await chief.request(PullRows(SESSION, [], [KEY + 1], (ids,)))
+    assert (await value(chief)).shape == (SIZE,)

@@ -59,8 +59,13 @@ class Handling:
         try:
             result = self._handler(remote, message) if sink is None else sink.finish()
         except Exception as error:  # goes to the caller, who is to blame more often
+            remote.promised = 0
             self._fail(connection, number, error)
             return
+        if remote.promised:
+            if number is not None:
+                connection.outlet.peer.promise(number, remote.promised)
+            remote.promised = 0
         if result is None or type(result) in _MESSAGES:
             if number is not None:
                 answer = Done() if result is None else cast("Message", result)

@@ -33,12 +33,20 @@ class Remote:
     ``role`` is what its key says where keys are used, else what it claims.
     """
 
-    __slots__ = ("alive", "connection", "hello", "name", "role")
+    __slots__ = ("alive", "connection", "hello", "name", "promised", "role")
 
     def __init__(self, hello: Hello, role: Job, connection: Connection) -> None:
         self.name, self.hello, self.role = task_name(hello), hello, role
         self.alive = True
         self.connection = connection
+        self.promised = 0
+        """Bytes that the handler has promised for the request that it was given."""
+
+    def promise(self, nbytes: int) -> None:
+        """For handlers: the answer to the present request will have so many bytes. They
+        count as waiting for the peer from now on, so that it cannot ask for more and
+        more before it has read any."""
+        self.promised = nbytes
 
     def notify(self, message: Message) -> None:
         """Queues a notice. Notices may be lost with the connection, none by itself.

@@ -52,7 +52,8 @@ class Outbox:
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0
         self.nbytes = 0
-        """Of the ordered messages that wait, with those that leave in chunks."""
+        """Of the ordered messages that wait, with those that leave in chunks, and those
+        that were promised."""
         self.given = 0
         """Ordered messages and chunks that were given out so far."""
 

@@ -130,6 +130,7 @@ class Peer(Generic[Token]):
         self._sharing = Sharing(lane, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
+        self._promised: dict[int, int] = {}
         self._bodies = 0  # of the requests that are being served
         self._sent = 0
         self.unread = 0
@@ -233,11 +234,19 @@ class Peer(Generic[Token]):
         self.outbox.put(message, 2 * self._sent + 2)
         self._sent += 1
 
+    def promise(self, number: int, nbytes: int) -> None:
+        """The outcome of a request will have so many bytes: it waits already."""
+        if number in self._serving and number not in self._promised:
+            self._promised[number] = nbytes
+            self.outbox.nbytes += nbytes
+
     def reply(self, number: int, message: Message) -> None:
         """Queues the outcome of a request; a second one for it is ignored."""
         heavy = self._serving.pop(number, None)
         if heavy is None or self.state is not _OPEN:
             return
+        if self._promised:
+            self.outbox.nbytes -= self._promised.pop(number, 0)
         try:
             self.outbox.put(message, number)
         except (TypeError, ValueError) as error:
@@ -446,6 +455,7 @@ class Peer(Generic[Token]):
             return ()
         self.state = _CLOSED
         self._serving.clear()
+        self._promised.clear()
         self._backlog.drop()
         self.unread = self.outbox.nbytes
         self.outbox.drop()
