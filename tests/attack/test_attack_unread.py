@@ -10,6 +10,7 @@ from attack_peers import claim, raw
 from attack_tasks import MiB
 
 from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.ps._reading import READS
 from zstrat.wire import (
     CreateVariables,
     Inspect,
@@ -134,3 +135,11 @@ async def test_a_lookup_is_bounded_by_the_memory_that_is_left(ps, chief):
     with pytest.raises((ResourceExhaustedError, InvalidArgumentError)):
         await chief.request(PullRows(SESSION, [], [KEY + 1], (ids,)))
     assert (await value(chief)).shape == (SIZE,)
+
+
+async def test_a_short_message_does_not_hold_up_the_others(ps, chief):
+    reads = 25_000 * [Read(KEY, -1)]  # 75 KB
+    with pytest.raises(InvalidArgumentError, match="reads 25000 variables"):
+        await chief.request(Pull(SESSION, reads))
+    answer = await chief.request(Pull(SESSION, READS * [Read(KEY, 0)]))
+    assert answer.versions == READS * [0]

@@ -42,6 +42,7 @@ from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
 from ._memory import available_bytes
 from ._plans import Held, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._reading import READS, ROWS
 from ._validating import push_plan, unknown
 
 if TYPE_CHECKING:
@@ -104,7 +105,10 @@ class Store:
 
         Raises:
             NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: They are more than `READS`.
         """
+        if len(reads) > READS:
+            raise self._too_many("reads", len(reads), READS)
         versions, arrays = [], []
         for key, known in reads:
             held = self._held.get(key)
@@ -148,6 +152,8 @@ class Store:
                 not one array per variable, or the answer would be too large.
             ResourceExhaustedError: The machine has not four times the memory for it.
         """
+        if len(rows) > ROWS:
+            raise self._too_many("reads rows of", len(rows), ROWS)
         if len(rows) != len(indices):
             raise InvalidArgumentError(
                 f"{self._task}: rows of {len(rows)} variables are wanted by "
@@ -179,6 +185,12 @@ class Store:
             if held is not None and held.cell.shape:
                 total += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
         return total
+
+    def _too_many(self, what: str, count: int, most: int) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"{self._task}: a message {what} {count} variables, the limit is {most}: "
+            "send several"
+        )
 
     def _check_memory(self, work: int) -> None:
         if work < ASKED_ABOVE:

@@ -46,7 +46,8 @@ def identity_of(hello: Hello) -> Identity:
 class Roster:
     def __init__(self) -> None:
         self._present: dict[Identity, Hello] = {}
-        self._fenced: OrderedDict[tuple[str, int, int], Hello] = OrderedDict()
+        self._fenced: OrderedDict[tuple[str, int, int], str] = OrderedDict()
+        """Who has replaced them, in words: nothing else of a HELLO is kept."""
 
     def admit(self, hello: Hello) -> Verdict:
         """Decides about a task that says HELLO; if admitted, it is present."""
@@ -54,7 +55,7 @@ class Roster:
         if winner is not None:
             return Verdict(
                 ProtocolError(
-                    f"{described(hello)} was replaced by {described(winner)}, which "
+                    f"{described(hello)} was replaced by {winner}, which "
                     "greeted later: stop one of the two, or give it another index"
                 )
             )
@@ -77,6 +78,6 @@ class Roster:
         )
 
     def _fence(self, rival: Identity, winner: Hello) -> None:
-        self._fenced[rival.job, rival.index, rival.incarnation] = winner
+        self._fenced[rival.job, rival.index, rival.incarnation] = described(winner)
         if len(self._fenced) > FENCED:
             self._fenced.popitem(last=False)

@@ -23,6 +23,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -34,6 +35,7 @@ from zstrat.wire._body import aligned
 from zstrat.wire._greeting import task_name
 
 from ._pool import lend
+from ._seldom import Seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from zstrat.wire import Hello
 
 _LOG: Final = logging.getLogger("zstrat.transport")
+
+_SELDOM: Final = Seldom(time.monotonic)
 
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
@@ -244,7 +248,8 @@ class SharedLane:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
+            if _SELDOM.may_say():
+                _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
 
@@ -265,7 +270,8 @@ class SharedLane:
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
+            if _SELDOM.may_say():
+                _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
             return b""
         return self._mapping.proof
 

@@ -43,7 +43,7 @@ from zstrat.errors import (
 from ._backlog import Backlog
 from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
-from ._greeting import Judge, described
+from ._greeting import Judge, described, quoted
 from ._inbox import Arrived, Inbox
 from ._liveness import Liveness
 from ._messages import (
@@ -391,7 +391,7 @@ class Peer(Generic[Token]):
             case Mapped():
                 self._sharing.on_mapped(message)
             case Goodbye(reason=reason):
-                return self._close(f"it left: {reason:.500}", left=True)
+                return self._close(f"it left: {quoted(reason, 500)}", left=True)
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
