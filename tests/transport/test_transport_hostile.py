@@ -3,6 +3,7 @@
 import dataclasses
 import tracemalloc
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from zstrat.wire import (
     Fetched,
     Goodbye,
     Inspect,
+    Mapped,
     Offer,
     Pulled,
     Push,
@@ -46,6 +48,8 @@ def test_garbage_is_refused_and_never_raises(frames):
 
 
 HOSTILE = [
+    [msgpack.packb([Offer.kind, 0, 3, 8192, 100_000])],  # the word would follow
+    [msgpack.packb([Mapped.kind, 0, 100_000])],
     [encode(Chunk(3, 0))[0], b"x"],
     [encode(hello())[0]],
     [encode(Beat(False), 2)[0]],

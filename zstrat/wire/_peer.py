@@ -303,6 +303,9 @@ class Peer(Generic[Token]):
         self, announced: Announced, frames: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
         if not announced.request and announced.message_kind in _SPECIAL:
+            if announced.outside:
+                kind = announced.message_kind.__name__
+                raise ProtocolError(f"{kind}: its bytes belong into the header")
             return self._outside(announced.build(()), frames[1:])
         return self._message(announced, frames)
 
