@@ -4,6 +4,7 @@
 #   make test     lint, type-check, test
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
+#   make attack   hostile peers and 200,000 messages that are nearly right (15 minutes)
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make lint | units | clean
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-accelerator lint pytest cluster bench api units clean
+.PHONY: help run test test-accelerator lint pytest attack cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -39,6 +40,9 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+attack: $(VENV)/.dev
+	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s tests/attack $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)

@@ -68,7 +68,9 @@ def claim(job: str, index: int = 0, **changes: Any) -> Hello:
 def dial(address: str) -> socket.socket:
     """A TCP connection that says nothing."""
     host, port = address.rsplit(":", 1)
-    return socket.create_connection((host, int(port)), timeout=30)
+    line = socket.create_connection((host, int(port)), timeout=30)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line
 
 
 def reset(line: socket.socket) -> None:

@@ -20,6 +20,7 @@ from attack_tasks import MiB, target
 from zstrat.config import Limits
 from zstrat.errors import ProtocolError
 from zstrat.wire import (
+    Beat,
     BuildResource,
     CloseSession,
     CreateOptimizer,
@@ -60,19 +61,16 @@ class Line:
         self._peer, self._number = peer, 0
 
     def try_out(self, chance, seed):
-        """Sends a case and, behind it, a question. Whether that was answered."""
+        """Sends a case and, behind it, a beat. Whether that was answered."""
         self._number += 1
         number = chance.choice([2 * self._number + 1] * 8 + [2 * self._number, 0])
         self._send(mutated(chance, seed, number))
-        self._number += number != 0
-        asked = 2 * self._number + 1
-        self._send([encode(Inspect(), asked)[0]])
+        self._number -= number == 0
+        self._send([encode(Beat(True))[0]])
         while True:
-            announced = decode_header(self._hear()[0], Limits())
-            if announced.message_kind is Goodbye:
-                return False
-            if announced.request == asked:
-                return True
+            kind = decode_header(self._peer.hear()[0], Limits()).message_kind
+            if kind in (Beat, Goodbye):
+                return kind is Beat
 
     def _send(self, frames):
         if hasattr(self._peer, "socket"):
@@ -81,9 +79,6 @@ class Line:
             self._peer.send(
                 b"".join([frame(each, 1) for each in frames[:-1]]) + frame(frames[-1])
             )
-
-    def _hear(self):
-        return self._peer.hear()
 
 
 def attack(seeds, connect, chance, cases):

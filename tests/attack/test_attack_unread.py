@@ -89,7 +89,7 @@ async def test_a_worker_that_does_not_read_fills_nothing(ps, chief, rounds):
     before, most, slowest = ps.rss, 0, 0.0
     began = time.monotonic()
     with Swamp(ps.address, 1):
-        while (now := time.monotonic()) < began + rounds(3, 40):
+        while (now := time.monotonic()) < began + rounds(2, 40):
             await value(chief)
             slowest = max(slowest, time.monotonic() - now)
             most = max(most, ps.rss)
