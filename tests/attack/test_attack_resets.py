@@ -59,14 +59,20 @@ def test_a_flood_and_a_reset(job, folder, rounds):
 @pytest.mark.parametrize("job", [pytest.param(Job.PS, marks=HARD), Job.WORKER])
 def test_a_flood_and_a_reset_with_a_key(job, folder, keys, rounds):
     with target(job, folder, keys) as task:
-        for _ in range(rounds(1, 200)):
+        for _ in range(rounds(1, 50)):
             began = time.monotonic()
-            with keyed(task.address, keys, Job.OBSERVER, job) as peer:
-                wait_until(began + BEATS - 0.06)
-                peer.relay.deaf.set()
-                for _ in range(FLOOD):
-                    peer.ask(Inspect())
+            with ExitStack() as stack:
+                peers = [
+                    stack.enter_context(keyed(task.address, keys, Job.OBSERVER, job))
+                    for _ in range(rounds(1, 4))
+                ]
+                wait_until(began + BEATS - 0.06 * len(peers))
+                for peer in peers:
+                    peer.relay.deaf.set()
+                    for _ in range(FLOOD):
+                        peer.ask(Inspect())
                 wait_until(began + BEATS - 0.02)
-                peer.reset()
+                for peer in peers:
+                    peer.reset()
             assert task.is_alive, task.words
         assert task.inspect()["task"]["job"] == job

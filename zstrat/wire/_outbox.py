@@ -9,7 +9,8 @@ ordered queue waits.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._body import Frame, aligned, cut
 from ._codec import encode
@@ -17,7 +18,7 @@ from ._lane import LEAST, MOST
 from ._messages import Chunk, Message, Placed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from zstrat.config import Limits
 
@@ -38,6 +39,9 @@ class _Waiting(NamedTuple):
     body: Iterator[tuple[int, memoryview]] | None
     number: int
     nbytes: int
+
+
+_waiting: Final[Callable[[Any], _Waiting]] = partial(tuple.__new__, _Waiting)
 
 
 class Outbox:
@@ -88,7 +92,9 @@ class Outbox:
         """
         header, raws = encode(message, number, self._limits.header)
         if not raws:
-            self._wait((header,), False, None, number, len(header))
+            nbytes = len(header)
+            self.nbytes += nbytes
+            self._ordered.append(_waiting(((header,), False, None, number, nbytes)))
             return False
         total = sum([raw.nbytes for raw in raws])
         if total > self._limits.body:
@@ -125,7 +131,7 @@ class Outbox:
         nbytes: int,
     ) -> None:
         self.nbytes += nbytes
-        self._ordered.append(_Waiting(frames, is_heavy, body, number, nbytes))
+        self._ordered.append(_waiting((frames, is_heavy, body, number, nbytes)))
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""

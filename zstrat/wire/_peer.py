@@ -153,9 +153,12 @@ class Peer(Generic[Token]):
             announced = decode_header(frames[0], self._limits)
             life = self._life
             life.heard_at, life.broken_at = now, None
+            if not announced.request and announced.message_kind in _SPECIAL:
+                return self._special(announced, frames)
             if self.held or self.outbox.nbytes > self._most_unread:
-                return self._hold(announced, frames)
-            return self._take(announced, frames)
+                self._backlog.keep(frames)
+                return ()
+            return self._message(announced, frames)
         except ProtocolError as error:
             return self._blame(error)
 
@@ -168,7 +171,10 @@ class Peer(Generic[Token]):
         """The next of the messages that were held back."""
         frames = self._backlog.take()
         try:
-            return self._take(decode_header(frames[0], self._limits), frames)
+            announced = decode_header(frames[0], self._limits)
+            if announced.message_kind is Chunk:
+                return self._outside(announced.build(()), frames[1:])
+            return self._message(announced, frames)
         except ProtocolError as error:
             return self._blame(error)
 
@@ -285,29 +291,7 @@ class Peer(Generic[Token]):
             self._life.sent_at = now
         return frames
 
-    # ---- what a peer does not read --------------------------------------------------
-
-    def _hold(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        """Keeps an ordered message for later, and a chunk if it comes behind one."""
-        outside = not announced.request and announced.message_kind in _SPECIAL
-        if outside and not (self.held and announced.message_kind is Chunk):
-            return self._take(announced, frames)
-        self._backlog.keep(frames)
-        return ()
-
     # ---- ordered messages ---------------------------------------------------------
-
-    def _take(
-        self, announced: Announced, frames: Sequence[Frame]
-    ) -> Sequence[Order[Token]]:
-        if not announced.request and announced.message_kind in _SPECIAL:
-            if announced.outside:
-                kind = announced.message_kind.__name__
-                raise ProtocolError(f"{kind}: its bytes belong into the header")
-            return self._outside(announced.build(()), frames[1:])
-        return self._message(announced, frames)
 
     def _message(
         self, announced: Announced, frames: Sequence[Frame]
@@ -372,6 +356,17 @@ class Peer(Generic[Token]):
         return (Requested(number, message, sink),)
 
     # ---- what is outside the order --------------------------------------------------
+
+    def _special(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        kind = announced.message_kind
+        if announced.outside:
+            raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
+        if kind is Chunk and self.held:  # it stays behind the header of its body
+            self._backlog.keep(frames)
+            return ()
+        return self._outside(announced.build(()), frames[1:])
 
     def _outside(
         self, message: Message, raws: Sequence[Frame]
