@@ -42,7 +42,7 @@ pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 attack: $(VENV)/.dev
-	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s tests/attack $(ARGS)
+	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s -o faulthandler_timeout=0 tests/attack $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)

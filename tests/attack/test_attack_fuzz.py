@@ -25,6 +25,7 @@ from zstrat.wire import (
     CloseSession,
     CreateOptimizer,
     CreateVariables,
+    DeleteVariables,
     Goodbye,
     InitializeVariables,
     Inspect,
@@ -37,6 +38,7 @@ from zstrat.wire import (
     Read,
     StoreTensors,
     VariableEntry,
+    Withdraw,
     WriteSnapshot,
     encode,
 )
@@ -48,10 +50,19 @@ SESSION, KEY = 7, 1
 
 TRUSTED = {
     *(BuildResource, CloseSession, CreateOptimizer, CreateVariables),
-    *(InitializeVariables, LoadTensors, OpenSession, PinSnapshot, PutCode),
+    *(
+        DeleteVariables,
+        Withdraw,
+        InitializeVariables,
+        LoadTensors,
+        OpenSession,
+        PinSnapshot,
+        PutCode,
+    ),
     *(StoreTensors, WriteSnapshot),
 }
-"""What a chief may make a task do: run code, write files, fill its memory, end."""
+"""What a chief may make a task do: run code, write files, fill its memory, drop what
+is there, end."""
 
 
 class Line:
