@@ -6,6 +6,7 @@
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
 #   make test-optax   every transformation of optax under every strategy; takes minutes
 #   make cluster  local daemons in the foreground with a live table; Ctrl-C stops them
+#   make attack   hostile peers and 200,000 messages that are nearly right (15 minutes)
 #   make bench    the benchmarks, as a table and as JSON under out/
 #   make api      docs/api.md, of docs/names.toml, the code and the tests
 #   make optimizers   docs/optimizers_table.md, of what every transformation does
@@ -14,7 +15,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos test-accelerator test-optax optimizers lint pytest cluster bench api units clean
+.PHONY: help run test chaos attack test-accelerator test-optax optimizers lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -42,6 +43,9 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+attack: $(VENV)/.dev
+	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s -o faulthandler_timeout=0 tests/attack $(ARGS)
 
 bench: $(VENV)/.run
 	@$(PY) -m benchmarks $(ARGS)

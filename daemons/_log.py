@@ -17,7 +17,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = f"{_time(record)} {record.levelname[0]} {self._task} {self._life}"
-        return f"{head} {record.getMessage()}{_trace(self, record)}"
+        return f"{head} {_quiet(record.getMessage() + _trace(self, record))}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -61,6 +61,18 @@ def start_logging(task: str, incarnation: int, *, as_json: bool) -> None:
 def _time(record: logging.LogRecord) -> str:
     moment = datetime.fromtimestamp(record.created, UTC)
     return f"{moment:%Y-%m-%dT%H:%M:%S}.{int(record.msecs):03d}Z"
+
+
+def _quiet(text: str) -> str:
+    """The text, which may be a peer's, so that it looks like no other entry and does
+    nothing to a terminal: lines behind the first are indented, the rest is escaped."""
+    if text.isprintable():
+        return text
+    lines = text.split("\n")
+    return "\n    ".join(
+        "".join(c if c.isprintable() or c == "\t" else f"\\x{ord(c):02x}" for c in line)
+        for line in lines
+    )
 
 
 def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -16,6 +16,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -43,6 +44,9 @@ CRASHED: Final = 1
 MISTAKEN: Final = 2
 TRY_AGAIN: Final = 75
 
+DESCRIPTORS: Final = 65536
+"""As `LimitNOFILE` of the systemd units."""
+
 log = logging.getLogger("zstrat.daemon")
 
 
@@ -67,6 +71,7 @@ def run(order: Order) -> int:
     if order.parent and not tie(order.parent):
         log.error("the program that started me is gone already")
         return CRASHED
+    _take_descriptors()
     notifier = Notifier(environment())
     try:
         return run_loop(_live(order, incarnation, notifier))
@@ -215,6 +220,13 @@ class Pulse:
 def _may_pass(error: Exception) -> bool:
     """Whether it is an address that this machine may get yet: its network comes up."""
     return isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL
+
+
+def _take_descriptors() -> None:
+    """As many as the system gives: shells leave 1024, and every peer takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, DESCRIPTORS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, DESCRIPTORS), hard))
 
 
 def _listen_to_signals(

@@ -61,6 +61,10 @@ class Limits:
     """Bodies that one peer may have under way to us at a time."""
     requests: int = 16384
     """Requests of one peer that may be open at a time."""
+    unread: int = 16 * MiB
+    """Answers that wait for a peer to read them. Above it what the peer sends waits,
+    too, up to as much again: more than a window of chunks, and little beside what a
+    parameter server holds anyway."""
     inline: int = 64 * 1024
     """Results up to this size travel with the completion of their closure."""
 

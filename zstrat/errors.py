@@ -351,9 +351,10 @@ def _own(code: int, fields: list[object]) -> Exception:
     if issubclass(cls, ClosureInputError) and len(fields) != 1:
         return ProtocolError(words)  # its second argument is no field
     try:
-        return cls(*fields)
+        error = cls(*fields)
     except TypeError:  # a newer or hostile peer sent other fields than ours
         return ProtocolError(words)
+    return error if _is_readable(error) else ProtocolError(words)
 
 
 def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exception:
@@ -369,7 +370,17 @@ def _foreign(module: str, name: str, message: str, fields: list[object]) -> Exce
         error: object = cls(*fields)
     except Exception:  # its constructor wants something else: StepError says it all
         return unknown
-    return error if isinstance(error, Exception) else unknown
+    if not isinstance(error, Exception) or not _is_readable(error):
+        return unknown
+    return error
+
+
+def _is_readable(error: Exception) -> bool:
+    """Whether it has a text: fields of the wrong types may show only then."""
+    try:
+        return isinstance(str(error), str) and isinstance(repr(error), str)
+    except Exception:  # of a class that was given what another one had
+        return False
 
 
 def _short(fields: list[object]) -> str:

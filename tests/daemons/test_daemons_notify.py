@@ -91,3 +91,12 @@ def test_tracebacks_are_logged():
     )
     entry = json.loads(JsonFormatter("ps:0", 1).format(record(exc_info=info)))
     assert entry["traceback"].endswith("RuntimeError: boom")
+
+
+def test_no_entry_looks_like_another_one_or_moves_the_cursor():
+    forged = "left: bye\n1970-01-01T00:00:01.007Z E ps:0 abcdef01 all is lost\x1b[2J\r"
+    line = LineFormatter("ps:0", 1).format(record(msg="%s", args=(forged,)))
+    first, second = line.split("\n")
+    assert first.endswith("left: bye")
+    assert second.startswith("    1970")
+    assert second.endswith(r"all is lost\x1b[2J\x0d")

@@ -236,7 +236,8 @@ def test_fields_become_plain_values():
 
 def test_an_error_without_words_is_sent_all_the_same():
     arrived = from_wire(to_wire(Mute("x")))
-    assert type(arrived) is Mute
+    assert type(arrived) is StepError  # which has words: that its own cannot be had
+    assert "KeyError" in str(arrived)
     module, name, message, _ = to_wire(Mute("x"))[1]
     assert (module, name) == (__name__, "Mute")
     assert "KeyError" in message
@@ -399,3 +400,18 @@ def test_whatever_was_put_in_place_of_notes_the_error_travels(notes):
     arrived = from_wire(to_wire(error))
     assert type(arrived) is ValueError
     assert arrived.args == ("bad",)
+
+
+class Wordy(Exception):
+    """Has no text if it was given what it does not expect."""
+
+    def __str__(self):
+        return self.args[0].upper()
+
+
+@pytest.mark.parametrize("fields", [[], [5], [None]])
+def test_an_exception_whose_text_cannot_be_had_is_told_in_other_words(fields):
+    error = from_wire([0, [__name__, "Wordy", "its words", fields], "", None])
+    assert isinstance(error, StepError)
+    assert str(error) == f"{__name__}.Wordy: its words"
+    assert isinstance(from_wire([0, [__name__, "Wordy", "", ["a"]], "", None]), Wordy)

@@ -1,7 +1,9 @@
 """What breaks the rules, and a network that does as it likes."""
 
 import dataclasses
+import tracemalloc
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transport_pair import SMALL, Pair, big, hello, kinds, new_peer
 
 from zstrat.errors import BusyError
+from zstrat.transport._roster import FENCED, Roster
 from zstrat.wire import (
     Beat,
     CancelSteps,
@@ -16,6 +19,7 @@ from zstrat.wire import (
     Fetched,
     Goodbye,
     Inspect,
+    Mapped,
     Offer,
     Pulled,
     Push,
@@ -44,6 +48,8 @@ def test_garbage_is_refused_and_never_raises(frames):
 
 
 HOSTILE = [
+    [msgpack.packb([Offer.kind, 0, 3, 8192, 100_000])],  # the word would follow
+    [msgpack.packb([Mapped.kind, 0, 100_000])],
     [encode(Chunk(3, 0))[0], b"x"],
     [encode(hello())[0]],
     [encode(Beat(False), 2)[0]],
@@ -182,3 +188,37 @@ def test_who_asks_on_and_reads_nothing_is_cut_off(monkeypatch):
 def test_what_a_stranger_calls_itself_is_cut(claim):
     me, you = hello("chief", 0), hello(**{"job": "worker", "index": 1, **claim})
     assert len(str(mismatch(me, you))) < 600
+
+
+@pytest.mark.parametrize(
+    "claim",
+    [
+        {"host": "a-host\n2026-01-01 all is well"},
+        {"host": "\x1b[2J"},
+        {"host": "h" * 256},
+        {"versions": {"python": "3.11\r"}},
+        {"versions": {str(number): "1" for number in range(17)}},
+    ],
+)
+def test_who_cannot_be_named_on_one_line_is_refused(claim):
+    me, you = hello("ps", 0), hello(**{"job": "worker", "index": 1, **claim})
+    words = str(mismatch(me, you))
+    assert "cannot be remembered" in words
+    assert words.isprintable()
+
+
+def test_what_a_peer_says_when_it_leaves_is_one_line(pair):
+    said = encode(Goodbye("bye\n\x1b[31mERROR"))[0]
+    (closed,) = pair.server.received([said], 0.0)
+    assert closed.reason == r"it left: bye\x0a\x1b[31mERROR"
+
+
+def test_of_those_that_were_replaced_only_a_line_is_kept():
+    roster = Roster()
+    versions = {str(number): "1" * 250 for number in range(16)}
+    tracemalloc.start()
+    for incarnation in range(1, 2000):
+        roster.admit(hello("worker", 0, incarnation, versions=dict(versions)))
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < FENCED * 1000

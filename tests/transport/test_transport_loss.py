@@ -9,7 +9,12 @@ import zmq
 from transport_talk import Raw, greeting, pull, soon
 
 from zstrat.config import Settings, Timeouts
-from zstrat.errors import DeadlineExceededError, PeerLostError, ProtocolError
+from zstrat.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    StaleSessionError,
+)
 from zstrat.transport import _dial, new_incarnation
 from zstrat.transport._monitor import Event, Happening
 from zstrat.transport._socket import new_socket
@@ -277,3 +282,18 @@ async def test_several_coordinators_and_links_of_one_process_are_served(net):
     for link in links:
         assert await link.request(Inspect())
     assert service.lost.empty()
+
+
+async def test_refused_notices_are_counted_in_one_line(net, caplog):
+    def refuse(remote, message):
+        raise StaleSessionError("no such session")
+
+    _, address, _ = await net.serve(handler=refuse)
+    link, _ = await net.open(address)
+    for session in range(100):
+        link.notify(CancelSteps(session))
+    with pytest.raises(StaleSessionError):
+        await link.request(Inspect())  # behind them
+    (line,) = [each for each in caplog.records if "a notice of" in each.message]
+    assert "no such session" in line.message
+    assert line.exc_info is None

@@ -75,13 +75,11 @@ async def test_garbage_bytes_are_counted_and_the_endpoint_goes_on(net, swift):
         writer.close()
         await writer.wait_closed()
         del reader
-    with Raw(address) as raw, Raw(address, b"I-am-worker-0") as chosen:
-        raw.say(b"\xc1 no msgpack")
-        await raw.hear(Goodbye)
-        raw.say(b"x" * 300_000)
-        await raw.hear(Goodbye)
-        raw.say(*[b""] * 5000)
-        await raw.hear(Goodbye)
+    for garbage in ([b"\xc1 no msgpack"], [b"x" * 300_000], [b""] * 5000):
+        with Raw(address) as raw:
+            raw.say(*garbage)
+            await raw.hear(Goodbye)
+    with Raw(address, b"I-am-worker-0") as chosen:
         chosen.say(greeting())
         link, _ = await net.open(address)
         assert await link.request(Inspect())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.transport import hello
-from zstrat.transport._shared import Arena, Blocks, Mapping, SharedLane
+from zstrat.transport._shared import Arena, Blocks, Mapping, Quota, SharedLane
 
 PAGE = 4096
 
@@ -88,3 +88,32 @@ def test_a_body_outside_of_the_arena_is_refused(arena, offset, nbytes):
 def test_another_host_gets_no_offer():
     me = hello("ps", 0, 1)
     assert SharedLane(me).offer(dataclasses.replace(me, host="elsewhere")) is None
+
+
+def test_all_arenas_together_keep_to_the_quota():
+    quota = Quota(40 * PAGE)
+    one, two = Arena(64 * PAGE, quota), Arena(64 * PAGE, quota)
+    body = [np.zeros(30 * PAGE, np.uint8)]
+    offset = one.place(body, 30 * PAGE)
+    assert offset is not None
+    assert two.place(body, 30 * PAGE) is None
+    assert two.place([np.zeros(PAGE, np.uint8)], PAGE) == PAGE
+    assert one.give_back(offset)  # its pages stay, and are used again
+    assert one.place(body, 30 * PAGE) == offset
+    one.close()
+    assert two.place(body, 30 * PAGE) is not None
+    two.close()
+
+
+def test_nothing_is_placed_for_who_only_claims_to_have_mapped_the_memory():
+    me = hello("ps", 0, 1)
+    lane = SharedLane(me)
+    offer = lane.offer(dataclasses.replace(me, index=1))
+    body = [np.zeros(100_000, np.uint8)]
+    assert not lane.agreed(offer.word)  # all that was said of it
+    assert lane.place(body, 100_000) is None
+    other = SharedLane(me)
+    offer = other.offer(me)
+    assert other.agreed(SharedLane(me).accept(offer, me))
+    assert other.place(body, 100_000) is not None
+    other.close()

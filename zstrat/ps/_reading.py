@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 SMALL: Final = 64 * 1024
 """Bytes below which an array is copied out of a larger message."""
 
-READS: Final = 4096
-"""Variables read by one message: what the answer says of them fits the header."""
+READS: Final = 1024
+"""Variables read by one message: a server answers it in a few ms, in which it does
+nothing else."""
 
 ROWS: Final = 1024
 """Variables of which rows are read by one message, beside those that are read whole."""

@@ -103,6 +103,12 @@ _ROLES: Final[dict[type[Message], frozenset[Job]]] = {
 }
 
 
+_LOOKUPS: Final = (PullRows, Exchange)
+
+_LARGE: Final = 2**20
+"""Bytes of rows from which on a caller is told what it will get: see `Remote.promise`.
+"""
+
 _CREATING: Final = (CreateVariables, InitializeVariables, CreateOptimizer)
 
 
@@ -115,6 +121,7 @@ class Caller(Protocol):
     def hello(self) -> Hello: ...
     @property
     def role(self) -> Job: ...
+    def promise(self, nbytes: int) -> None: ...
 
 
 class PsService:
@@ -173,6 +180,8 @@ class PsService:
                         f"{self._task}: {remote.name} names an update as another "
                         "process's, whose own would then be taken for repetitions"
                     )
+                if isinstance(message, _LOOKUPS) and message.rows:
+                    self._announce(remote, message)
                 return self._served(message)
             match message:
                 case OpenSession(session=session):
@@ -204,6 +213,13 @@ class PsService:
         except ZstratError:  # counted, and on to the caller
             self._failed += 1
             raise
+
+    def _announce(self, remote: Caller, message: PullRows | Exchange) -> None:
+        """A short message may ask for much: no other is read before it has left."""
+        operands = len(message.arrays) - len(message.rows)
+        nbytes = self._store.row_bytes(message.rows, message.arrays[operands:])
+        if nbytes > _LARGE:
+            remote.promise(nbytes)
 
     def _served(self, message: Stored) -> Message | Awaitable[Message]:
         served = self._serving.take(message)

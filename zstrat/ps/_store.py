@@ -14,13 +14,14 @@ for a key within a session, not even when the variable is deleted and created an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
 from zstrat.errors import (
     InvalidArgumentError,
     NotFoundError,
+    ResourceExhaustedError,
     StaleSessionError,
 )
 from zstrat.wire import (
@@ -40,8 +41,10 @@ from ._arithmetic import check_rows
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
+from ._memory import available_bytes
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, Held, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._reading import READS, ROWS
 from ._validating import push_plan, unknown
 from ._writers import Writers
 
@@ -52,6 +55,11 @@ if TYPE_CHECKING:
 
     from ._cell import Cell
     from ._engine import OptimizerEngine
+
+
+ASKED_ABOVE: Final = 16 * 2**20
+"""Bytes of rows for which it is asked whether the machine has them: asking takes as
+long as gathering a hundred KiB."""
 
 
 @dataclass(slots=True)
@@ -101,7 +109,10 @@ class Store:
 
         Raises:
             NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: They are more than `READS`.
         """
+        if len(reads) > READS:
+            raise self._too_many("reads", len(reads), READS)
         versions, arrays = [], []
         for key, known in reads:
             held = self._held.get(key)
@@ -143,7 +154,10 @@ class Store:
             NotFoundError: No variable has one of the keys.
             InvalidArgumentError: Some indices are none of the variable's rows, they are
                 not one array per variable, or the answer would be too large.
+            ResourceExhaustedError: The machine has not four times the memory for it.
         """
+        if len(rows) > ROWS:
+            raise self._too_many("reads rows of", len(rows), ROWS)
         if len(rows) != len(indices):
             raise InvalidArgumentError(
                 f"{self._task}: rows of {len(rows)} variables are wanted by "
@@ -163,8 +177,34 @@ class Store:
                 f"{self._task}: a lookup asks for {work} bytes of rows, the limit is "
                 f"{self._largest}: ask for fewer at a time"
             )
+        self._check_memory(work)
         versions, leases = self.read(reads)
         return RowsPlan(self._generation, versions, leases, wanted, work)
+
+    def row_bytes(self, rows: Sequence[int], indices: Sequence[np.ndarray]) -> int:
+        """Bytes of the answer to a lookup, as far as its variables exist."""
+        total = 0
+        for key, at in zip(rows, indices, strict=False):
+            held = self._held.get(key)
+            if held is not None and held.cell.shape:
+                total += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
+        return total
+
+    def _too_many(self, what: str, count: int, most: int) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"{self._task}: a message {what} {count} variables, the limit is {most}: "
+            "send several"
+        )
+
+    def _check_memory(self, work: int) -> None:
+        if work < ASKED_ABOVE:
+            return
+        left = available_bytes()
+        if left is not None and work > left // 4:
+            raise ResourceExhaustedError(
+                f"{self._task}: a lookup asks for {work} bytes of rows, of {left} that "
+                "are left on its machine: ask for fewer at a time"
+            )
 
     # ---- creating ----------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from zstrat.wire import Job
 from zstrat.wire._greeting import described
 
 from ._address import Address, check_directory, check_unused, is_local
+from ._seldom import Seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 _LOG: Final = logging.getLogger("zstrat.transport")
-_PAUSE: Final = 10.0
-"""Seconds between two log lines about strangers, however many they are."""
 
 
 async def check_exposure(
@@ -84,15 +83,14 @@ class Complaints:
     """Counts whom ``task`` refused; logs no more often than a person can read."""
 
     def __init__(self, task: str, clock: Callable[[], float]) -> None:
-        self._task, self._clock = task, clock
-        self._said_at = -_PAUSE
-        self.count = 0
+        self._task, self._seldom = task, Seldom(clock)
+
+    @property
+    def count(self) -> int:
+        return self._seldom.count
 
     def add(self, reason: str) -> None:
-        self.count += 1
-        now = self._clock()
-        if now - self._said_at >= _PAUSE:
-            self._said_at = now
+        if self._seldom.may_say():
             _LOG.warning(
                 "%s refused a connection: %s (%d so far)",
                 self._task,

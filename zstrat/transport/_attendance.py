@@ -7,7 +7,7 @@ is missed. Only this file makes remotes and ends them; `Roster` decides who may.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from zstrat.wire._greeting import described
@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
+ENDED: Final = 4096
+"""Connections that were hung up and are remembered: what they said until then may still
+be read, and would be taken for the words of as many strangers."""
+
 
 class Attendance:
     """Of the endpoint of ``task``.
 
     Args:
         connections: Of that endpoint, by routing id; those that end are taken out.
+        ended: Routing ids of those that were, for as long as they may go on talking,
+            and whether they were told so.
         on_lost: Told once of each remote that is gone, and why.
     """
 
@@ -41,11 +47,12 @@ class Attendance:
         self,
         task: str,
         connections: dict[bytes, Connection],
+        ended: OrderedDict[bytes, bool],
         complaints: Complaints,
         on_lost: Callable[[Remote, str], None],
         security: Security | None,
     ) -> None:
-        self._task, self._connections = task, connections
+        self._task, self._connections, self._ended = task, connections, ended
         self._complaints, self._on_lost = complaints, on_lost
         self._security = security
         self._remotes: dict[Identity, Remote] = {}
@@ -82,8 +89,7 @@ class Attendance:
 
     def forget(self, connection: Connection, reason: str) -> None:
         """The connection is over, and with it the task behind it is lost."""
-        connection.outlet.flush()
-        self._connections.pop(connection.routing, None)
+        self._drop(connection)
         remote = connection.remote
         if remote is None:
             self._complaints.add(reason)
@@ -117,9 +123,15 @@ class Attendance:
             self._end(connection, connection.outlet.peer.leave(reason))
 
     def _leave(self, old: Connection) -> None:
-        self._connections.pop(old.routing, None)
         old.outlet.peer.leave("it has a newer connection")
-        old.outlet.flush()
+        self._drop(old)
+
+    def _drop(self, connection: Connection) -> None:
+        self._connections.pop(connection.routing, None)
+        self._ended.setdefault(connection.routing, False)
+        if len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+        connection.hang_up()
 
     def _end(self, connection: Connection, orders: Iterable[Order[None]]) -> None:
         for order in orders:

@@ -9,7 +9,9 @@ decides: `Attendance` knows who is there, and `Handling` hands requests to one h
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -22,11 +24,13 @@ from zstrat.wire._greeting import mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer
 
+from ._accepted import Accepted, accepted, allowed
 from ._address import SocketFile, parse, socket_file
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
 from ._handling import Handler, Handling
 from ._monitor import Event, Happening, Monitor
+from ._newcomers import IN_ALL, Newcomers
 from ._parting import Parting
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
@@ -77,12 +81,18 @@ class Endpoint:
         self._absorber = absorb
         self._security = security
         self._connections: dict[bytes, Connection] = {}
+        self._ended: OrderedDict[bytes, bool] = OrderedDict()
         task = task_name(me)
         self._complaints = Complaints(task, time.monotonic)
         self._attendance = Attendance(
-            task, self._connections, self._complaints, on_lost, security
+            task, self._connections, self._ended, self._complaints, on_lost, security
         )
         self._handling = Handling(task, handler)
+        self._newcomers: Newcomers[Accepted] = Newcomers(
+            settings.timeouts.handshake,
+            random.randrange,
+            in_all=min(IN_ALL, allowed() // 4),
+        )
         self._impostors = 0
         self._pump: Pump | None = None
         self._file: SocketFile | None = None
@@ -173,6 +183,7 @@ class Endpoint:
                 "messages": self._handling.messages,
                 "refused": self._complaints.count,
                 "impostors": self._impostors,
+                "newcomers": len(self._newcomers),
             },
             "pool": POOL.statistics(),
         }
@@ -192,6 +203,10 @@ class Endpoint:
         routing = frames[0].bytes
         connection = self._connections.get(routing)
         if connection is None:
+            if self._ended.get(routing):
+                return
+            if routing in self._ended:
+                self._ended[routing] = True  # it is told once that it has to greet
             connection = self._stranger(routing, frames)
             if connection is None:
                 return
@@ -204,6 +219,27 @@ class Endpoint:
         for order in outlet.peer.received(parts_of(frames, 1), self._loop.time()):
             self._obey(connection, order)
         outlet.flush()
+        if outlet.peer.held:
+            self._catch_up(connection)
+
+    def _catch_up(self, connection: Connection) -> None:
+        """Goes on with what was held back from a peer that did not read."""
+        outlet = connection.outlet
+        peer, outlet.on_flushed = outlet.peer, None
+        for _ in range(_AT_ONCE):
+            if not peer.may_resume:
+                break
+            for order in peer.resume():
+                self._obey(connection, order)
+            outlet.flush()
+        if peer.held:
+            outlet.on_flushed = partial(self._catch_up_soon, connection)
+            if peer.may_resume:
+                self._catch_up_soon(connection)
+
+    def _catch_up_soon(self, connection: Connection) -> None:
+        connection.outlet.on_flushed = None
+        self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
         """A connection for whoever wrote for the first time; `Peer` judges what."""
@@ -235,18 +271,25 @@ class Endpoint:
             self._complaints.add("it is no ZeroMQ of this age")
             return None
         outlet = Outlet(peer, self._pump, (routing,))
-        connection = Connection(routing, outlet, descriptor, user)
+        connection = Connection(routing, outlet, accepted(descriptor), user)
         self._connections[routing] = connection
         return connection
 
     def _happened(self, event: Event) -> None:
+        now = self._loop.time()
         match event.happening:
+            case Happening.ACCEPTED:
+                line = accepted(event.value)
+                crowded = self._newcomers.came(event.value, line, line.address, now)
+                if crowded is not None:
+                    self._complaints.add("too many that wait did not greet")
+                    crowded.hang_up()
             case Happening.BROKEN:
-                now = self._loop.time()
+                self._newcomers.gone(event.value)
                 if self._parting is not None:
                     self._parting.gone(event.value)
                 for connection in self._connections.values():
-                    if connection.descriptor == event.value:
+                    if connection.accepted.descriptor == event.value:
                         connection.outlet.peer.disconnected("", now)
             case _:
                 self._complaints.add(f"handshake: {event.happening.name.lower()}")
@@ -257,6 +300,9 @@ class Endpoint:
             self._authenticator.revive()
         now = self._loop.time()
         POOL.age(now)
+        for line in self._newcomers.late(now):
+            self._complaints.add("it did not greet")
+            line.hang_up()
         for connection in list(self._connections.values()):
             for order in connection.outlet.peer.tick(now):
                 self._obey(connection, order)
@@ -274,6 +320,8 @@ class Endpoint:
                 self._handling.serve(connection, None, message)
             case Greeted(hello):
                 self._attendance.greet(connection, hello, self._loop.time())
+                if connection.remote is not None:
+                    self._newcomers.gone(connection.accepted.descriptor)
             case Closed(reason=reason):
                 self._attendance.forget(connection, reason)
             case _:  # Opened, Answered, Failed: only an initiator's peer says these
@@ -288,7 +336,11 @@ class Endpoint:
         return self._absorber(connection.remote, message, specs)
 
 
+_AT_ONCE: Final = 64
+"""Messages that were held back and are gone on with in one turn of the loop."""
+
 _WATCHED: Final = (
+    Happening.ACCEPTED,
     Happening.BROKEN,
     Happening.FAILED,
     Happening.MISMATCHED,

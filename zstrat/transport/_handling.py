@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast, get_args
 
-from zstrat.errors import CancelledError
+from zstrat.errors import CancelledError, ZstratError
 from zstrat.wire import Done, Message
 from zstrat.wire._peer import failure
+
+from ._seldom import Seldom
 
 if TYPE_CHECKING:
     from zstrat.wire import Sink
@@ -38,6 +41,7 @@ class Handling:
         self._task, self._handler = task, handler
         self._tasks: set[asyncio.Task[Message]] = set()
         self._is_over = False
+        self._seldom = Seldom(time.monotonic)
         self.messages = 0
         """Handed on since the start."""
 
@@ -59,8 +63,13 @@ class Handling:
         try:
             result = self._handler(remote, message) if sink is None else sink.finish()
         except Exception as error:  # goes to the caller, who is to blame more often
+            remote.promised = 0
             self._fail(connection, number, error)
             return
+        if remote.promised:
+            if number is not None:
+                connection.outlet.peer.promise(number, remote.promised)
+            remote.promised = 0
         if result is None or type(result) in _MESSAGES:
             if number is not None:
                 answer = Done() if result is None else cast("Message", result)
@@ -114,12 +123,16 @@ class Handling:
         if number is not None:
             connection.outlet.peer.reply(number, failure(error))
             return
-        _LOG.error(
-            "%s: a notice of %s failed",
-            self._task,
-            connection.outlet.peer.name,  # which may be gone by now
-            exc_info=error,
-        )
+        if self._seldom.may_say():
+            _LOG.error(
+                "%s: a notice of %s failed (%d so far): %s",
+                self._task,
+                connection.outlet.peer.name,  # which may be gone by now
+                self._seldom.count,
+                error,
+                # An error of ours says all; any other is a defect of somebody's.
+                exc_info=None if isinstance(error, ZstratError) else error,
+            )
 
 
 async def _outcome(result: Awaitable[Message]) -> Message:

@@ -287,6 +287,8 @@ class Link:
                 )
             case Happening.RETRIED:
                 self.is_refused = True
+            case Happening.ACCEPTED:
+                pass
 
     def _greet(self) -> None:
         pump = self._dial.pump

@@ -19,6 +19,7 @@ _HEAD: Final = struct.Struct("=HI")
 
 
 class Happening(enum.Enum):
+    ACCEPTED = zmq.EVENT_ACCEPTED
     READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
     BROKEN = zmq.EVENT_DISCONNECTED
     RETRIED = zmq.EVENT_CONNECT_RETRIED
@@ -28,7 +29,8 @@ class Happening(enum.Enum):
 
 
 class Event(NamedTuple):
-    """``value`` is the file descriptor of the connection for BROKEN, else a detail."""
+    """``value`` is the file descriptor of the connection for ACCEPTED and BROKEN, else
+    a detail."""
 
     happening: Happening
     value: int

@@ -30,7 +30,7 @@ class Parting:
 
         Cancellation: it was said.
         """
-        self._left = {connection.descriptor for connection in connections}
+        self._left = {connection.accepted.descriptor for connection in connections}
         for connection in connections:
             connection.outlet.peer.leave(reason)
             connection.outlet.flush()

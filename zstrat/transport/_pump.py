@@ -172,12 +172,12 @@ class Outlet:
 
     __slots__ = (
         "_loop",
-        "_on_flushed",
         "_outbox",
         "_pump",
         "_stuck",
         "_to",
         "is_gone",
+        "on_flushed",
         "peer",
     )
 
@@ -189,7 +189,7 @@ class Outlet:
         on_flushed: Callable[[], None] | None = None,
     ) -> None:
         self.peer, self._pump, self._to = peer, pump, to
-        self._on_flushed = on_flushed
+        self.on_flushed = on_flushed
         self._outbox = peer.outbox
         self._loop = asyncio.get_running_loop()
         self._stuck: Frames | None = None
@@ -209,5 +209,5 @@ class Outlet:
                 self.is_gone = True
             frames = peer.transmit(now) if self._outbox.is_ready else None
         self._stuck = None
-        if self._on_flushed is not None:
-            self._on_flushed()
+        if self.on_flushed is not None:
+            self.on_flushed()

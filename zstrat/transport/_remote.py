@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
 from zstrat.wire._orders import State
 
+from ._pool import trim
+from ._socket import LINGER
+
 if TYPE_CHECKING:
     from zstrat.wire import Hello, Job, Message
 
+    from ._accepted import Accepted
     from ._pump import Outlet
 
-
 _OPEN: Final = State.OPEN
+
+_MUCH: Final = 2**20
+"""Bytes whose holes in the heap are worth to be given back."""
+
+_SOON: Final = 1.0
+"""Seconds after which all that was kept for a peer that did not read is gone."""
 
 
 class Remote:
@@ -23,12 +33,20 @@ class Remote:
     ``role`` is what its key says where keys are used, else what it claims.
     """
 
-    __slots__ = ("alive", "connection", "hello", "name", "role")
+    __slots__ = ("alive", "connection", "hello", "name", "promised", "role")
 
     def __init__(self, hello: Hello, role: Job, connection: Connection) -> None:
         self.name, self.hello, self.role = task_name(hello), hello, role
         self.alive = True
         self.connection = connection
+        self.promised = 0
+        """Bytes that the handler has promised for the request that it was given."""
+
+    def promise(self, nbytes: int) -> None:
+        """For handlers: the answer to the present request will have so many bytes. They
+        count as waiting for the peer from now on, so that it cannot ask for more and
+        more before it has read any."""
+        self.promised = nbytes
 
     def notify(self, message: Message) -> None:
         """Queues a notice. Notices may be lost with the connection, none by itself.
@@ -48,11 +66,22 @@ class Remote:
 
 
 class Connection:
-    __slots__ = ("descriptor", "outlet", "remote", "routing", "user")
+    """``accepted`` is what carries it, ``user`` the key that it has proved."""
+
+    __slots__ = ("accepted", "outlet", "remote", "routing", "user")
 
     def __init__(
-        self, routing: bytes, outlet: Outlet, descriptor: int, user: str | None
+        self, routing: bytes, outlet: Outlet, accepted: Accepted, user: str | None
     ) -> None:
         self.routing, self.outlet = routing, outlet
-        self.descriptor, self.user = descriptor, user
+        self.accepted, self.user = accepted, user
         self.remote: Remote | None = None
+
+    def hang_up(self) -> None:
+        """Sends what may be sent, and ends the connection a little later: the peer
+        would have hung up by then, unless it is gone, or means no good."""
+        self.outlet.flush()
+        loop = asyncio.get_running_loop()
+        loop.call_later(LINGER, self.accepted.hang_up)
+        if self.outlet.peer.unread > _MUCH:
+            loop.call_later(_SOON, trim)

@@ -51,7 +51,8 @@ def identity_of(hello: Hello) -> Identity:
 class Roster:
     def __init__(self) -> None:
         self._present: dict[Identity, Hello] = {}
-        self._fenced: OrderedDict[tuple[str, int, int], Hello] = OrderedDict()
+        self._fenced: OrderedDict[tuple[str, int, int], str] = OrderedDict()
+        """Who has replaced them, in words: nothing else of a HELLO is kept."""
 
     def admit(self, hello: Hello, answers: Callable[[Identity], bool]) -> Verdict:
         """Decides about a task that says HELLO; if admitted, it is present.
@@ -63,7 +64,7 @@ class Roster:
         if winner is not None:
             return Verdict(
                 ProtocolError(
-                    f"{described(hello)} was replaced by {described(winner)}, which "
+                    f"{described(hello)} was replaced by {winner}, which "
                     "greeted later: stop one of the two, or give it another index"
                 )
             )
@@ -89,7 +90,7 @@ class Roster:
         )
 
     def _fence(self, rival: Identity, winner: Hello) -> None:
-        self._fenced[rival.job, rival.index, rival.incarnation] = winner
+        self._fenced[rival.job, rival.index, rival.incarnation] = described(winner)
         if len(self._fenced) > FENCED:
             self._fenced.popitem(last=False)
 

@@ -6,10 +6,12 @@ says when its arrays are gone. One copy at memory speed stands for two through t
 kernel, and nothing has a name in a file system: when both processes are dead, however
 they died, the memory is gone.
 
-Threats: a peer proves that it shares the host and the user by a random word that only
+Threats: a peer proves that it shares the host and the user by a random text that only
 the mapped memory contains; whoever cannot read ``/proc/PID/fd`` of this process cannot
-map it. A peer may change what it has sent while we read it, as it may send anything in
-the first place; it cannot touch memory that is not its own arena.
+map it, and nothing is put there for him. What all arenas of the process take together
+is bounded, for peers that never say that they have read. A peer may change what it has
+sent while we read it, as it may send anything in the first place; it cannot touch
+memory that is not its own arena.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import mmap
 import os
 import secrets
 import stat
+import threading
+import time
 from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -31,6 +35,7 @@ from zstrat.wire._body import aligned
 from zstrat.wire._greeting import task_name
 
 from ._pool import lend
+from ._seldom import Seldom
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("zstrat.transport")
 
+_SELDOM: Final = Seldom(time.monotonic)
+
 CAPACITY: Final = 2**30
 """Address space of one arena. Memory is taken page by page as it is first used, so an
 arena costs what was in flight at most; what does not fit travels by socket."""
@@ -48,6 +55,8 @@ _PAGE: Final = 4096
 _WORD: Final = 16
 _BATCH: Final = 4096
 """Releases in one message: they fit the header by far."""
+
+_PHYSICAL: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A file that shrinks kills whoever reads its mapping; a sealed one cannot."""
@@ -96,19 +105,43 @@ class Blocks:
         return len(self._taken)
 
 
+class Quota:
+    """Bytes that all arenas of a process may take together. For any thread."""
+
+    def __init__(self, most: int) -> None:
+        self._left, self._lock = most, threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give_back(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+QUOTA: Final = Quota(max(CAPACITY // 4, _PHYSICAL // 4))
+"""A quarter of the machine's memory: what does not fit travels by socket."""
+
+
 class Arena:
     """What this process shares with its peers: it writes, they read.
 
-    ``memory`` (uint8 [capacity]) begins with the word that proves that it is shared.
+    ``memory`` (uint8 [capacity]) begins with the word that tells the peer that it has
+    mapped the right file, and the proof that tells us that it has.
     """
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, quota: Quota = QUOTA) -> None:
         """Raises: OSError: the kernel has no anonymous memory files, or no memory."""
+        self._quota, self._touched = quota, _PAGE
         self.descriptor = os.memfd_create(
             "zstrat", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         )
         self.capacity = capacity
-        self.word = secrets.token_bytes(_WORD)
+        self.word, self.proof = secrets.token_bytes(_WORD), secrets.token_bytes(_WORD)
         try:
             os.ftruncate(self.descriptor, capacity)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -116,7 +149,7 @@ class Arena:
         except OSError:
             os.close(self.descriptor)
             raise
-        self.memory[:_WORD] = np.frombuffer(self.word, np.uint8)
+        self.memory[: 2 * _WORD] = np.frombuffer(self.word + self.proof, np.uint8)
         self._blocks = Blocks(_PAGE, capacity)
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
@@ -124,6 +157,9 @@ class Arena:
         its offset, or None if it does not fit now."""
         start = self._blocks.take(nbytes)
         if start is None:
+            return None
+        if not self._may_touch(start + nbytes):
+            self._blocks.give_back(start)
             return None
         position = start
         for raw in raws:
@@ -138,6 +174,17 @@ class Arena:
     def close(self) -> None:
         """Lets go of the file; the memory goes with the last mapping or array of it."""
         os.close(self.descriptor)
+        self._quota.give_back(self._touched - _PAGE)
+        self._touched = _PAGE
+
+    def _may_touch(self, end: int) -> bool:
+        """Pages that were written once stay: those beyond count against the quota."""
+        more = end - self._touched
+        if more > 0:
+            if not self._quota.take(more):
+                return False
+            self._touched = end
+        return True
 
 
 class Mapping:
@@ -157,6 +204,7 @@ class Mapping:
         if memory[: len(word)] != word or len(word) != _WORD:
             raise OSError("the memory does not hold the word of the peer")
         self.memory = np.frombuffer(memory, np.uint8)
+        self.proof = bytes(memory[_WORD : 2 * _WORD])
 
     def body(
         self, offset: int, nbytes: int, released: Callable[[int], None]
@@ -200,27 +248,32 @@ class SharedLane:
         try:
             self._arena = Arena()
         except (AttributeError, OSError) as error:  # not on this system, or no memory
-            _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
+            if _SELDOM.may_say():
+                _LOG.info("bodies for %s go by socket: %s", task_name(to), error)
             return None
         return Offer(self._arena.descriptor, self._arena.capacity, self._arena.word)
 
-    def agreed(self, yes: bool) -> None:
-        self._agreed = yes and self._arena is not None
-        if not yes:
+    def agreed(self, proof: bytes) -> bool:
+        if self._arena is None:
+            return not proof
+        self._agreed = secrets.compare_digest(proof, self._arena.proof)
+        if not self._agreed:
             self._close_arena()
+        return self._agreed or not proof
 
-    def accept(self, offer: Offer, of: Hello) -> bool:
+    def accept(self, offer: Offer, of: Hello) -> bytes:
         if of.host != self._host:
-            return False
+            return b""
         try:
             self._mapping = Mapping(
                 of.pid, offer.descriptor, offer.capacity, offer.word
             )
         except (OSError, ValueError) as error:
             # Another user, another container: the bodies come by socket.
-            _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
-            return False
-        return True
+            if _SELDOM.may_say():
+                _LOG.info("bodies of %s come by socket: %s", task_name(of), error)
+            return b""
+        return self._mapping.proof
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
         if not self._agreed or self._arena is None:

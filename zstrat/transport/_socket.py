@@ -7,6 +7,7 @@ share another one, which lives as long as the last of them.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
@@ -25,6 +26,8 @@ LINGER: Final = 0.2
 _SOCKETS: Final = 8192
 _LOCAL_BUFFER: Final = 4 * 2**20
 """Of a unix socket: its default of 200 KB halves the throughput. TCP tunes itself."""
+
+_HOUR: Final = 3600  # seconds
 
 _TAUGHT: Final = 30 * 2**20  # glibc learns from blocks below 32 MiB
 
@@ -103,11 +106,17 @@ def new_socket(
     # Messages, not bytes: those with large bodies are bounded by credits before.
     socket.sndhwm = socket.rcvhwm = 500
     socket.handshake_ivl = int(times.handshake * 1000)
-    # Beneath our own beats: they end connections whose machine has vanished, where the
-    # beats only tell us. The peer must not be given up before we would give it up.
-    socket.heartbeat_ivl = 2000
-    socket.heartbeat_timeout = min(int(times.patience * 1000) + 2000, 60_000)
+    # ZeroMQ's own heartbeats stay off. When a peer has reset its connection while more
+    # than `rcvhwm` of its messages wait, their timer finds a failed engine, and libzmq
+    # 4.3.5 aborts the process. Our beats tell us that a peer is gone, and `hang_up`
+    # ends its connection; beneath them TCP finds machines that have vanished.
+    patience = math.ceil(times.patience)
     socket.tcp_keepalive = 1
+    # The peer must not be given up before we would give it up. The kernel takes no more
+    # than a few hours, and libzmq aborts when it refuses.
+    socket.tcp_keepalive_idle = min(patience + 2, _HOUR)
+    socket.tcp_keepalive_intvl, socket.tcp_keepalive_cnt = 2, 3
+    socket.setsockopt(zmq.TCP_MAXRT, 1000 * min(patience + 10, _HOUR))
     if ":" in address.host:
         socket.ipv6 = True
     if address.scheme == "ipc":

@@ -17,15 +17,28 @@ _SHIPS_CODE: Final = frozenset({Job.CHIEF})
 _TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
 _JOBS: Final = frozenset(Job)
 
+_NAME: Final = 255
+"""Characters; no host has a longer name."""
+_VERSIONS: Final = 16
+
+
+def quoted(text: str, most: int) -> str:
+    """What a stranger said, on one line: no character of it does anything to a log or
+    a terminal."""
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
 
 def task_name(hello: Hello) -> str:
     """What messages call a task: ``worker:1``."""
-    return f"{hello.job:.20}:{hello.index}"
+    return f"{quoted(hello.job, 20)}:{hello.index}"
 
 
 def described(hello: Hello) -> str:
     """The task and where it runs, for words to a person."""
-    return f"{task_name(hello)} (host {hello.host:.80}, pid {hello.pid})"
+    return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
 
 
 def mismatch(
@@ -39,15 +52,22 @@ def mismatch(
     if other.protocol != PROTOCOL:
         return VersionMismatchError(
             f"{described(other)} speaks protocol {other.protocol} "
-            f"(zstrat {other.versions.get('zstrat', 'unknown'):.40}), "
+            f"(zstrat {quoted(other.versions.get('zstrat', 'unknown'), 40)}), "
             f"{described(me)} speaks {PROTOCOL} "
             f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
             "install the same zstrat on both"
         )
+    if not _is_plain(other):
+        return ProtocolError(
+            f"{described(other)} cannot be remembered by what it says of itself: "
+            f"expected printable names of at most {_NAME} characters, and at most "
+            f"{_VERSIONS} versions"
+        )
     if other.job not in _JOBS or other.index < 0:
         return ProtocolError(
-            f"host {other.host:.80}, pid {other.pid} calls itself {task_name(other)}: "
-            f"expected one of {', '.join(Job)} and an index of 0 or more"
+            f"host {quoted(other.host, 80)}, pid {other.pid} calls itself "
+            f"{task_name(other)}: expected one of {', '.join(Job)} and an index of "
+            "0 or more"
         )
     if expect is not None and (other.job, other.index) != expect:
         return ProtocolError(
@@ -55,6 +75,15 @@ def mismatch(
             "check the addresses of the cluster"
         )
     return _python_mismatch(me, other)
+
+
+def _is_plain(hello: Hello) -> bool:
+    """Whether it may be remembered: greetings of strangers are, by the thousand."""
+    versions = hello.versions
+    if len(versions) > _VERSIONS:
+        return False
+    names = [hello.host, *versions, *versions.values()]
+    return all(len(name) <= _NAME and name.isprintable() for name in names)
 
 
 def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
@@ -65,7 +94,7 @@ def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
     if mine is None or theirs is None or mine == theirs:
         return None
     return VersionMismatchError(
-        f"{described(other)} runs Python {theirs:.40}, "
+        f"{described(other)} runs Python {quoted(theirs, 40)}, "
         f"{described(me)} runs {mine}: step "
         "functions travel between them as byte code, which needs the same minor version"
     )

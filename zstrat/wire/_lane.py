@@ -40,11 +40,12 @@ class Lane(Protocol):
     def offer(self, to: Hello) -> Offer | None:
         """Our memory, for the first body that is worth it; None if there is none."""
 
-    def agreed(self, yes: bool) -> None:
-        """The peer has mapped our memory, or cannot."""
+    def agreed(self, proof: bytes) -> bool:
+        """The peer has mapped our memory, or cannot if the proof is empty. False if it
+        claims what is not so."""
 
-    def accept(self, offer: Offer, of: Hello) -> bool:
-        """Maps the memory of the peer; False if that cannot be."""
+    def accept(self, offer: Offer, of: Hello) -> bytes:
+        """Maps the memory of the peer: the proof of that; empty if it cannot be."""
 
     def place(self, raws: Sequence[np.ndarray], nbytes: int) -> int | None:
         """Copies a body into our memory: its offset, or None if it does not fit now."""

@@ -93,10 +93,11 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Whether the peer has mapped the memory that it was offered."""
+    """``proof`` is what the offered memory says behind the word of the offer: only who
+    has mapped it can tell. Empty: it cannot be mapped."""
 
     kind: ClassVar = 11
-    yes: bool
+    proof: bytes
 
 
 @dataclass(frozen=True, slots=True)

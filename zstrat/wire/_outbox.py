@@ -9,7 +9,8 @@ ordered queue waits.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ._body import Frame, aligned, cut
 from ._codec import encode
@@ -17,7 +18,7 @@ from ._lane import LEAST, MOST
 from ._messages import Chunk, Message, Placed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from zstrat.config import Limits
 
@@ -37,6 +38,10 @@ class _Waiting(NamedTuple):
     is_heavy: bool
     body: Iterator[tuple[int, memoryview]] | None
     number: int
+    nbytes: int
+
+
+_waiting: Final[Callable[[Any], _Waiting]] = partial(tuple.__new__, _Waiting)
 
 
 class Outbox:
@@ -49,6 +54,12 @@ class Outbox:
         self._ordered: deque[_Waiting] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
+        self._leaving = 0
+        self.nbytes = 0
+        """Of the ordered messages that wait, with those that leave in chunks, and those
+        that were promised."""
+        self.given = 0
+        """Ordered messages and chunks that were given out so far."""
 
     def __len__(self) -> int:
         """Messages of the ordered kind that wait."""
@@ -81,7 +92,9 @@ class Outbox:
         """
         header, raws = encode(message, number, self._limits.header)
         if not raws:
-            self._ordered.append(_Waiting((header,), False, None, number))
+            nbytes = len(header)
+            self.nbytes += nbytes
+            self._ordered.append(_waiting(((header,), False, None, number, nbytes)))
             return False
         total = sum([raw.nbytes for raw in raws])
         if total > self._limits.body:
@@ -92,21 +105,33 @@ class Outbox:
         if self._lane is not None and LEAST < total <= MOST:
             offset = self._lane.place(raws, sum([aligned(r.nbytes) for r in raws]))
             if offset is not None:
-                self._put_placed(header, number, offset)
+                self._put_placed(header, number, offset, total)
                 return False
             self.wants_lane = True
         if total <= self._limits.chunk and len(raws) <= self._limits.frames:
             frames: Frames = (header, *[raw.data for raw in raws])
-            self._ordered.append(_Waiting(frames, total > HEAVY, None, number))
+            nbytes = len(header) + total
+            self._wait(frames, total > HEAVY, None, number, nbytes)
             return False
         body = cut(raws, self._limits.chunk)
-        self._ordered.append(_Waiting((header,), False, body, number))
+        self._wait((header,), False, body, number, len(header) + total)
         return True
 
-    def _put_placed(self, header: bytes, number: int, offset: int) -> None:
+    def _put_placed(self, header: bytes, number: int, offset: int, total: int) -> None:
         # Costs a credit, as a body in one frame does: the window bounds both.
         frames: Frames = (header, encode(Placed(number, offset))[0])
-        self._ordered.append(_Waiting(frames, True, None, number))
+        self._wait(frames, True, None, number, len(header) + total)
+
+    def _wait(
+        self,
+        frames: Frames,
+        is_heavy: bool,
+        body: Iterator[tuple[int, memoryview]] | None,
+        number: int,
+        nbytes: int,
+    ) -> None:
+        self.nbytes += nbytes
+        self._ordered.append(_waiting((frames, is_heavy, body, number, nbytes)))
 
     def credited(self, chunks: int) -> None:
         """The other side takes so many heavy messages more."""
@@ -125,20 +150,26 @@ class Outbox:
                 return None
             self._credit -= 1
         waiting = self._ordered.popleft()
-        if waiting.body is not None:
+        self.given += 1
+        if waiting.body is None:
+            self.nbytes -= waiting.nbytes
+        else:
             self._number, self._body = waiting.number, waiting.body
+            self._leaving = waiting.nbytes
             self._advance()
         return waiting.frames
 
     def drop(self) -> None:
         """Forgets all but what is urgent: nobody will take it any more."""
         self._ordered.clear()
+        self.nbytes = 0
         self._body, self._chunk = None, _NO_CHUNK
 
     def _take_chunk(self) -> Frames | None:
         if not self._credit:
             return None
         self._credit -= 1
+        self.given += 1
         offset, chunk = self._chunk
         self._advance()
         return encode(Chunk(self._number, offset))[0], chunk
@@ -148,5 +179,6 @@ class Outbox:
         following = next(self._body, None)
         if following is None:
             self._body, self._chunk = None, _NO_CHUNK
+            self.nbytes -= self._leaving
         else:
             self._chunk = following

@@ -15,6 +15,10 @@ order. A gap means that a message was lost, and ends the connection.
 credits return as such messages are taken. So neither side holds more than a window of
 them, and a beat never waits behind more than that.
 
+*Unread.* When more than ``limits.unread`` bytes of answers wait for a peer that asks,
+what it sends is held back, as it came, until it has read some of them. A peer that
+sends on all the same, or reads nothing at all, is cut off.
+
 *Outcome.* A request ends exactly once: answered, failed by the other side, past its
 deadline, or lost with the connection.
 
@@ -36,9 +40,10 @@ from zstrat.errors import (
     to_wire,
 )
 
+from ._backlog import Backlog
 from ._body import Allocate, Frame, allocate
 from ._codec import Announced, decode_header
-from ._greeting import Judge, described
+from ._greeting import Judge, described, quoted
 from ._inbox import Arrived, Inbox
 from ._liveness import Liveness
 from ._messages import (
@@ -125,8 +130,15 @@ class Peer(Generic[Token]):
         self._sharing = Sharing(lane, self.outbox)
         self._requests: Requests[Token] = Requests()
         self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
+        self._promised: dict[int, int] = {}
         self._bodies = 0  # of the requests that are being served
         self._sent = 0
+        self.unread = 0
+        """Bytes that the peer had not read when the connection ended."""
+        self._most_unread = float("inf") if initiator else limits.unread
+        self._backlog = Backlog(self._most_unread, 2 * timeouts.patience, now)
+        self.held = self._backlog.messages
+        """Messages that are held back; call `resume` when it `may_resume`."""
         self._life = Liveness(timeouts, now)
         if initiator:
             self.outbox.say(me)
@@ -142,11 +154,29 @@ class Peer(Generic[Token]):
             life = self._life
             life.heard_at, life.broken_at = now, None
             if not announced.request and announced.message_kind in _SPECIAL:
+                return self._special(announced, frames)
+            if self.held or self.outbox.nbytes > self._most_unread:
+                self._backlog.keep(frames)
+                return ()
+            return self._message(announced, frames)
+        except ProtocolError as error:
+            return self._blame(error)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether there is something held back, and the peer has read enough."""
+        return bool(self.held) and self.outbox.nbytes <= self._most_unread
+
+    def resume(self) -> Sequence[Order[Token]]:
+        """The next of the messages that were held back."""
+        frames = self._backlog.take()
+        try:
+            announced = decode_header(frames[0], self._limits)
+            if announced.message_kind is Chunk:
                 return self._outside(announced.build(()), frames[1:])
             return self._message(announced, frames)
         except ProtocolError as error:
-            self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
-            return self._close(f"it broke the protocol: {error}")
+            return self._blame(error)
 
     def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
         """The network below is gone. An acceptor waits for the peer to come back."""
@@ -165,6 +195,8 @@ class Peer(Generic[Token]):
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
             return self._close(life.loss(now, greeted=greeted), broken=broken)
+        if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
+            return self._close("it reads nothing of what waits for it")
         if greeted:
             if life.is_quiet(now) and not self.outbox.is_urgent:
                 self.outbox.say(_BEAT)
@@ -213,11 +245,19 @@ class Peer(Generic[Token]):
         self.outbox.put(message, 2 * self._sent + 2)
         self._sent += 1
 
+    def promise(self, number: int, nbytes: int) -> None:
+        """The outcome of a request will have so many bytes: it waits already."""
+        if number in self._serving and number not in self._promised:
+            self._promised[number] = nbytes
+            self.outbox.nbytes += nbytes
+
     def reply(self, number: int, message: Message) -> None:
         """Queues the outcome of a request; a second one for it is ignored."""
         heavy = self._serving.pop(number, None)
         if heavy is None or self.state is not _OPEN:
             return
+        if self._promised:
+            self.outbox.nbytes -= self._promised.pop(number, 0)
         try:
             self.outbox.put(message, number)
         except (TypeError, ValueError) as error:
@@ -322,6 +362,17 @@ class Peer(Generic[Token]):
 
     # ---- what is outside the order --------------------------------------------------
 
+    def _special(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        kind = announced.message_kind
+        if announced.outside:
+            raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
+        if kind is Chunk and self.held:  # it stays behind the header of its body
+            self._backlog.keep(frames)
+            return ()
+        return self._outside(announced.build(()), frames[1:])
+
     def _outside(
         self, message: Message, raws: Sequence[Frame]
     ) -> Sequence[Order[Token]]:
@@ -343,7 +394,7 @@ class Peer(Generic[Token]):
             case Mapped():
                 self._sharing.on_mapped(message)
             case Goodbye(reason=reason):
-                return self._close(f"it left: {reason:.500}", left=True)
+                return self._close(f"it left: {quoted(reason, 500)}", left=True)
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
@@ -378,11 +429,17 @@ class Peer(Generic[Token]):
     def _return_credit(self, at_least: int) -> None:
         # A peer whose many large requests wait here for their outcome gets no credit
         # for more: a slow task slows its callers, it does not fill its memory.
+        if self.held:
+            return
         if self._inbox.taken >= at_least and self._bodies < self._limits.streams:
             self.outbox.say(Credit(0, self._inbox.taken))
             self._inbox.taken = 0
 
     # ---- the end --------------------------------------------------------------------
+
+    def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
+        self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
+        return self._close(f"it broke the protocol: {error}")
 
     def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
         return DeadlineExceededError(
@@ -401,6 +458,9 @@ class Peer(Generic[Token]):
             return ()
         self.state = _CLOSED
         self._serving.clear()
+        self._promised.clear()
+        self._backlog.drop()
+        self.unread = self.outbox.nbytes
         self.outbox.drop()
         self._inbox.drop()
         self._sharing.close()

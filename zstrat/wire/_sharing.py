@@ -54,13 +54,14 @@ class Sharing:
         if self._was_offered:
             raise ProtocolError("it offered memory twice")
         self._was_offered = True
-        yes = self._lane is not None and self._lane.accept(offer, of)
-        self._outbox.say(Mapped(yes))
+        proof = b"" if self._lane is None else self._lane.accept(offer, of)
+        self._outbox.say(Mapped(proof))
 
     def on_mapped(self, mapped: Mapped) -> None:
         if self._lane is None or not self._is_offered:
             raise ProtocolError("it mapped memory that it was not offered")
-        self._lane.agreed(mapped.yes)
+        if not self._lane.agreed(mapped.proof):
+            raise ProtocolError("it has not mapped the memory that it says it has")
 
     def on_released(self, released: Released) -> None:
         if self._lane is not None:

@@ -1,0 +1,121 @@
+"""Messages that are nearly right: seeds of every kind, and what is done to them."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgpack
+import numpy as np
+
+from zstrat.wire import Message, encode
+from zstrat.wire._schema import is_record
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Iterable
+
+KINDS: dict[int, type] = {cls.kind: cls for cls in get_args(Message)}
+
+ODD: list[Any] = [
+    *(0, 1, -1, 2**31, 2**53, 2**62, 2**63 - 1, 2**64 - 1, -(2**63)),
+    *(0.5, float("nan"), float("inf"), -1e308, True, False, None),
+    *("", "x" * 70_000, "\x1b[2J\n", "__class__", b"", b"\0" * 20_000),
+    *([], {}, [[[[]]]], 3000 * [1], {"a": {"b": {}}}, [None, 1, "x"]),
+]
+"""Values that are in nobody's mind."""
+
+
+class Seed(NamedTuple):
+    """A message as it was, or might have been, sent; the second field of the header is
+    its number."""
+
+    header: list[Any]
+    raws: list[bytes]
+
+    @property
+    def kind(self) -> type:
+        return KINDS[self.header[0]]
+
+
+def seed_of(header: bytes, raws: Iterable[bytes]) -> Seed:
+    return Seed(msgpack.unpackb(header, strict_map_key=False), list(raws))
+
+
+def made_up(chance: random.Random, session: int) -> list[Seed]:
+    """A seed of every kind, from the annotations of its fields."""
+    seeds = []
+    for cls in KINDS.values():
+        hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
+        fields = {name: _value(chance, hint) for name, hint in hints.items()}
+        if "session" in fields:
+            fields["session"] = session
+        if "arrays" in hints:
+            fields["arrays"] = tuple(
+                np.ones(chance.choice([(), (3,), (2, 2)]), chance.choice(["f4", "i4"]))
+                for _ in range(chance.randrange(4))
+            )
+        header, raws = encode(cls(**fields))
+        seeds.append(seed_of(header, [raw.tobytes() for raw in raws]))
+    return seeds
+
+
+def _value(chance: random.Random, hint: Any) -> Any:
+    if hint is int:
+        return chance.choice([0, 1, 2, 7, 100])
+    if hint in (str, bytes, bool, float):
+        return {str: "name", bytes: b"code", bool: chance.random() < 0.5, float: 0.5}[
+            hint
+        ]
+    if isinstance(hint, types.UnionType):
+        return chance.choice([None, 1, "text", [1, [2]], {"a": 1}])
+    if is_record(hint):
+        return hint(*(_value(chance, each) for each in get_type_hints(hint).values()))
+    if get_origin(hint) is list:
+        return [_value(chance, get_args(hint)[0]) for _ in range(chance.randrange(3))]
+    if get_origin(hint) is dict:
+        return {"a": _value(chance, get_args(hint)[1])}
+    return ()
+
+
+def mutated(chance: random.Random, seed: Seed, number: int) -> list[bytes]:
+    """The frames of a message that is wrong in some place, or in none."""
+    header = msgpack.unpackb(msgpack.packb(seed.header), strict_map_key=False)
+    header[1], raws = number, list(seed.raws)
+    for _ in range(chance.randrange(3)):
+        _replace(chance, header, 2)
+    packed = bytearray(msgpack.packb(header))
+    match chance.randrange(12):
+        case 0:
+            packed[chance.randrange(len(packed))] ^= 1 << chance.randrange(8)
+        case 1:
+            del packed[chance.randrange(len(packed)) :]
+        case 2:
+            packed += chance.randbytes(chance.randrange(50))
+        case 3 if raws:
+            raws.pop(chance.randrange(len(raws)))
+        case 4:
+            raws.append(chance.randbytes(chance.choice([0, 1, 64, 5000])))
+        case 5 if raws:
+            at = chance.randrange(len(raws))
+            raws[at] = raws[at][: len(raws[at]) // 2]
+        case 6:
+            packed = bytearray(chance.randbytes(chance.randrange(200)))
+        case _:
+            pass
+    return [bytes(packed), *raws]
+
+
+def _replace(chance: random.Random, tree: list[Any], first: int) -> None:
+    """Puts an odd value in the place of some leaf or branch."""
+    if len(tree) <= first:
+        tree.append(copy.deepcopy(chance.choice(ODD)))
+        return
+    at = chance.randrange(first, len(tree))
+    if isinstance(tree[at], list) and tree[at] and chance.random() < 0.7:
+        _replace(chance, tree[at], 0)
+    elif chance.random() < 0.1:
+        del tree[at]
+    else:
+        tree[at] = copy.deepcopy(chance.choice(ODD))

@@ -1,0 +1,132 @@
+"""What is attacked: a daemon of its own process, and what can be seen of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zstrat.config import Settings
+from zstrat.transport import Link, Security, hello, new_incarnation, run
+from zstrat.wire import Inspect, Job, Statistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MiB = 2**20
+
+
+@dataclass
+class Target:
+    """A ps or worker that runs, and its log."""
+
+    job: Job
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    keys: Path | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def rss(self) -> int:
+        """Bytes that are resident now."""
+        return self._status("VmRSS") * 1024
+
+    @property
+    def threads(self) -> int:
+        return self._status("Threads")
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def log_bytes(self) -> int:
+        return self.log.stat().st_size
+
+    @property
+    def words(self) -> str:
+        return self.log.read_text()
+
+    def _status(self, name: str) -> int:
+        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        return int(next(each for each in lines if each.startswith(name)).split()[1])
+
+    def inspect(self) -> dict[str, Any]:
+        """What it says of itself to an honest observer that comes now."""
+        return run(self._inspected())
+
+    async def _inspected(self) -> dict[str, Any]:
+        async with self.honest() as link:
+            answer = await link.request(Inspect())
+            assert isinstance(answer, Statistics)
+            return dict(answer.values)  # type: ignore[arg-type]
+
+    @contextlib.asynccontextmanager
+    async def honest(self, job: Job = Job.OBSERVER, index: int = 0) -> Any:
+        """An honest link; it is up within half a minute, whatever goes on."""
+        keys = self.keys
+        link = Link(
+            self.address,
+            hello(job, index, new_incarnation()),
+            name=f"{self.job}:0",
+            settings=Settings(),
+            security=None if keys is None else Security.load(keys, job),
+            expect=(self.job, 0),
+        )
+        link.start()
+        try:
+            await link.wait_open(asyncio.get_running_loop().time() + 30)
+            yield link
+        finally:
+            await link.close()
+
+    async def settles(self, under: int, patience: float = 10) -> int:
+        """Its memory, once it is below so many bytes; what it is in the end if not."""
+        deadline = time.monotonic() + patience
+        async with self.honest() as link:
+            while self.rss > under and time.monotonic() < deadline:
+                await link.request(Inspect())
+        return self.rss
+
+
+@contextlib.contextmanager
+def target(
+    job: Job, folder: Path, keys: Path | None = None, **env: str
+) -> Iterator[Target]:
+    """A daemon of ``job``, killed afterwards; its log lies in the folder."""
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = folder / f"notify-{new_incarnation():x}"
+    manager.bind(str(name))
+    manager.settimeout(60)
+    log = name.with_suffix(".log")
+    argv = ["--index", "0", "--bind", "127.0.0.1:0"]
+    argv += [] if keys is None else ["--keys", str(keys)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"zstrat.daemons.{job}", *argv],
+            env={**os.environ, "NOTIFY_SOCKET": str(name), "TF_CONFIG": "{}", **env},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        while "READY=1" not in (said := manager.recv(4096).decode()):
+            pass
+        address = said.split("serving at ")[1].split("\n")[0]
+        manager.close()
+        yield Target(job, address, process, log, keys)
+    finally:
+        manager.close()
+        process.kill()
+        process.wait()

@@ -1,0 +1,33 @@
+"""Peers that connect and say nothing, or say nothing any more."""
+
+from contextlib import ExitStack
+
+import pytest
+from attack_peers import claim, dial, raw
+from attack_tasks import target
+
+from zstrat.transport._newcomers import PER_ADDRESS
+from zstrat.wire import Job
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+
+def test_who_falls_silent_is_hung_up_without_its_help(folder):
+    with (
+        target(Job.PS, folder, ZSTRAT_PATIENCE="0.6") as ps,
+        raw(ps.address, claim(Job.OBSERVER)) as peer,
+    ):
+        peer.hung_up()  # else its connection would stay for as long as TCP lets it
+        assert ps.inspect()["endpoint"]["counts"]["lost"] == 1
+
+
+def test_a_crowd_that_says_nothing_does_not_shut_others_out(ps, rounds):
+    before, threads = ps.descriptors, ps.threads
+    for _ in range(rounds(1, 20)):
+        with ExitStack() as crowd:
+            for _ in range(1000):
+                crowd.callback(dial(ps.address).close)
+            assert ps.inspect()["endpoint"]["counts"]["newcomers"] <= PER_ADDRESS
+            assert ps.descriptors <= before + PER_ADDRESS + 10
+    assert ps.threads == threads
+    assert ps.log_bytes < 5000, ps.words

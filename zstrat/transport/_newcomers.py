@@ -1,0 +1,86 @@
+"""Connections that have not greeted yet: how many there may be, and for how long.
+
+A decision without I/O. Whoever reaches the port may open connections and say nothing;
+each costs a descriptor, and without any left nobody is let in. So there is a bound for
+each address and one for all, and above it one of those that wait makes room, drawn by
+lot: it would be the honest newcomer each time if the oldest or the newest had to go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Line = TypeVar("Line")
+
+PER_ADDRESS: Final = 256
+"""Newcomers from one address: more than the tasks of one host that start at once."""
+
+IN_ALL: Final = 1024
+"""Newcomers altogether, where they take no more than a quarter of all descriptors."""
+
+
+class Newcomers(Generic[Line]):
+    """``Line`` is what the caller hangs up.
+
+    Args:
+        handshake: Seconds that each has to greet.
+        draw: A number from 0 up to, but not including, its argument.
+    """
+
+    def __init__(
+        self,
+        handshake: float,
+        draw: Callable[[int], int],
+        per_address: int = PER_ADDRESS,
+        in_all: int = IN_ALL,
+    ) -> None:
+        self._handshake, self._draw = handshake, draw
+        self._per_address, self._in_all = per_address, in_all
+        self._waiting: dict[int, tuple[Line, str, float]] = {}
+        self._from: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def came(
+        self, descriptor: int, line: Line, address: str, now: float
+    ) -> Line | None:
+        """A connection was accepted. Returns which one has to make room, if one has."""
+        self.gone(descriptor)  # its end was not told yet, and the number is used again
+        self._waiting[descriptor] = line, address, now
+        self._from.setdefault(address, []).append(descriptor)
+        if len(self._from[address]) > self._per_address:
+            return self._drawn(address)
+        if len(self._waiting) > self._in_all:
+            return self._drawn(max(self._from, key=lambda each: len(self._from[each])))
+        return None
+
+    def gone(self, descriptor: int) -> None:
+        """The connection has greeted, or has ended."""
+        _, address, _ = self._waiting.pop(descriptor, (None, "", 0.0))
+        neighbours = self._from.get(address, [])
+        if descriptor in neighbours:
+            neighbours.remove(descriptor)
+            if not neighbours:
+                del self._from[address]
+
+    def late(self, now: float) -> list[Line]:
+        """Those whose time to greet is over; they are forgotten."""
+        late = [
+            (descriptor, line)
+            for descriptor, (line, _, since) in self._waiting.items()
+            if now - since > self._handshake
+        ]
+        for descriptor, _ in late:
+            self.gone(descriptor)
+        return [line for _, line in late]
+
+    def _drawn(self, address: str) -> Line:
+        neighbours = self._from[address]
+        descriptor = neighbours[self._draw(len(neighbours))]
+        line = self._waiting[descriptor][0]
+        self.gone(descriptor)
+        return line
