@@ -250,6 +250,36 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
         resting.wait()
 
 
+def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
+    world.coordinator()
+    spec = VariableSpec(1, "v", (), "float32", 0)
+    ps = world.ps[0]
+    ps.reads = False
+    adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
+
+    def add():
+        asyncio.run(world.session.update_many_async(adds))
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    world.until(lambda: len(ps.pushes) == 1)
+    world.on_loop(ps.kill, "the line was cut")
+    with Resting(world) as resting:
+        while not world.session.cluster.rest.gate.is_closed:
+            world.until(lambda: True)
+        world.on_loop(lambda: ps.come_back(same=True))
+        world.until(lambda: len(ps.pushes) == 2)
+        assert not resting.held.is_set()
+        assert not ps.fences
+        first, second = ps.pushes
+        assert (first.writer, first.step) == (second.writer, second.step)
+        world.on_loop(ps.answer_pushes)
+        resting.wait()
+        thread.join(20)
+        assert not thread.is_alive()
+        assert len(ps.fences) == 1
+
+
 def test_giving_up_lets_all_go_on(world):
     coordinator = world.coordinator(closures_in_flight=1)
     world.on_loop(world.hold)

@@ -3,10 +3,12 @@
 import asyncio
 
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from ps_callers import SESSION, Gated, Peer
+from ps_trees import message, of_values
 
 from zstrat.errors import PermissionDeniedError, StaleSessionError
 from zstrat.ps._ledger import Ledger
@@ -49,6 +51,11 @@ def value(rig):
     return rig.ask(Pull(SESSION, [Read(0, -1)])).arrays[0].item()
 
 
+async def bind(rig):
+    told = of_values(optax.sgd(0.5), {0: np.zeros(1, "f4")})
+    await rig.answer(message(SESSION, 9, told))
+
+
 async def fence(rig, low_water, over=(), asked=()):
     runs = [StepRun(*run) for run in over]
     answer = await rig.ask(Fence(SESSION, low_water, runs, list(asked)))
@@ -84,6 +91,7 @@ async def test_it_waits_for_what_is_under_way(rig):
     busy = rig.ask(CreateOptimizer(SESSION, 8, "sgd", b""))
     rig.gate.set()
     await asyncio.gather(loading, busy)
+    await bind(rig)
     # An optimizer that was never used compiles first: that takes the thread.
     push = Push(SESSION, 1, 0, 0, LEARN, (np.ones(1, "f4"),))
     pushing = rig.ask(push, WORKER)
@@ -111,6 +119,7 @@ async def test_a_push_that_waits_for_its_turn_is_late(rig):
 
 async def test_asking_for_parts_waits_for_what_is_under_way(rig):
     await rig.answer(CreateOptimizer(SESSION, 9, "sgd", b""))
+    await bind(rig)
     part = PushPart(SESSION, 1, 0, 0, 1, ["a"], LEARN, (np.ones(1, "f4"),))
     pushing = rig.ask(part, WORKER)
     answer = await rig.ask(AskParts(SESSION, 1, 2), WORKER)

@@ -12,8 +12,11 @@ from zstrat.errors import (
     PeerLostError,
     PSUnavailableError,
 )
-from zstrat.ps import PsClient, PsUpdate, Ref
+from zstrat.ps import EagerRun, PsClient, PsUpdate, Ref
 from zstrat.wire import (
+    AppliedParts,
+    AskParts,
+    BindOptimizer,
     DeleteVariables,
     Done,
     Exchange,
@@ -24,6 +27,7 @@ from zstrat.wire import (
     Pulled,
     Push,
     Pushed,
+    PushPart,
     UpdateOp,
     Withdraw,
 )
@@ -167,6 +171,22 @@ async def test_an_exchange_is_sent_again_with_both_its_parts(rig):
     rig.answer(Exchanged(True, None, None, [1], (A,)))
     assert await pushed
     assert (await pulled)[0] is A
+
+
+async def test_parts_of_an_eager_step_and_questions_about_them_are_sent_again(rig):
+    run = EagerRun(3, 2, 0)
+    before = rig.client.applied_parts(run)
+    pushed = rig.client.push_part(run, 0, ["a"], DELTA)
+    bound = asyncio.ensure_future(rig.client.bind(9, b"tree"))
+    await turns()
+    first = rig.link.messages
+    assert [type(each) for each in first] == [AskParts, PushPart, BindOptimizer]
+    rig.link.cut()
+    await rig.heal()
+    assert rig.link.messages == first
+    rig.answer(AppliedParts([]), Pushed(True, [1]), Done())
+    assert (await before, await pushed) == ({}, True)
+    await bound
 
 
 async def test_a_deletion_comes_again_as_one_that_may_be_done_already(rig):

@@ -218,7 +218,8 @@ def test_of_those_that_were_replaced_only_a_line_is_kept():
     versions = {str(number): "1" * 250 for number in range(16)}
     tracemalloc.start()
     for incarnation in range(1, 2000):
-        roster.admit(hello("worker", 0, incarnation, versions=dict(versions)))
+        newcomer = hello("worker", 0, incarnation, versions=dict(versions))
+        roster.admit(newcomer, lambda _: False)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert kept < FENCED * 1000

@@ -152,12 +152,14 @@ class Fences:
         return applied
 
     async def _answer(self, lane: Lane, fence: Fence, deadline: float) -> list[int]:
-        """Asks again if the line was cut: saying it twice is as good as once."""
+        """Asks again if the line was cut: saying it twice is as good as once. It stays
+        behind updates of the program that wait for the line."""
+        way = lane.line or lane.link
         while True:
             if lane.index in self._absent:
                 raise PSUnavailableError(lane.name, self._absent[lane.index])
             try:
-                answer = await lane.link.submit(fence, deadline=deadline)
+                answer = await way.submit(fence, deadline=deadline)
             except PeerLostError:
                 await self._returned(lane, deadline)
                 continue
