@@ -147,9 +147,7 @@ def owners_in(rule: TreeRule) -> list[Owner | None]:
     at it: it is made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(rule.structure), len(rule.state())
-    numbered = rule.state_structure().unflatten(list(range(count)))
-    found: dict[int, Owner] = {}
-    _match(rule.structure.treedef, numbered, 0, found)
+    found = places_in(rule)
     if leaves == 1:
         return [found.get(n, Owner(0, None)) for n in range(count)]
     touched = _touched(rule.update())
@@ -157,12 +155,20 @@ def owners_in(rule: TreeRule) -> list[Owner | None]:
     for number in range(count):
         owner, (made, used) = found.get(number), touched[number]
         if owner is not None and not made and used - {owner.leaf}:
-            owner = None
+            owner = None  # where it is named after the leaf, all the same
         both = made | used
         if owner is None and number not in found and len(both) == 1:
             owner = Owner(next(iter(both)), None)
         owners.append(owner)
     return owners
+
+
+def places_in(rule: TreeRule) -> dict[int, Owner]:
+    """The leaves of the state that lie in copies of the structure of the tree."""
+    numbered = rule.state_structure().unflatten(list(range(len(rule.state()))))
+    found: dict[int, Owner] = {}
+    _match(rule.structure.treedef, numbered, 0, found)
+    return found
 
 
 def _match(treedef: Any, node: Any, depth: int, found: dict[int, Owner]) -> bool:

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.errors import InvalidArgumentError
 
-from ._cut import Owner, TreeCut, owners_in
+from ._cut import Owner, TreeCut, owners_in, places_in
 from ._jaxprs import flat, masks, primitives
 
 if TYPE_CHECKING:
@@ -162,6 +162,17 @@ class TreeRule:
             self._programs["owners"] = owners_in(self)
         found: list[Owner | None] = self._programs["owners"]
         return found
+
+    def place(self, state: int) -> tuple[int | None, str]:
+        """The leaf of the tree in whose place a leaf of the state lies, if it is in a
+        copy of the tree's structure, and its path without the leaf's own."""
+        if "places" not in self._programs:
+            self._programs["places"] = places_in(self)
+        owner, path = self._programs["places"].get(state), self.state()[state].path
+        if owner is None:
+            return None, keystr(path)
+        end = owner.start + len(self.structure.paths[owner.leaf])
+        return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None

@@ -73,13 +73,13 @@ class GradientCall:
         ):
             yield leaf, self.targets[leaf], sparse, mine
 
-    def rule(self, *, is_here: bool) -> TreeRule:
+    def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
         """The transformation on this tree.
 
         ``is_here``: the variables live in this process, which computes with the 32 bits
         of jax unless its user has switched 64 on.
         """
-        return self.optimizer.rule(self, is_here=is_here)
+        return self.optimizer.rule(self, is_here=is_here, is_traced=is_traced)
 
     def words(self, leaf: int) -> str:
         """What a message calls a leaf."""

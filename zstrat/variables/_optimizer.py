@@ -184,8 +184,13 @@ class Optimizer:
 
     # ---- what others ask of it -----------------------------------------------------
 
-    def rule(self, call: GradientCall, *, is_here: bool) -> TreeRule:
+    def rule(
+        self, call: GradientCall, *, is_here: bool, is_traced: bool = True
+    ) -> TreeRule:
         """The transformation on the tree of a call; traced once.
+
+        Args:
+            is_traced: Its update is traced, too; else its state alone.
 
         Raises:
             ValueError: It cannot be traced on that tree.
@@ -199,6 +204,9 @@ class Optimizer:
         key = (call.structure, shapes, dtypes, call.extras, wide)
         for known, made in self._rules:
             if known == key:
+                if is_traced:
+                    with tracing(call):
+                        made.cut()
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
         new = TreeRule(
@@ -211,7 +219,7 @@ class Optimizer:
             wide,
         )
         with tracing(call):
-            new.cut()
+            new.cut() if is_traced else new.state()
         self._rules.append((key, new))
         return new
 
@@ -270,7 +278,9 @@ class Optimizer:
             RuntimeError: It has moved several trees.
         """
         if self._tree is not None:
-            return self._empty_call(*self._tree)
+            structure, targets = self._tree
+            keys = tuple([c.spec.key for v in targets for c in v.components])
+            return self.moved.get(keys) or self._empty_call(structure, targets)
         if len(self.moved) > 1:
             raise RuntimeError(
                 f"optimizer {self.name!r} has moved {len(self.moved)} trees of "
