@@ -349,7 +349,7 @@ class _Search:
         union = 0
         for var in wanted:
             union |= mask_of(mask, var)
-        if not union & ~allowed:
+        if not union & ~allowed and not self._rule.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)
         frontier: set[Any] = set()
@@ -394,11 +394,20 @@ class _Search:
     def _at_once(self, var: Any, allowed: int) -> Any:
         """How a variable is had, if that can be told without those before it."""
         bits = mask_of(self._program.mask, var)
+        if self._rule.early and var in self._makers and self._has_a_gradient(bits):
+            is_operand = not var.aval.shape and not bits & ~self._known_mask
+            return _OPERAND if is_operand else None
         if not bits & ~allowed:
             return _LOCAL
         if var not in self._makers:
             return _OPERAND if var in self._further else _FAILS
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
+
+    def _has_a_gradient(self, bits: int) -> bool:
+        """Whether something is made of a gradient that is no scalar."""
+        gradients = bits & ((1 << self._leaves) - 1)
+        found = _leaves_in(gradients, self._leaves)
+        return any(self._rule.kinds[leaf].shape for leaf in found)
 
     def _way(self, var: Any, size: int) -> Any:
         """How one is had that cannot be computed here."""

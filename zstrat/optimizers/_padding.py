@@ -111,6 +111,8 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
         return (_SIZE if power % 2 == 0 else _ZERO) if power > 0 else _ANY
     if name == "is_finite" and zeros:
         return _TRUE
+    if name == "ne" and zeros and eqn.invars[0] is eqn.invars[1]:
+        return _ZERO  # as isnan asks
     if name == "not":
         return {_ZERO: _TRUE, _TRUE: _ZERO}.get(next(iter(about)), _ANY)
     if name == "and" and about == {_TRUE} and _FREE not in given:

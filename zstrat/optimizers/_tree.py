@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -125,7 +125,9 @@ class TreeRule:
     """See the module's docstring.
 
     ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
-    ``wide``: it is traced with 64 bits, whatever the process computes with.
+    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
+    what is made of one gradient alone, as its norm, is an operand, too, so that the
+    rows of that leaf can be moved one by one.
     """
 
     name: str
@@ -135,6 +137,7 @@ class TreeRule:
     gradients: tuple[Any, ...]
     extras: Extras = field(default_factory=Extras.none)
     wide: bool = False
+    early: bool = False
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
@@ -173,6 +176,10 @@ class TreeRule:
             return None, keystr(path)
         end = owner.start + len(self.structure.paths[owner.leaf])
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
+
+    def early_rule(self) -> TreeRule:
+        """The same with `early`."""
+        return replace(self, early=True, _programs={})
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
