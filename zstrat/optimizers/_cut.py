@@ -24,7 +24,7 @@ alike.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -51,6 +51,8 @@ class Coupling:
     other: int | None
     state: str = ""
     """The path of the state that is in between, if that is what couples."""
+    transformation: str = ""
+    """The function of optax that brings them together, if it can be told."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class TreeCut:
             coupling, again = _by_leaf(rule, selected, self.owners)
             if coupling is None:
                 self.coupling, found, program = None, again, selected
+        if self.coupling is not None:
+            who = rule.brought_together(self.owners)
+            self.coupling = replace(self.coupling, transformation=who)
         self.program = program
         self.slots, self._frontiers = found
         self.operands = _ordered(program, self._frontiers)

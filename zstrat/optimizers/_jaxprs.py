@@ -11,6 +11,7 @@ Law of the file: a set of inputs is the bits of one integer.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -29,6 +30,11 @@ _CALLS: Final = frozenset(
 """Equations that run the jaxpr inside of them once, on what they are given."""
 
 
+_MACHINERY: Final = (
+    os.path.dirname(jax.__file__),
+    os.path.dirname(os.path.dirname(__file__)),
+)
+"""Where no transformation is written: jax, and this project."""
 _INSIDE: Final = frozenset({"cond", "scan", "while"})
 """Equations of which an output may not need all operands."""
 
@@ -49,6 +55,36 @@ def flat(
         return _evaluated(closed.jaxpr, closed.consts, given, selects)
 
     return jax.make_jaxpr(inlined)(*closed.in_avals)
+
+
+def who_wrote(
+    function: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    brings: Callable[[Any, Mapping[Any, int]], bool],
+) -> str:
+    """The function of a library (``clip_by_global_norm``) in which the first equation
+    lies of which ``brings`` is true; "" if it cannot be told.
+
+    Args:
+        brings: Asked of each equation, with the inputs that each variable depends on.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    inputs = [1 << n for n in range(len(closed.jaxpr.invars))]
+    found = masks(closed.jaxpr, inputs)
+    for eqn in closed.jaxpr.eqns:
+        if brings(eqn, found):
+            return _written_in(eqn)
+    return ""
+
+
+def _written_in(eqn: Any) -> str:
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    names = [f.function_name for f in frames if not f.file_name.startswith(_MACHINERY)]
+    # A transformation is a pair of functions within one that makes them, or methods.
+    within = [name for name in names if ".<locals>." in name]
+    found = within or [name for name in names if "." in name]
+    return str(found[0]).partition(".")[0] if found else ""
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:

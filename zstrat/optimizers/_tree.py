@@ -23,10 +23,10 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from zstrat.errors import InvalidArgumentError
 
 from ._cut import Owner, TreeCut, owners_in, places_in
-from ._jaxprs import flat, masks, primitives
+from ._jaxprs import flat, mask_of, masks, primitives, who_wrote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ._structure import Path, TreeStructure
 
@@ -323,9 +323,47 @@ class TreeRule:
         ]
         return leaves, treedef
 
+    def brought_together(self, owners: Sequence[Owner | None]) -> str:
+        """The function of optax that first makes something of the values, or of the
+        state, of several leaves; "" if it cannot be told."""
+        leaves = len(self.kinds)
+        function, arguments, counts = self._function(None, None)
+
+        def count(mask: int) -> int:
+            found = {n for n in range(2 * leaves) if mask >> n & 1}
+            for number, owner in enumerate(owners):
+                if owner is not None and mask >> (2 * leaves + number) & 1:
+                    found.add(owner.leaf)
+            return len({n % leaves for n in found})
+
+        known = (1 << leaves) - 1
+        extras = ((1 << counts[3]) - 1) << (2 * leaves + counts[2])
+
+        def brings(eqn: Any, by_input: Mapping[Any, int]) -> bool:
+            given = [mask_of(by_input, var) for var in eqn.invars]
+            return any(
+                mask_of(by_input, var) & ~(known | extras)
+                and count(mask_of(by_input, var)) > max(map(count, given), default=0)
+                and count(mask_of(by_input, var)) > 1
+                for var in eqn.outvars
+            )
+
+        with self.precision():
+            return who_wrote(function, arguments, brings)
+
     def _update(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None, selects: bool
     ) -> Program:
+        function, arguments, counts = self._function(sizes, dtypes)
+        with self.precision():
+            closed = flat(function, arguments, selects=selects)
+        return Program(closed, counts, _by_input(closed))
+
+    def _function(
+        self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
+    ) -> tuple[Callable[..., list[Any]], list[Any], tuple[int, int, int, int]]:
+        """The update as a function of arrays, what these look like, and how many there
+        are of each sort (`Program.counts`)."""
         values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)
@@ -340,10 +378,7 @@ class TreeRule:
             moved, after = self.whole(g, v, s, x)
             return [*moved, *after]
 
-        arguments = [*gradients, *values, *state, *self.extras.kinds]
-        with self.precision():
-            closed = flat(update, arguments, selects=selects)
-        return Program(closed, counts, _by_input(closed))
+        return update, [*gradients, *values, *state, *self.extras.kinds], counts
 
     def _require_same(self, before: Any, after: Any) -> None:
         had: Any = jax.tree.structure(before)
