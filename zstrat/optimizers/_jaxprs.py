@@ -11,11 +11,12 @@ Law of the file: a set of inputs is the bits of one integer.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,15 @@ _CALLS: Final = frozenset(
     }
 )  # fmt: skip
 """Equations that run the jaxpr inside of them once, on what they are given."""
+
+
+_MACHINERY: Final = (
+    os.path.dirname(jax.__file__),
+    os.path.dirname(os.path.dirname(__file__)),
+)
+"""Where no transformation is written: jax, and this project."""
+_INSIDE: Final = frozenset({"cond", "scan", "while"})
+"""Equations of which an output may not need all operands."""
 
 
 def flat(
@@ -45,6 +55,36 @@ def flat(
         return _evaluated(closed.jaxpr, closed.consts, given, selects)
 
     return jax.make_jaxpr(inlined)(*closed.in_avals)
+
+
+def who_wrote(
+    function: Callable[..., Sequence[Any]],
+    arguments: Sequence[Any],
+    brings: Callable[[Any, Mapping[Any, int]], bool],
+) -> str:
+    """The function of a library (``clip_by_global_norm``) in which the first equation
+    lies of which ``brings`` is true; "" if it cannot be told.
+
+    Args:
+        brings: Asked of each equation, with the inputs that each variable depends on.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    inputs = [1 << n for n in range(len(closed.jaxpr.invars))]
+    found = masks(closed.jaxpr, inputs)
+    for eqn in closed.jaxpr.eqns:
+        if brings(eqn, found):
+            return _written_in(eqn)
+    return ""
+
+
+def _written_in(eqn: Any) -> str:
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    names = [f.function_name for f in frames if not f.file_name.startswith(_MACHINERY)]
+    # A transformation is a pair of functions within one that makes them, or methods.
+    within = [name for name in names if ".<locals>." in name]
+    found = within or [name for name in names if "." in name]
+    return str(found[0]).partition(".")[0] if found else ""
 
 
 def masks(jaxpr: Any, given: Sequence[int]) -> dict[Any, int]:
@@ -102,6 +142,25 @@ class Part:
     def equations(self) -> int:
         """How many there are."""
         return len(self._eqns)
+
+    def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
+        """The part as a program of these variables, without tracing it; None if only
+        some outputs of a branch are in it."""
+        for eqn, needs in self._eqns:
+            if eqn.primitive.name in _INSIDE and not all(needs):
+                return None
+        read = [v for eqn, _ in self._eqns for v in eqn.invars] + self._wanted
+        used = {v for v in read if not isinstance(v, Literal) and v in self._consts}
+        constvars = [var for var in self._consts if var in used]
+        effects = set(no_effects).union(*[eqn.effects for eqn, _ in self._eqns])
+        pruned = self._jaxpr.replace(
+            constvars=constvars,
+            invars=list(inputs),
+            outvars=self._wanted,
+            eqns=[eqn for eqn, _ in self._eqns],
+            effects=effects,
+        )
+        return ClosedJaxpr(pruned, [self._consts[var] for var in constvars])
 
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
         """The wanted values, from those of what is available."""
@@ -162,7 +221,10 @@ def _value(env: Mapping[Any, Any], var: Any) -> Any:
 
 
 def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """One equation, as a program of its own: how its parameters are bound is jax's."""
+    if eqn.primitive.name not in _CALLS:
+        made = eqn.primitive.bind(*operands, **eqn.params)
+        return made if eqn.primitive.multiple_results else [made]
+    # How the functions of a call are bound is jax's: it is a program of its own.
     given = {
         var: operand
         for var, operand in zip(eqn.invars, operands, strict=True)
@@ -175,8 +237,8 @@ def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         eqns=[eqn],
         effects=eqn.effects,
     )
-    made: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
-    return made
+    called: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+    return called
 
 
 def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.errors import InvalidArgumentError
 
-from ._cut import Owner, TreeCut, owners_in
-from ._jaxprs import flat, masks, primitives
+from ._cut import Owner, TreeCut, owners_in, places_in
+from ._jaxprs import flat, mask_of, masks, primitives, who_wrote
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ._structure import Path, TreeStructure
 
@@ -125,7 +125,9 @@ class TreeRule:
     """See the module's docstring.
 
     ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
-    ``wide``: it is traced with 64 bits, whatever the process computes with.
+    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
+    what is made of one gradient alone, as its norm, is an operand, too, so that the
+    rows of that leaf can be moved one by one.
     """
 
     name: str
@@ -135,6 +137,7 @@ class TreeRule:
     gradients: tuple[Any, ...]
     extras: Extras = field(default_factory=Extras.none)
     wide: bool = False
+    early: bool = False
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
@@ -162,6 +165,21 @@ class TreeRule:
             self._programs["owners"] = owners_in(self)
         found: list[Owner | None] = self._programs["owners"]
         return found
+
+    def place(self, state: int) -> tuple[int | None, str]:
+        """The leaf of the tree in whose place a leaf of the state lies, if it is in a
+        copy of the tree's structure, and its path without the leaf's own."""
+        if "places" not in self._programs:
+            self._programs["places"] = places_in(self)
+        owner, path = self._programs["places"].get(state), self.state()[state].path
+        if owner is None:
+            return None, keystr(path)
+        end = owner.start + len(self.structure.paths[owner.leaf])
+        return owner.leaf, keystr((*path[: owner.start], *path[end:]))
+
+    def early_rule(self) -> TreeRule:
+        """The same with `early`."""
+        return replace(self, early=True, _programs={})
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
@@ -305,9 +323,47 @@ class TreeRule:
         ]
         return leaves, treedef
 
+    def brought_together(self, owners: Sequence[Owner | None]) -> str:
+        """The function of optax that first makes something of the values, or of the
+        state, of several leaves; "" if it cannot be told."""
+        leaves = len(self.kinds)
+        function, arguments, counts = self._function(None, None)
+
+        def count(mask: int) -> int:
+            found = {n for n in range(2 * leaves) if mask >> n & 1}
+            for number, owner in enumerate(owners):
+                if owner is not None and mask >> (2 * leaves + number) & 1:
+                    found.add(owner.leaf)
+            return len({n % leaves for n in found})
+
+        known = (1 << leaves) - 1
+        extras = ((1 << counts[3]) - 1) << (2 * leaves + counts[2])
+
+        def brings(eqn: Any, by_input: Mapping[Any, int]) -> bool:
+            given = [mask_of(by_input, var) for var in eqn.invars]
+            return any(
+                mask_of(by_input, var) & ~(known | extras)
+                and count(mask_of(by_input, var)) > max(map(count, given), default=0)
+                and count(mask_of(by_input, var)) > 1
+                for var in eqn.outvars
+            )
+
+        with self.precision():
+            return who_wrote(function, arguments, brings)
+
     def _update(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None, selects: bool
     ) -> Program:
+        function, arguments, counts = self._function(sizes, dtypes)
+        with self.precision():
+            closed = flat(function, arguments, selects=selects)
+        return Program(closed, counts, _by_input(closed))
+
+    def _function(
+        self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
+    ) -> tuple[Callable[..., list[Any]], list[Any], tuple[int, int, int, int]]:
+        """The update as a function of arrays, what these look like, and how many there
+        are of each sort (`Program.counts`)."""
         values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)
@@ -322,10 +378,7 @@ class TreeRule:
             moved, after = self.whole(g, v, s, x)
             return [*moved, *after]
 
-        arguments = [*gradients, *values, *state, *self.extras.kinds]
-        with self.precision():
-            closed = flat(update, arguments, selects=selects)
-        return Program(closed, counts, _by_input(closed))
+        return update, [*gradients, *values, *state, *self.extras.kinds], counts
 
     def _require_same(self, before: Any, after: Any) -> None:
         had: Any = jax.tree.structure(before)

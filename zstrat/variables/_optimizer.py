@@ -184,8 +184,13 @@ class Optimizer:
 
     # ---- what others ask of it -----------------------------------------------------
 
-    def rule(self, call: GradientCall, *, is_here: bool) -> TreeRule:
+    def rule(
+        self, call: GradientCall, *, is_here: bool, is_traced: bool = True
+    ) -> TreeRule:
         """The transformation on the tree of a call; traced once.
+
+        Args:
+            is_traced: Its update is traced, too; else its state alone.
 
         Raises:
             ValueError: It cannot be traced on that tree.
@@ -196,9 +201,13 @@ class Optimizer:
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        key = (call.structure, shapes, dtypes, call.extras, wide)
+        by_rows = call.by_rows
+        key = (call.structure, shapes, dtypes, call.extras, wide, by_rows)
         for known, made in self._rules:
             if known == key:
+                if is_traced:
+                    with tracing(call):
+                        made.cut()
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
         new = TreeRule(
@@ -211,16 +220,30 @@ class Optimizer:
             wide,
         )
         with tracing(call):
-            new.cut()
+            if is_traced and by_rows:
+                new = self._for_rows(new, by_rows)
+            new.cut() if is_traced else new.state()
         self._rules.append((key, new))
         return new
+
+    def _for_rows(self, tree: TreeRule, leaves: frozenset[int]) -> TreeRule:
+        """The same, with all that is made of gradients computed before, if the rows of
+        these leaves can be moved one by one in no other way."""
+        if tree.cut().coupling is not None:
+            return tree
+        if not any(self.leaf_rule(tree, leaf).row_dependence for leaf in leaves):
+            return tree
+        early = tree.early_rule()
+        if any(self.leaf_rule(early, leaf).row_dependence for leaf in leaves):
+            return tree
+        return early
 
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
         """What moves one leaf of a tree."""
         from zstrat.optimizers import LeafRule
 
         key = id(tree), leaf
-        if key not in self._leaf_rules:
+        if key not in self._leaf_rules:  # which keeps the tree, and its id
             self._leaf_rules[key] = LeafRule(tree, leaf)
         return self._leaf_rules[key]
 
@@ -270,7 +293,9 @@ class Optimizer:
             RuntimeError: It has moved several trees.
         """
         if self._tree is not None:
-            return self._empty_call(*self._tree)
+            structure, targets = self._tree
+            keys = tuple([c.spec.key for v in targets for c in v.components])
+            return self.moved.get(keys) or self._empty_call(structure, targets)
         if len(self.moved) > 1:
             raise RuntimeError(
                 f"optimizer {self.name!r} has moved {len(self.moved)} trees of "

@@ -121,6 +121,12 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
 
 
 def _coupled(call: GradientCall, coupling: Coupling) -> str:
+    said = _what_couples(call, coupling)
+    who = coupling.transformation
+    return f"{said} (in {who})" if who else said
+
+
+def _what_couples(call: GradientCall, coupling: Coupling) -> str:
     first = call.words(coupling.leaf)
     if coupling.state:
         between = f"its state {coupling.state}"
