@@ -74,10 +74,10 @@ def test_what_mixes_variables_is_refused_when_the_tree_is_known(strategy):
     mixes = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
     with strategy.scope():
         a, b = zs.Variable([1.0], name="a"), zs.Variable([2.0], name="b")
-        with pytest.raises(ValueError, match="'mixes'.*'a'.*'b'"):
+        with pytest.raises(ValueError, match=r"'mixes'.*'a'.*'b'"):
             zs.Optimizer(mixes, name="mixes", params=[a, b])
         late = zs.Optimizer(mixes, name="late")
-        with pytest.raises(ValueError, match="'late'.*'a'.*'b'"):
+        with pytest.raises(ValueError, match=r"'late'.*'a'.*'b'"):
             late.apply_gradients([(np.float32([1.0]), a), (np.float32([1.0]), b)])
         zs.Optimizer(optax.sgd(1.0)).apply_gradients([(np.float32([1.0]), a)])
     assert (a.numpy(), b.numpy()) == ([0.0], [2.0])
