@@ -1,12 +1,14 @@
 """A cluster without processes: parameter servers that are objects of this test.
 
-Each variable of a server is a `LocalHome`, so that optimizers really run; what the
-client is asked for goes through the files and messages' own types.
+Each variable of a server is a `LocalHome` with what optimizers keep beside it; they are
+told of their trees, and really run. What the client is asked for goes through the files
+and messages' own types.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import numpy as np
 
 from zstrat.checkpoint import TensorInfo, TensorReader, TensorWriter
 from zstrat.errors import PSUnavailableError
+from zstrat.optimizers import Binding, LeafRule
 from zstrat.strategy import ServerVariables
 from zstrat.variables import (
+    Beside,
     LocalHome,
     Optimizer,
     ShardedVariable,
@@ -25,9 +29,10 @@ from zstrat.variables import (
     VariableSpec,
     creator,
     handle,
-    slot_infos,
 )
-from zstrat.wire import SnapshotWritten, TensorEntry
+from zstrat.wire import SnapshotWritten, TensorEntry, UpdateOp
+
+decoded = functools.lru_cache(Binding.decoded)  # traced once for all examples
 
 
 class PinnedTensor(NamedTuple):
@@ -48,6 +53,8 @@ class Servers:
     shared: set[int]
     homes: dict[int, tuple[VariableSpec, LocalHome]] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
+    rules: dict[tuple[int, int], LeafRule] = field(default_factory=dict)
+    """By optimizer and variable, as far as trees were told."""
     snapshots: dict[int, dict[int, list[tuple[TensorEntry, np.ndarray]]]] = field(
         default_factory=dict
     )
@@ -63,12 +70,8 @@ class Servers:
             value, slots = home.taken()
             tensors = [(0, "", value, bool(value.ndim))]
             for number in optimizers:
-                for info in slot_infos(
-                    self.optimizers[number], value.shape, value.dtype
-                ):
-                    if number in slots:
-                        array = slots[number][info.leaf]
-                        tensors.append((number, info.leaf, array, info.rows))
+                beside = slots.get(number, Beside((), [], ()))
+                tensors += [(number, *slot) for slot in beside.items()]
             for number, leaf, array, rows in tensors:
                 entry = TensorEntry(
                     key, number, leaf, array.dtype.name, list(array.shape), rows
@@ -119,26 +122,79 @@ class Servers:
                     if whole
                     else reader.read(entry.name, entry.start, entry.stop)
                 )
-            self._put(ps, entry.key, entry.optimizer, entry.leaf, entry.at, array)
+            self._put(ps, entry, array)
 
     async def store(self, ps, entries, arrays):
         self.asked.append(f"store {ps}")
         for entry, array in zip(entries, arrays, strict=True):
-            self._put(ps, *entry[:3], entry.at, array)
+            self._put(ps, entry, array)
 
-    def _put(self, ps, key, number, leaf, at, array):
-        spec, home = self.homes[key]
+    def _put(self, ps, entry, array):
+        spec, home = self.homes[entry.key]
         assert spec.ps == ps
         value, slots = home.taken()
-        if not number:
-            home.put(self._over(value, at, array), {})
+        if not entry.optimizer:
+            home.put(self._over(value, entry.at, array), {})
             return
-        optimizer = self.optimizers[number]
-        named = slots.get(number) or {
-            info.leaf: np.zeros(info.shape, info.dtype)
-            for info in slot_infos(optimizer, value.shape, value.dtype)
-        }
-        home.put(None, {optimizer: {**named, leaf: self._over(named[leaf], at, array)}})
+        beside = slots.get(entry.optimizer) or self._begun(entry, value)
+        if entry.leaf not in beside.names:  # its tree is not known: whatever comes
+            rows = entry.rows and bool(value.ndim)
+            shape = (len(value), *array.shape[1:]) if rows else array.shape
+            room = np.zeros(shape, array.dtype)
+            beside = Beside(
+                (*beside.names, entry.leaf),
+                [*beside.leaves, room],
+                (*beside.rows, rows),
+            )
+        kept = dict(zip(beside.names, beside.leaves, strict=True))
+        new = self._over(kept[entry.leaf], entry.at, array)
+        optimizer = self.optimizers[entry.optimizer]
+        home.put(None, {optimizer: beside.replaced(entry.leaf, new)})
+
+    def _begun(self, entry, value):
+        """Slots that nobody has moved yet: none, if the tree is not known."""
+        rule = self.rules.get((entry.optimizer, entry.key))
+        if rule is None:
+            return Beside((), [], ())
+        return Beside(rule.names, rule.init(value), rule.has_rows).on_host()
+
+    def optimize(self, spec, op, number, arrays, operands):
+        """Moves a variable, or rows of it, as plain optax moves its leaf."""
+        rule, home = self.rules[number, spec.key], self.homes[spec.key][1]
+        value, slots = home.taken()
+        beside = slots.get(number)
+        if beside is None:
+            kept = rule.init(value)
+        else:
+            named = dict(zip(beside.names, beside.leaves, strict=True))
+            assert set(named) == set(rule.names), (set(named), rule.names)
+            kept = [named[name] for name in rule.names]
+        mine = [operands[n] for n in rule.uses]
+        if op is UpdateOp.OPTIMIZE:
+            new, after = rule.step(value, kept, arrays[0], mine)
+        else:
+            new, after = self._rows_moved(rule, value, kept, arrays, mine)
+        beside = Beside(rule.names, list(after), rule.has_rows).on_host()
+        home.put(np.array(new), {self.optimizers[number]: beside})
+
+    @staticmethod
+    def _rows_moved(rule, value, kept, arrays, operands):
+        """The rows that there are gradients of, and what is kept beside these."""
+        indices, inverse = np.unique(arrays[0], return_inverse=True)
+        summed = np.zeros((len(indices), *value.shape[1:]), arrays[1].dtype)
+        np.add.at(summed, inverse, arrays[1])
+        pairs = list(zip(kept, rule.has_rows, strict=True))
+        here = [np.asarray(x)[indices] if rows else x for x, rows in pairs]
+        moved, after = rule.step(value[indices], here, summed, operands)
+        leaves = []
+        for (old, rows), new in zip(pairs, after, strict=True):
+            leaf = np.array(old if rows else new)
+            if rows:
+                leaf[indices] = new
+            leaves.append(leaf)
+        whole = value.copy()
+        whole[indices] = moved
+        return whole, leaves
 
     @staticmethod
     def _over(old, at, array):
@@ -194,15 +250,31 @@ class FakeCluster:
     async def read_async(self, specs):
         return self.read(specs)
 
+    def bind_optimizer(self, number, data, servers=None):
+        assert servers is None
+        known = self.client.optimizers[number]
+        binding = decoded(known.name, known.transformation, data)
+        for rule, keys in zip(binding.rules(), binding.keys, strict=True):
+            for key in keys:
+                self.client.rules[number, key] = rule
+
+    async def bind_optimizer_async(self, number, data, servers=None):
+        self.bind_optimizer(number, data, servers)
+
     def update(self, spec, op, optimizer, arrays):
-        home = self.client.homes[spec.key][1]
-        home.update(
-            handle(spec, home), op, tuple(arrays), self.client.optimizers.get(optimizer)
-        )
+        self.update_many([(spec, op, optimizer, arrays)])
 
     def update_many(self, updates):
-        for update in updates:
-            self.update(*update)
+        operands = {}
+        for spec, op, optimizer, arrays in updates:
+            if op is UpdateOp.OPERANDS:
+                operands[spec.ps, optimizer] = arrays
+            elif optimizer:
+                shared = operands.get((spec.ps, optimizer), ())
+                self.client.optimize(spec, op, optimizer, arrays, shared)
+            else:
+                home = self.client.homes[spec.key][1]
+                home.update(handle(spec, home), op, tuple(arrays), None)
 
     # ---- for tests -------------------------------------------------------------------
 

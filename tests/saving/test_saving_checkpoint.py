@@ -213,8 +213,21 @@ def test_another_optimizer_is_refused(tmp_path):
     value, optimizer = Variable(ones(2)), Optimizer(optax.adam(0.1))
     optimizer.apply_gradients([(ones(2), value)])
     path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
+    other = zeros(2)
     with pytest.raises(InvalidArgumentError, match="it is another optimizer"):
-        Checkpoint(v=zeros(2), o=Optimizer(optax.sgd(0.1))).restore(path)
+        Checkpoint(v=other, o=Optimizer(optax.sgd(0.1), params=[other])).restore(path)
+    assert other.numpy().tolist() == [0.0, 0.0]
+
+
+def test_another_optimizer_whose_tree_is_not_known_is_refused_when_it_is_used(tmp_path):
+    value, optimizer = Variable(ones(2)), Optimizer(optax.adam(0.1))
+    optimizer.apply_gradients([(ones(2), value)])
+    path = Checkpoint(v=value, o=optimizer).save(tmp_path / "c")
+    other, plain = Variable(ones(2), name="other"), Optimizer(optax.sgd(0.1), "plain")
+    Checkpoint(v=other, o=plain).restore(path).assert_consumed()
+    with pytest.raises(ValueError, match=r"keeps .* beside variable 'other', and .*mu"):
+        plain.apply_gradients([(ones(2), other)])
+    np.testing.assert_array_equal(other.numpy(), value.numpy())
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from zstrat.checkpoint import Manifest, verify
 from zstrat.errors import PSUnavailableError, ResourceExhaustedError
 from zstrat.saving import Checkpoint, CheckpointManager, export_safetensors
 from zstrat.variables import IndexedSlices, Optimizer, Variable
-from zstrat.variables._local import _jitted
 
 ROWS = 7
-ADAM = Optimizer(optax.adam(0.1))
+ADAM = optax.adam(0.1)  # one for all examples, so that it is traced once
 layouts = st.tuples(
     st.integers(1, 3), st.integers(1, ROWS), st.sets(st.integers(0, 2), max_size=3)
 )
@@ -28,8 +27,7 @@ def program(servers: int, parts: int, shared: set[int]):
     cluster = FakeCluster(servers, shared)
     table = cluster.variable(np.zeros((ROWS, 2), "f4"), parts, "table")
     bias = cluster.variable(np.zeros(3, "f4"), 1, "bias")
-    optimizer = cluster.optimizer(ADAM.transformation)
-    optimizer.compiled = _jitted(ADAM)  # compiled once for all examples
+    optimizer = cluster.optimizer(ADAM)
     return cluster, {"table": table, "bias": bias}, optimizer
 
 
@@ -82,7 +80,7 @@ def test_who_writes_what(tmp_path):
 
 def test_saving_restoring_and_exporting_are_between_two_steps(tmp_path):
     cluster = FakeCluster(2)
-    table = cluster.variable(np.arange(4.0), 2)
+    table = cluster.variable(np.arange(4, dtype="f4"), 2)
     step = cluster.variable(np.int64(5), 1, "step")
     checkpoint = Checkpoint(t=table)
     cluster.on_rest = lambda: step.assign(6)
@@ -101,7 +99,8 @@ def test_saving_restoring_and_exporting_are_between_two_steps(tmp_path):
 def test_where_others_go_on_it_says_that_it_is_no_cut(tmp_path, caplog):
     cluster = FakeCluster(2)
     cluster.cut = None
-    path = Checkpoint(t=cluster.variable(np.arange(4.0), 2)).save(tmp_path / "c")
+    table = cluster.variable(np.arange(4, dtype="f4"), 2)
+    path = Checkpoint(t=table).save(tmp_path / "c")
     assert Manifest.of(path).metadata["steps"] == [None]
     assert "is no cut: other programs update the variables" in caplog.text
 

@@ -8,6 +8,7 @@ import pytest
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.errors import InvalidArgumentError
+from zstrat.optimizers import Binding
 from zstrat.program import digest, dump_code, load, prepare, rebuild
 from zstrat.strategy import ParameterServerStrategy
 from zstrat.variables import apply
@@ -28,6 +29,8 @@ class FakeSession:
         self.specs = {}
         self.slots = {}
         self.transformations = {}
+        self.rules = {}
+        """By optimizer and variable, of trees that were told."""
         self.requests = []
         self.entries = []
         self.refuse = None
@@ -90,26 +93,62 @@ class FakeSession:
 
     def update_many(self, updates):
         self.requests.append("update_many")
-        for update in updates:
-            self._apply(*update)
+        operands = {}
+        for spec, op, optimizer_id, arrays in updates:
+            if op is UpdateOp.OPERANDS:
+                operands[spec.ps, optimizer_id] = arrays
+            else:
+                shared = operands.get((spec.ps, optimizer_id), ())
+                self._apply(spec, op, optimizer_id, arrays, shared)
 
     def update(self, spec, op, optimizer_id, arrays):
         self.requests.append("update")
         self._apply(spec, op, optimizer_id, arrays)
 
-    def _apply(self, spec, op, optimizer_id, arrays):
+    def bind_optimizer(self, optimizer_id, data, servers=None):
+        assert servers is None
+        known = self.transformations[optimizer_id]
+        binding = Binding.decoded(f"optimizer {optimizer_id}", known, data)
+        for rule, keys in zip(binding.rules(), binding.keys, strict=True):
+            for key in keys:
+                self.rules[optimizer_id, key] = rule
+
+    async def bind_optimizer_async(self, optimizer_id, data, servers=None):
+        self.bind_optimizer(optimizer_id, data, servers)
+
+    def read_slots(self, optimizer_id, specs):
+        return [dict(self.slots.get((spec.key, optimizer_id), {})) for spec in specs]
+
+    def write_slot(self, optimizer_id, spec, name, value):
+        if (spec.key, optimizer_id) not in self.slots:
+            self.slots[spec.key, optimizer_id] = self._begun(spec.key, optimizer_id)
+        assert name in self.slots[spec.key, optimizer_id]
+        self.slots[spec.key, optimizer_id][name] = value
+
+    def _begun(self, key, optimizer_id):
+        rule = self.rules[optimizer_id, key]
+        made = map(np.asarray, rule.init(self.values[key]))
+        return dict(zip(rule.names, made, strict=True))
+
+    def _apply(self, spec, op, optimizer_id, arrays, operands=()):
         value = self.values[spec.key]
         if optimizer_id == 0:
             self.values[spec.key] = apply(op, value, tuple(arrays))
             return
+        # Rows whose gradient is zero do not move, by the rules that are used here.
         gradient = arrays[0]
         if op is UpdateOp.OPTIMIZE_ROWS:
             gradient = apply(UpdateOp.SCATTER_ADD, np.zeros_like(value), tuple(arrays))
-        transformation = self.transformations[optimizer_id]
-        slots = self.slots.get((spec.key, optimizer_id), transformation.init(value))
-        delta, slots = transformation.update(gradient, slots, value)
-        self.slots[spec.key, optimizer_id] = slots
-        self.values[spec.key] = np.asarray(value + delta)
+        rule = self.rules[optimizer_id, spec.key]
+        slots = self.slots.get((spec.key, optimizer_id))
+        if slots is None:
+            slots = self._begun(spec.key, optimizer_id)
+        mine = [operands[n] for n in rule.uses]
+        kept = [slots[name] for name in rule.names]
+        moved, after = rule.step(value, kept, gradient, mine)
+        after = map(np.asarray, after)
+        self.slots[spec.key, optimizer_id] = dict(zip(rule.names, after, strict=True))
+        self.values[spec.key] = np.asarray(moved)
 
     async def read_async(self, specs):
         return self.read(specs)
@@ -155,8 +194,11 @@ class FakeCluster:
         prepared = prepare(shipped, args, {})
         plan = prepared.plan
         result = prepared.run(self.session.read(plan.reads))
-        for update in result.updates:
-            self.session.update(*update)
+        for call in plan.calls:
+            self.session.bind_optimizer(call.optimizer.id, call.binding().encoded())
+        self.session.update_many(
+            [(x.spec, x.op, x.optimizer, x.arrays) for x in result.updates]
+        )
         return rebuild(
             result.layout.structure, result.leaves, plan.out_structure.treedef
         )

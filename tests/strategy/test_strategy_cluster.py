@@ -69,11 +69,27 @@ def test_a_worker_traces_a_step_in_the_scope_of_its_strategy(strategy):
     assert coordinator.schedule(step, args=(1.0,)).fetch() == (2, 4.0)
 
 
-def test_a_ps_refuses_what_mixes_variables_when_the_optimizer_is_made(strategy):
+def test_what_mixes_variables_is_refused_when_the_tree_is_known(strategy):
+    """The norm of what adam makes of all gradients: no ps has all of them."""
+    mixes = optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(1.0))
     with strategy.scope():
-        with pytest.raises(ValueError, match="'clip' mixes variables"):
-            zs.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
-        zs.Optimizer(optax.sgd(1.0)).apply_gradients([(1.0, zs.Variable(1.0))])
+        a, b = zs.Variable([1.0], name="a"), zs.Variable([2.0], name="b")
+        with pytest.raises(ValueError, match=r"'mixes'.*'a'.*'b'"):
+            zs.Optimizer(mixes, name="mixes", params=[a, b])
+        late = zs.Optimizer(mixes, name="late")
+        with pytest.raises(ValueError, match=r"'late'.*'a'.*'b'"):
+            late.apply_gradients([(np.float32([1.0]), a), (np.float32([1.0]), b)])
+        zs.Optimizer(optax.sgd(1.0)).apply_gradients([(np.float32([1.0]), a)])
+    assert (a.numpy(), b.numpy()) == ([0.0], [2.0])
+
+
+def test_gradients_are_clipped_by_the_norm_of_all(strategy):
+    with strategy.scope():
+        a, b = zs.Variable([0.0], name="a"), zs.Variable([0.0], name="b")
+        clip = zs.Optimizer(optax.clip_by_global_norm(1.0), name="clip")
+    # What the transformation makes of gradients is added: a norm of 5 becomes 1.
+    clip.apply_gradients([(np.float32([3.0]), a), (np.float32([4.0]), b)])
+    np.testing.assert_allclose([*a.numpy(), *b.numpy()], [0.6, 0.8], rtol=1e-6)
 
 
 async def test_variables_block_or_wait_in_a_running_loop(strategy):

@@ -1,7 +1,6 @@
 """What a step has destroyed that failed in the middle comes back from other processes,
 from a checkpoint, or by an assignment; until then it is an error that says so."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -35,7 +34,10 @@ class Training:
     def destroy(self):
         """What XLA does with what a step gives it, before the step fails."""
         home = self.v.home
-        for leaf in jax.tree.leaves([home.value(), home.slots(self.momentum)]):
+        for leaf in [
+            home.value(),
+            *home.slot_leaves(self.momentum.slot_rule(self.v)),
+        ]:
             leaf.delete()
 
     def require_lost(self):

@@ -6,7 +6,8 @@ has and gives it to all: after a lost process some may have made one step more. 
 lost a value, because a step failed in the middle, counts as one who comes anew.
 
 Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has.
+collectives whatever each of them has. Homes are not asked by what settles first: that
+is what is going on here.
 """
 
 from __future__ import annotations
@@ -93,9 +94,9 @@ def _list(
         if not isinstance(home, DeviceHome | LocalHome) or _is_own(variable):
             continue
         spec = variable.spec
-        kept = home.optimizers() if isinstance(home, DeviceHome) else frozenset()
+        kept = home.shown_slots() if isinstance(home, DeviceHome) else {}
         rules = [
-            [n, _described(home, rule)]
+            [n, _described(kept[rule.id])]
             for n, rule in enumerate(optimizers)
             if rule.id in kept
         ]
@@ -140,10 +141,10 @@ def _arrays(
             continue
         is_lost = home.is_lost
         arrays.append(home.like() if is_lost else home.shown())
-        slots = {} if is_lost else home.taken()[1]
+        slots = {} if is_lost else home.shown_slots()
         for rule, kinds in _rules(each, optimizers):
             mine = slots.get(rule.id)
-            if mine is None or len(mine.leaves) != len(kinds):
+            if mine is None or _described(mine) != kinds:
                 # This process is given them; what it gives has to look alike.
                 arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
             else:
@@ -163,14 +164,12 @@ def _put(
         if isinstance(home, LocalHome):
             home.put(next(left), {})
             continue
-        value = next(left)
-        slots: dict[Optimizer, Beside | None] = {}
+        home.take_over_shown(next(left))
         for rule, kinds in _rules(each, optimizers):
             leaves = [next(left) for _ in kinds]
             names = tuple([name for name, *_ in kinds])
             rows = tuple([bool(has) for *_, has in kinds])
-            slots[rule] = Beside(names, leaves, rows)
-        home.put(value, slots)
+            home.take_over_shown_slots(rule.id, Beside(names, leaves, rows))
 
 
 def _home(
@@ -196,13 +195,11 @@ def _home(
     return home
 
 
-def _described(home: DeviceHome | LocalHome, rule: Optimizer) -> list[Any]:
-    """Name, shape and dtype of what an optimizer keeps beside a variable, and whether
-    it has the variable's rows."""
-    beside = home.taken()[1][rule.id]
+def _described(slots: Beside) -> list[Any]:
+    """Name, shape and dtype of each, and whether it has the variable's rows."""
     return [
         [name, list(array.shape), array.dtype.name, has]
-        for name, array, has in beside.items()
+        for name, array, has in slots.items()
     ]
 
 

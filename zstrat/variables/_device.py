@@ -207,7 +207,7 @@ class DeviceHome(DeviceValue):
         with self.residence.turn:
             self.residence.settle()
             self.require_kept(name)
-            return self._seen(), {n: each.on_host() for n, each in self._slots.items()}
+            return self._seen(), self.shown_slots()
 
     def read_slots(
         self, optimizer: Optimizer, variables: Sequence[Variable]

@@ -165,6 +165,14 @@ class DeviceValue:
         made = here.returned(leaves) if here.travels else leaves
         self._slots[rule.id] = rule.beside(made)
 
+    def shown_slots(self) -> dict[int, Beside]:
+        """What optimizers keep beside it, by their numbers, from outside of steps."""
+        return {number: each.on_host() for number, each in self._slots.items()}
+
+    def take_over_shown_slots(self, optimizer: int, slots: Beside) -> None:
+        """The inverse, for one optimizer."""
+        self._slots[optimizer] = self._placed(slots)
+
     def optimizers(self) -> frozenset[int]:
         """The numbers of those that keep something beside it."""
         return frozenset(self._slots)
