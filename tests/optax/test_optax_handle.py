@@ -53,7 +53,7 @@ class Place:
         return take
 
 
-@pytest.fixture(params=["here", "servers"])
+@pytest.fixture(scope="module", params=["here", "servers"])
 def place(request):
     if request.param == "here":
         return Place()
