@@ -67,6 +67,7 @@ class Binding:
                 "further": TreeStructure(rule.extras.treedef).plain(),
                 "further_kinds": [_plain_kind(kind) for kind in rule.extras.kinds],
                 "wide": rule.wide,
+                "early": rule.early,
                 "keys": self.keys,
                 "cut": _cut_of(rule),
             },
@@ -97,6 +98,7 @@ class Binding:
                 tuple([jnp.dtype(plain) for plain in told["gradients"]]),
                 Extras(further, kinds),
                 bool(told["wide"]),
+                bool(told["early"]),
             )
             keys = tuple([tuple(map(int, each)) for each in told["keys"]])
             if not len(rule.kinds) == len(rule.gradients) == len(keys):

@@ -147,9 +147,7 @@ def owners_in(rule: TreeRule) -> list[Owner | None]:
     at it: it is made of no gradient, and several leaves are moved with it.
     """
     leaves, count = len(rule.structure), len(rule.state())
-    numbered = rule.state_structure().unflatten(list(range(count)))
-    found: dict[int, Owner] = {}
-    _match(rule.structure.treedef, numbered, 0, found)
+    found = places_in(rule)
     if leaves == 1:
         return [found.get(n, Owner(0, None)) for n in range(count)]
     touched = _touched(rule.update())
@@ -157,12 +155,20 @@ def owners_in(rule: TreeRule) -> list[Owner | None]:
     for number in range(count):
         owner, (made, used) = found.get(number), touched[number]
         if owner is not None and not made and used - {owner.leaf}:
-            owner = None
+            owner = None  # where it is named after the leaf, all the same
         both = made | used
         if owner is None and number not in found and len(both) == 1:
             owner = Owner(next(iter(both)), None)
         owners.append(owner)
     return owners
+
+
+def places_in(rule: TreeRule) -> dict[int, Owner]:
+    """The leaves of the state that lie in copies of the structure of the tree."""
+    numbered = rule.state_structure().unflatten(list(range(len(rule.state()))))
+    found: dict[int, Owner] = {}
+    _match(rule.structure.treedef, numbered, 0, found)
+    return found
 
 
 def _match(treedef: Any, node: Any, depth: int, found: dict[int, Owner]) -> bool:
@@ -343,7 +349,7 @@ class _Search:
         union = 0
         for var in wanted:
             union |= mask_of(mask, var)
-        if not union & ~allowed:
+        if not union & ~allowed and not self._rule.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)
         frontier: set[Any] = set()
@@ -388,11 +394,20 @@ class _Search:
     def _at_once(self, var: Any, allowed: int) -> Any:
         """How a variable is had, if that can be told without those before it."""
         bits = mask_of(self._program.mask, var)
+        if self._rule.early and var in self._makers and self._has_a_gradient(bits):
+            is_operand = not var.aval.shape and not bits & ~self._known_mask
+            return _OPERAND if is_operand else None
         if not bits & ~allowed:
             return _LOCAL
         if var not in self._makers:
             return _OPERAND if var in self._further else _FAILS
         return None if bits & ~self._known_mask or var.aval.shape else _OPERAND
+
+    def _has_a_gradient(self, bits: int) -> bool:
+        """Whether something is made of a gradient that is no scalar."""
+        gradients = bits & ((1 << self._leaves) - 1)
+        found = _leaves_in(gradients, self._leaves)
+        return any(self._rule.kinds[leaf].shape for leaf in found)
 
     def _way(self, var: Any, size: int) -> Any:
         """How one is had that cannot be computed here."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +27,10 @@ _CALLS: Final = frozenset(
     }
 )  # fmt: skip
 """Equations that run the jaxpr inside of them once, on what they are given."""
+
+
+_INSIDE: Final = frozenset({"cond", "scan", "while"})
+"""Equations of which an output may not need all operands."""
 
 
 def flat(
@@ -103,6 +107,25 @@ class Part:
         """How many there are."""
         return len(self._eqns)
 
+    def closed(self, inputs: Sequence[Any]) -> ClosedJaxpr | None:
+        """The part as a program of these variables, without tracing it; None if only
+        some outputs of a branch are in it."""
+        for eqn, needs in self._eqns:
+            if eqn.primitive.name in _INSIDE and not all(needs):
+                return None
+        read = [v for eqn, _ in self._eqns for v in eqn.invars] + self._wanted
+        used = {v for v in read if not isinstance(v, Literal) and v in self._consts}
+        constvars = [var for var in self._consts if var in used]
+        effects = set(no_effects).union(*[eqn.effects for eqn, _ in self._eqns])
+        pruned = self._jaxpr.replace(
+            constvars=constvars,
+            invars=list(inputs),
+            outvars=self._wanted,
+            eqns=[eqn for eqn, _ in self._eqns],
+            effects=effects,
+        )
+        return ClosedJaxpr(pruned, [self._consts[var] for var in constvars])
+
     def run(self, known: Mapping[Any, Any]) -> list[Any]:
         """The wanted values, from those of what is available."""
         env = {**self._consts, **known}
@@ -162,7 +185,10 @@ def _value(env: Mapping[Any, Any], var: Any) -> Any:
 
 
 def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """One equation, as a program of its own: how its parameters are bound is jax's."""
+    if eqn.primitive.name not in _CALLS:
+        made = eqn.primitive.bind(*operands, **eqn.params)
+        return made if eqn.primitive.multiple_results else [made]
+    # How the functions of a call are bound is jax's: it is a program of its own.
     given = {
         var: operand
         for var, operand in zip(eqn.invars, operands, strict=True)
@@ -175,8 +201,8 @@ def _bound(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         eqns=[eqn],
         effects=eqn.effects,
     )
-    made: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
-    return made
+    called: Sequence[Any] = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*given.values())
+    return called
 
 
 def _selected(eqn: Any, operands: Sequence[Any]) -> list[Any]:

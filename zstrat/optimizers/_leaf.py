@@ -194,11 +194,9 @@ class LeafRule:
 
     def _name(self, state: int) -> str:
         """The path of a leaf of the state, without that of the leaf of the tree."""
-        owner, path = self.tree.owners()[state], self.tree.state()[state].path
-        if owner is None or owner.start is None:
-            return keystr(path)
-        size = len(self.tree.structure.paths[self.leaf])
-        return keystr((*path[: owner.start], *path[owner.start + size :]))
+        leaf, name = self.tree.place(state)
+        about = self.tree.state()[state]
+        return name if leaf in (None, self.leaf) else keystr(about.path)
 
     def _grown(self) -> list[Any] | None:
         """The state of a tree whose leaves have one row more."""
@@ -245,6 +243,10 @@ class _Step:
         return moved, after
 
     def closed(self) -> Any:
+        found = self._part.closed(self._inputs)
+        if found is not None:
+            return found
+
         def run(*given: Any) -> list[Any]:
             known = dict(zip(self._inputs, given, strict=True))
             return self._part.run(known)

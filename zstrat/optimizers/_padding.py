@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import numpy as np
 from jax.extend.core import Literal
 
 from ._jaxprs import inner_call
@@ -40,6 +41,7 @@ _EITHER: Final = frozenset({"mul", "and"})
 _SUMS: Final = frozenset({"reduce_sum", "reduce_or", "reduce_xor"})
 
 _FREE: Final = "no rows"
+_NULL: Final = "zero everywhere"
 _ZERO: Final = "zeros"
 _TRUE: Final = "true"
 _SIZE: Final = "size"
@@ -58,7 +60,7 @@ def dependence_on_padding(tree: TreeRule, leaf: int, count: int) -> str:
         var: _ZERO if n == leaf else _FREE for n, var in enumerate(closed.jaxpr.invars)
     }
     found = _through(closed.jaxpr, kinds)
-    if all(kind == _FREE for kind in found):
+    if all(kind in (_FREE, _NULL) for kind in found):
         return ""
     return "what it computes of all gradients would count rows that have none"
 
@@ -90,13 +92,17 @@ def _through(jaxpr: Any, kinds: dict[Any, str]) -> list[str]:
 
 
 def _kind(kinds: dict[Any, str], var: Any) -> str:
-    return _FREE if isinstance(var, Literal) else kinds.get(var, _FREE)
+    if isinstance(var, Literal):
+        return _FREE if np.any(np.asarray(var.val)) else _NULL
+    return kinds.get(var, _FREE)
 
 
 def _made(eqn: Any, given: Sequence[str]) -> str:
-    name, about = eqn.primitive.name, {kind for kind in given if kind != _FREE}
+    name = eqn.primitive.name
+    about = {kind for kind in given if kind not in (_FREE, _NULL)}
     if not about:
-        return _FREE
+        is_null = set(given) == {_NULL} and name in _KEEP | {"broadcast_in_dim"}
+        return _NULL if is_null else _FREE
     zeros = about <= {_ZERO, _SIZE}
     if name in {"abs", "square"} and zeros:
         return _SIZE
@@ -105,6 +111,8 @@ def _made(eqn: Any, given: Sequence[str]) -> str:
         return (_SIZE if power % 2 == 0 else _ZERO) if power > 0 else _ANY
     if name == "is_finite" and zeros:
         return _TRUE
+    if name == "ne" and zeros and eqn.invars[0] is eqn.invars[1]:
+        return _ZERO  # as isnan asks
     if name == "not":
         return {_ZERO: _TRUE, _TRUE: _ZERO}.get(next(iter(about)), _ANY)
     if name == "and" and about == {_TRUE} and _FREE not in given:

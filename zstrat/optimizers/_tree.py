@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import optax
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.errors import InvalidArgumentError
 
-from ._cut import Owner, TreeCut, owners_in
+from ._cut import Owner, TreeCut, owners_in, places_in
 from ._jaxprs import flat, masks, primitives
 
 if TYPE_CHECKING:
@@ -125,7 +125,9 @@ class TreeRule:
     """See the module's docstring.
 
     ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
-    ``wide``: it is traced with 64 bits, whatever the process computes with.
+    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
+    what is made of one gradient alone, as its norm, is an operand, too, so that the
+    rows of that leaf can be moved one by one.
     """
 
     name: str
@@ -135,6 +137,7 @@ class TreeRule:
     gradients: tuple[Any, ...]
     extras: Extras = field(default_factory=Extras.none)
     wide: bool = False
+    early: bool = False
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
@@ -162,6 +165,21 @@ class TreeRule:
             self._programs["owners"] = owners_in(self)
         found: list[Owner | None] = self._programs["owners"]
         return found
+
+    def place(self, state: int) -> tuple[int | None, str]:
+        """The leaf of the tree in whose place a leaf of the state lies, if it is in a
+        copy of the tree's structure, and its path without the leaf's own."""
+        if "places" not in self._programs:
+            self._programs["places"] = places_in(self)
+        owner, path = self._programs["places"].get(state), self.state()[state].path
+        if owner is None:
+            return None, keystr(path)
+        end = owner.start + len(self.structure.paths[owner.leaf])
+        return owner.leaf, keystr((*path[: owner.start], *path[end:]))
+
+    def early_rule(self) -> TreeRule:
+        """The same with `early`."""
+        return replace(self, early=True, _programs={})
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None

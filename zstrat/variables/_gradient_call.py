@@ -55,6 +55,15 @@ class GradientCall:
         return tuple([c for leaf in self.given for c in self.targets[leaf].components])
 
     @property
+    def by_rows(self) -> frozenset[int]:
+        """The leaves of which rows or parts are moved by themselves."""
+        return frozenset(
+            leaf
+            for leaf, target, sparse, _ in self.leaves()
+            if sparse or len(target.components) > 1
+        )
+
+    @property
     def arrays(self) -> tuple[Any, ...]:
         """All arrays in a row: those of the gradients, then further arguments."""
         return (*[x for each in self.operands for x in each], *self.further)
@@ -73,13 +82,13 @@ class GradientCall:
         ):
             yield leaf, self.targets[leaf], sparse, mine
 
-    def rule(self, *, is_here: bool) -> TreeRule:
+    def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
         """The transformation on this tree.
 
         ``is_here``: the variables live in this process, which computes with the 32 bits
         of jax unless its user has switched 64 on.
         """
-        return self.optimizer.rule(self, is_here=is_here)
+        return self.optimizer.rule(self, is_here=is_here, is_traced=is_traced)
 
     def words(self, leaf: int) -> str:
         """What a message calls a leaf."""

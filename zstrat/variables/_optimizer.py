@@ -185,8 +185,13 @@ class Optimizer:
 
     # ---- what others ask of it -----------------------------------------------------
 
-    def rule(self, call: GradientCall, *, is_here: bool) -> TreeRule:
+    def rule(
+        self, call: GradientCall, *, is_here: bool, is_traced: bool = True
+    ) -> TreeRule:
         """The transformation on the tree of a call; traced once.
+
+        Args:
+            is_traced: Its update is traced, too; else its state alone.
 
         Raises:
             ValueError: It cannot be traced on that tree.
@@ -197,9 +202,13 @@ class Optimizer:
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        key = (call.structure, shapes, dtypes, call.extras, wide)
+        by_rows = call.by_rows
+        key = (call.structure, shapes, dtypes, call.extras, wide, by_rows)
         for known, made in self._rules:
             if known == key:
+                if is_traced:
+                    with tracing(call):
+                        made.cut()
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
         new = TreeRule(
@@ -212,16 +221,30 @@ class Optimizer:
             wide,
         )
         with tracing(call):
-            new.cut()
+            if is_traced and by_rows:
+                new = self._for_rows(new, by_rows)
+            new.cut() if is_traced else new.state()
         self._rules.append((key, new))
         return new
+
+    def _for_rows(self, tree: TreeRule, leaves: frozenset[int]) -> TreeRule:
+        """The same, with all that is made of gradients computed before, if the rows of
+        these leaves can be moved one by one in no other way."""
+        if tree.cut().coupling is not None:
+            return tree
+        if not any(self.leaf_rule(tree, leaf).row_dependence for leaf in leaves):
+            return tree
+        early = tree.early_rule()
+        if any(self.leaf_rule(early, leaf).row_dependence for leaf in leaves):
+            return tree
+        return early
 
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
         """What moves one leaf of a tree."""
         from zstrat.optimizers import LeafRule
 
         key = id(tree), leaf
-        if key not in self._leaf_rules:
+        if key not in self._leaf_rules:  # which keeps the tree, and its id
             self._leaf_rules[key] = LeafRule(tree, leaf)
         return self._leaf_rules[key]
 
@@ -263,14 +286,15 @@ class Optimizer:
         return None
 
     def known_call(self) -> GradientCall | None:
-        """A call on its tree without arrays, None if it has none yet, or if its update
-        wants further arguments that no call has had yet.
+        """A call on its tree without arrays, None if it has none yet.
 
         Raises:
             RuntimeError: It has moved several trees.
         """
         if self._tree is not None:
-            return self._own_call()
+            return self.moved.get(_keys_of(self._tree[1])) or self._empty_call(
+                *self._tree
+            )
         if len(self.moved) > 1:
             raise RuntimeError(
                 f"optimizer {self.name!r} has moved {len(self.moved)} trees of "
@@ -282,17 +306,14 @@ class Optimizer:
     # ---- private -------------------------------------------------------------------
 
     def _own_call(self) -> GradientCall | None:
-        """A call on the tree that it was given, with the further arguments that calls
-        have; None if it has no tree, or cannot know these arguments yet."""
+        """A call on the tree that it was given, whose update can be traced; None if it
+        has no tree, or wants further arguments that no call has told yet."""
         from zstrat.optimizers import takes_extras
 
         if self._tree is None:
             return None
-        structure, targets = self._tree
-        known = self.moved.get(_keys_of(targets))
-        if known is not None:
-            return known
-        call = self._empty_call(structure, targets)
+        call = self.known_call()
+        assert call is not None
         try:
             call.rule(is_here=lives_here(call))
         except ValueError:

@@ -22,6 +22,8 @@ from ._tree_updates import lives_here
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from zstrat.optimizers import TreeRule
+
     from ._gradient_call import GradientCall
     from ._optimizer import Optimizer
     from ._variable import Variable
@@ -30,22 +32,33 @@ if TYPE_CHECKING:
 def state_of(optimizer: Optimizer) -> Any:
     """See `Optimizer.state`."""
     call = _known(optimizer)
-    tree = call.rule(is_here=lives_here(call))
+    tree = call.rule(is_here=lives_here(call), is_traced=False)
     found = _slots_of(call)
-    leaves: list[Any] = [None] * len(tree.state())
-    for leaf, target in enumerate(call.targets):
-        rule = optimizer.leaf_rule(tree, leaf)
-        parts = [found[c.spec.key] for c in target.components]
-        for slot in rule.slots:
-            arrays = [part[slot.name] for part in parts if slot.name in part]
-            if not arrays or leaves[slot.state] is not None:
-                continue
-            whole = slot.rows and len(arrays) == len(parts)
-            leaves[slot.state] = np.concatenate(arrays) if whole else arrays[0]
+    leaves = [_leaf_of(call, tree, found, n) for n in range(len(tree.state()))]
     if any(leaf is None for leaf in leaves):
         pairs = zip(leaves, _initial(call), strict=True)
         leaves = [first if leaf is None else leaf for leaf, first in pairs]
-    return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
+    with tree.precision():
+        return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
+
+
+def _leaf_of(
+    call: GradientCall,
+    tree: TreeRule,
+    found: Mapping[int, Mapping[str, np.ndarray]],
+    state: int,
+) -> np.ndarray | None:
+    """A leaf of the state, of what is kept beside the variables; None if it is not
+    there yet."""
+    leaf, name = tree.place(state)
+    targets = call.targets if leaf is None else [call.targets[leaf]]
+    for target in targets:
+        parts = [found[component.spec.key] for component in target.components]
+        arrays = [part[name] for part in parts if name in part]
+        if len(arrays) == len(parts) and arrays:
+            is_whole = arrays[0].shape == tree.state()[state].kind.shape
+            return arrays[0] if is_whole else np.concatenate(arrays)
+    return None
 
 
 class Hyperparameters:
@@ -61,12 +74,9 @@ class Hyperparameters:
             KeyError: There is none of that name; says which there are.
         """
         call, states = self._found(name)
-        for variable, slot in _places(call, states[0]):
-            (kept,) = _home(variable).read_slots(self._optimizer, [variable])
-            if slot in kept:
-                return np.asarray(kept[slot])
-        value = np.asarray(_initial(call)[states[0]])
-        return value
+        tree = call.rule(is_here=lives_here(call), is_traced=False)
+        found = _leaf_of(call, tree, _slots_of(call), states[0])
+        return np.asarray(_initial(call)[states[0]] if found is None else found)
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Assigns it, everywhere it is kept. Steps that are under way may not see it.
@@ -113,7 +123,7 @@ class Hyperparameters:
 
     def _names(self, call: GradientCall) -> dict[str, list[int]]:
         """Leaves of the state, by name."""
-        tree = call.rule(is_here=lives_here(call))
+        tree = call.rule(is_here=lives_here(call), is_traced=False)
         names: dict[str, list[int]] = {}
         for number, leaf in enumerate(tree.state()):
             for key, after in zip(leaf.path, leaf.path[1:], strict=False):
@@ -136,8 +146,7 @@ def _known(optimizer: Optimizer) -> GradientCall:
         raise RuntimeError(
             f"the tree of optimizer {optimizer.name!r} is not known here: it has moved "
             "nothing in this process. Name it when the optimizer is made, "
-            "zs.Optimizer(transformation, params=params); if its update wants further "
-            "arguments (value=loss), the first apply_gradients tells what they are"
+            "zs.Optimizer(transformation, params=params)"
         )
     return call
 
@@ -177,7 +186,7 @@ def _places(call: GradientCall, state: int) -> Iterator[tuple[Variable, str]]:
 
 def _initial(call: GradientCall) -> Sequence[Any]:
     """The state before the first gradient."""
-    tree = call.rule(is_here=lives_here(call))
+    tree = call.rule(is_here=lives_here(call), is_traced=False)
     values = [read_all(target.components) for target in call.targets]
     whole = [np.concatenate(v) if len(v) > 1 else v[0] for v in values]
     with tree.precision():
