@@ -38,9 +38,15 @@ class Place:
             variables = jax.tree.map(zs.Variable, start)
             return variables, zs.Optimizer(transformation, params=variables)
 
-    def stepper(self, optimizer, variables):
+    def stepper(self, optimizer, variables, also=""):
         @zs.function
         def train_step(gradients, extra):
+            if also == "state":
+                _ = optimizer.state
+            if also == "read":
+                _ = optimizer.hyperparams["learning_rate"]
+            if also == "assign":
+                optimizer.hyperparams["learning_rate"] = 0.25
             optimizer.apply_gradients(gradients, variables, **extra)
 
         def take(gradients, **extra):
@@ -53,21 +59,21 @@ class Place:
         return take
 
 
-@pytest.fixture(params=["here", "servers"])
+@pytest.fixture(scope="module", params=["here", "servers"])
 def place(request):
     if request.param == "here":
         return Place()
     return Place(*request.getfixturevalue("servers"))
 
 
-def by_optax(transformation, gradients, start=START, change=None):
+def by_optax(transformation, gradients, start=START, change=None, **extra):
     """The last values and state; ``change`` gets the state before each step."""
     transformation = optax.with_extra_args_support(transformation)
     values = jax.tree.map(jnp.asarray, start)
     state = transformation.init(values)
     for number, gradient in enumerate(gradients):
         state = state if change is None else change(number, state)
-        updates, state = transformation.update(gradient, state, values)
+        updates, state = transformation.update(gradient, state, values, **extra)
         values = optax.apply_updates(values, updates)
     return values, state
 
@@ -152,6 +158,41 @@ def test_an_extra_argument_that_is_missing_is_named(place):
     take = place.stepper(optimizer, variables)
     with pytest.raises(Exception, match="value"):
         take(GRADIENTS[0])
+
+
+def test_an_extra_argument_becomes_known_with_the_first_call(place, tmp_path):
+    def transformation():
+        plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
+        return optax.chain(optax.adam(0.1), plateau)
+
+    def moved(optimizer, variables):
+        optimizer.apply_gradients(GRADIENTS[0], variables, value=np.float32(1))
+
+    alike = [GRADIENTS[0]] * 3
+    first, optimizer = place.made(transformation())
+    assert_close(optimizer.state, by_optax(transformation(), [])[1])
+    for _ in range(3):
+        moved(optimizer, first)
+    assert_close(optimizer.state, by_optax(transformation(), alike, value=1.0)[1])
+    saved = zs.Checkpoint(params=first, optimizer=optimizer).save(tmp_path / "saved")
+    second, restored = place.made(transformation())
+    zs.Checkpoint(params=second, optimizer=restored).restore(saved)
+    for each, variables in ((optimizer, first), (restored, second)):
+        moved(each, variables)
+    assert_close(restored.state, optimizer.state)
+    assert_close(values_of(second), values_of(first))
+
+
+@pytest.mark.parametrize("what", ["state", "read", "assign"])
+def test_in_a_step_the_handle_is_refused(place, what):
+    variables, optimizer = place.made(
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+    )
+    take = place.stepper(optimizer, variables, also=what)
+    with pytest.raises(RuntimeError, match="between steps"):
+        take(GRADIENTS[0])
+    assert float(optimizer.hyperparams["learning_rate"]) == 0.5
+    assert_close(values_of(variables), START)
 
 
 def test_a_refusal_names_two_leaves_and_the_cure(servers):

@@ -119,14 +119,15 @@ class Optimizer:
 
         Raises:
             RuntimeError: Its tree is not known: it has moved nothing, and ``params=``
-                was not given. Or it has moved several trees.
+                was not given. Or it has moved several trees. Or this is in a step.
         """
         return state_of(self)
 
     @property
     def hyperparams(self) -> Hyperparameters:
         """Those of ``optax.inject_hyperparams``, by name: to read, and to assign while
-        training goes on, as ``optimizer.hyperparams["learning_rate"] = 1e-4``."""
+        training goes on, as ``optimizer.hyperparams["learning_rate"] = 1e-4``; between
+        steps, by the program, not in a step."""
         return Hyperparameters(self)
 
     def apply_gradients(
@@ -276,10 +277,8 @@ class Optimizer:
 
     def _place_of(self, variable: Variable) -> tuple[GradientCall, int, int] | None:
         """The leaf that a variable is, and which of its components."""
-        calls = [*self.moved.values()]
-        if self._tree is not None:
-            calls.append(self._empty_call(*self._tree))
-        for call in calls:
+        own = self._own_call()
+        for call in [*self.moved.values()] if own is None else [own]:
             for leaf, target in enumerate(call.targets):
                 for number, component in enumerate(target.components):
                     if component.spec.key == variable.spec.key:
@@ -293,9 +292,9 @@ class Optimizer:
             RuntimeError: It has moved several trees.
         """
         if self._tree is not None:
-            structure, targets = self._tree
-            keys = tuple([c.spec.key for v in targets for c in v.components])
-            return self.moved.get(keys) or self._empty_call(structure, targets)
+            return self.moved.get(_keys_of(self._tree[1])) or self._empty_call(
+                *self._tree
+            )
         if len(self.moved) > 1:
             raise RuntimeError(
                 f"optimizer {self.name!r} has moved {len(self.moved)} trees of "
@@ -305,6 +304,23 @@ class Optimizer:
         return next(iter(self.moved.values()), None)
 
     # ---- private -------------------------------------------------------------------
+
+    def _own_call(self) -> GradientCall | None:
+        """A call on the tree that it was given, whose update can be traced; None if it
+        has no tree, or wants further arguments that no call has told yet."""
+        from zstrat.optimizers import takes_extras
+
+        if self._tree is None:
+            return None
+        call = self.known_call()
+        assert call is not None
+        try:
+            call.rule(is_here=lives_here(call))
+        except ValueError:
+            if takes_extras(self._transformation):
+                return None
+            raise
+        return call
 
     def _call(
         self, grads: Any, variables: Any, extra: dict[str, Any], *, is_reduced: bool
@@ -317,7 +333,7 @@ class Optimizer:
         for variable in given.moved:
             self._check_place(variable)
         call = given.call(self, extra, is_reduced=is_reduced)
-        keys = tuple([c.spec.key for v in call.targets for c in v.components])
+        keys = _keys_of(call.targets)
         if keys not in self.moved:
             self.moved[keys] = self._empty_call(call.structure, call.targets, call)
         return call
@@ -400,6 +416,10 @@ def _handle(
     made._tree = None if params is None else _tree_of(params)
     made._forget_traces()
     return made
+
+
+def _keys_of(targets: tuple[AbstractVariable, ...]) -> tuple[int, ...]:
+    return tuple([c.spec.key for v in targets for c in v.components])
 
 
 def _tree_of(params: Any) -> tuple[TreeStructure, tuple[AbstractVariable, ...]]:

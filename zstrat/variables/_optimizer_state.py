@@ -15,6 +15,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey
 
 from ._home import Binds, KeepsSlots, read_all
+from ._recorder import recorder
+from ._staging import is_staging
 from ._tree_updates import lives_here
 
 if TYPE_CHECKING:
@@ -131,6 +133,14 @@ class Hyperparameters:
 
 
 def _known(optimizer: Optimizer) -> GradientCall:
+    if recorder.get() is not None or is_staging():
+        raise RuntimeError(
+            f"the state and the hyperparameters of optimizer {optimizer.name!r} cannot "
+            "be read or assigned in a step: that would happen once, while the step is "
+            "traced. Do it between steps, where they are scheduled; what changes with "
+            "each step is a schedule (optax.inject_hyperparams(optax.adam)("
+            "learning_rate=optax.cosine_decay_schedule(...)))"
+        )
     call = optimizer.known_call()
     if call is None:
         raise RuntimeError(
