@@ -16,7 +16,7 @@ import optax
 import pytest
 
 from zstrat.errors import OutOfRangeError, PSUnavailableError
-from zstrat.optimizers import Binding, Structure, TreeRule
+from zstrat.optimizers import Binding, TreeRule, TreeStructure
 from zstrat.program import (
     ResultLayout,
     StepResult,
@@ -135,7 +135,7 @@ def bound(world, variable):
     """The optimizer moves it, in a tree of its own."""
     kind = jax.ShapeDtypeStruct(variable.shape, jnp.dtype(variable.dtype))
     rule = TreeRule(
-        "sgd", optax.sgd(1.0), Structure.of({"w": kind}), (kind,), (kind.dtype,)
+        "sgd", optax.sgd(1.0), TreeStructure.of({"w": kind}), (kind,), (kind.dtype,)
     )
     data = np.frombuffer(Binding(rule, ((variable.spec.key,),)).encoded(), np.uint8)
     order = BindOptimizer(world.session, SGD, (data,))
