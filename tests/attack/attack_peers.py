@@ -255,7 +255,7 @@ def keyed(
     client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     client.linger, client.sndhwm, client.rcvhwm = 0, 0, 0
     try:
-        Security.load(folder, job).arm_client(client, server)
+        Security.load(folder, job).arm_client(client, server, 0)
         client.connect(f"tcp://{relay.address}")
         peer = Keyed(client, relay)
         peer.tell(hello or claim(job))

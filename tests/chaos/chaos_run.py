@@ -31,6 +31,8 @@ class Totals:
     def add(self, work, *, killed=False):
         """Counts what is wrong with the words of a round."""
         for error in work.errors:
+            if isinstance(error, zs.ResultLostError):
+                continue  # it says where the step was applied, and of variables nothing
             allowed = isinstance(error, zs.PSUnavailableError | zs.CancelledError)
             if not allowed or ("lost" in str(error) and not killed):
                 self.false += 1

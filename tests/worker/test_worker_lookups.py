@@ -50,6 +50,7 @@ class Plan:
     draws: tuple = (0,)
     has_lookups: bool = True
     lookups: tuple = ()
+    calls: tuple = ()
     layout: ResultLayout = field(default=ResultLayout(("float32",), ((),), 0))
 
 
