@@ -67,8 +67,8 @@ def test_slots_begin_anew_with_it(two, capfd):
 
     step()
     home = variable.home
-    slots = [failing(leaf) for leaf in home.slot_leaves(optimizer)]
-    home.take_over_slots(optimizer, slots)
+    rule = optimizer.slot_rule(variable)
+    home.take_over_slots(rule, [failing(leaf) for leaf in home.slot_leaves(rule)])
     home.take_over(failing(home.value()))
     variable.assign(np.zeros(3, np.float32))
     step()

@@ -116,6 +116,9 @@ def test_gradients_per_replica_are_refused_outside_of_the_replicas(two):
         optimizer.apply_gradients([(gradient, v)])
     optimizer.apply_gradients([(two.reduce("sum", gradient, None), v)])
     np.testing.assert_allclose(v.numpy(), 0.8, rtol=1e-6)
+    mirrored = two.extended.broadcast_to(np.ones(3, np.float32), v)
+    optimizer.apply_gradients([(mirrored, v)])  # the same for all copies
+    np.testing.assert_allclose(v.numpy(), 0.7, rtol=1e-6)
 
 
 @pytest.mark.shows("PerReplica values")

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         Home,
-        HomeUpdate,
         Optimizer,
         VariableSpec,
     )
@@ -60,15 +59,13 @@ class MirroredVariable(Variable):
     def _dense(
         self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
     ) -> Self:
-        value = of_all_copies(self._spec, value)
+        value = self._operand(value)
         if optimizer is None and isinstance(value, int | float | complex):
             self._require_distributed(value)
         return super()._dense(op, value, optimizer)
 
-    def _planned(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
-    ) -> list[HomeUpdate]:
-        return super()._planned(op, of_all_copies(self._spec, value), optimizer)
+    def _operand(self, value: Any) -> Any:
+        return of_all_copies(self._spec, value)
 
     def _require_distributed(self, value: complex) -> None:
         """Refuses a sum of what is the same number on several replicas.

@@ -8,7 +8,7 @@ collective then: all of them read. A checkpoint has what is read, so all of them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -170,15 +170,8 @@ class SyncOnReadVariable(Variable):
         assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
 
-    def _dense(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
-    ) -> Self:
-        return super()._dense(op, of_all_copies(self._spec, value), optimizer)
-
-    def _planned(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
-    ) -> list[HomeUpdate]:
-        return super()._planned(op, of_all_copies(self._spec, value), optimizer)
+    def _operand(self, value: Any) -> Any:
+        return of_all_copies(self._spec, value)
 
     def _record(
         self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None

@@ -387,6 +387,15 @@ class AbstractVariable(ArrayOperators):
 
     # ---- the one way of every update -----------------------------------------------
 
+    def _operand(self, value: Any) -> Any:
+        """What an update of the whole variable, or a gradient, is given: the operand of
+        every copy, of a variable that has some.
+
+        Raises:
+            TypeError: It is none.
+        """
+        return value
+
     def _dense(
         self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
     ) -> Self:
@@ -394,7 +403,8 @@ class AbstractVariable(ArrayOperators):
         if recording is None:
             update_all(self._planned(op, value, optimizer))
         else:
-            traced = _convert.traced_operand(self._spec, value, WORDS[op])
+            given = self._operand(value)
+            traced = _convert.traced_operand(self._spec, given, WORDS[op])
             self._record(recording, op, traced, optimizer)
         return self
 
@@ -420,7 +430,8 @@ class AbstractVariable(ArrayOperators):
     ) -> list[HomeUpdate]:
         """A checked update outside of steps, split over the components."""
         refuse_update(self._spec, WORDS[op])
-        operand = _convert.plain_operand(self._spec, value, WORDS[op])
+        given = self._operand(value)
+        operand = _convert.plain_operand(self._spec, given, WORDS[op])
         return self._updates(op, operand, optimizer)
 
     def _planned_rows(

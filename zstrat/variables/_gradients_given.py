@@ -211,6 +211,7 @@ def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
             return rows
         return _convert.traced_rows(spec, gradient.indices, gradient.values, words)
     words = WORDS[UpdateOp.OPTIMIZE]
+    gradient = variable._operand(gradient)
     if not is_traced:
         refuse_update(spec, words)
         return (_convert.plain_operand(spec, gradient, words),)
