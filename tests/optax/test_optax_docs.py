@@ -1,8 +1,8 @@
-"""The examples of docs/optimizers.md run as they stand, on replicas of this process and
-on parameter servers; each optimizer that they make then moves as plain optax does."""
+"""The examples of docs/optimizers.md run as they stand, in this process and on
+parameter servers; there the last optimizer of each section then moves as plain optax.
+(In one process this is what test_optax_quick.py and test_optax_everywhere.py show.)"""
 
 import re
-from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -16,16 +16,35 @@ import zstrat as zs
 pytestmark = pytest.mark.processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
-FENCED = re.compile(r"^```python *(.*?)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(
+    r"^```python *(.*?)\n(.*?)^```$|^## (.*?)$", re.MULTILINE | re.DOTALL
+)
 
 
-def blocks():
-    """For each fenced block: its line in the page, where it runs, and its source."""
-    page = PAGE.read_text()
-    return [
-        (page[: found.start()].count("\n") + 2, found[1], found[2])
-        for found in FENCED.finditer(page)
-    ]
+def sections():
+    """By title: for each fenced block its line in the page, where it runs, and its
+    source. The first section has no title, and what it defines is there in all."""
+    page, title = PAGE.read_text(), ""
+    found = {title: []}
+    for each in FENCED.finditer(page):
+        if each[3]:
+            title = each[3]
+        else:
+            line = page[: each.start()].count("\n") + 2
+            found.setdefault(title, []).append((line, each[1], each[2]))
+    return found
+
+
+SECTIONS = sections()
+
+
+def run(title, names, where, after):
+    """The blocks of a section that run in one place; ``after``: called after each."""
+    for line, only, source in SECTIONS[title]:
+        if only in ("", where):
+            code = compile("\n" * (line - 1) + source, str(PAGE), "exec")
+            exec(code, names)
+            after()
 
 
 def halves(shape, dtype):
@@ -35,28 +54,13 @@ def halves(shape, dtype):
     return [2 if is_table and n == 0 else 1 for n in range(len(shape))]
 
 
-@contextmanager
-def in_process():
-    yield zs.MirroredStrategy(["CPU:0", "CPU:1"]), None
-
-
-@contextmanager
+@pytest.fixture(scope="module")
 def servers():
     with zs.LocalCluster(num_ps=2, num_workers=1) as cluster:
         with zs.ParameterServerStrategy(
             cluster.resolver, variable_partitioner=halves
         ) as strategy:
             yield strategy, zs.ClusterCoordinator(strategy)
-
-
-def ran(step, batch, strategy, coordinator):
-    """One step, as programs of that strategy take it."""
-    if coordinator is None:
-        with strategy.scope():
-            step(batch)
-    else:
-        coordinator.schedule(step, args=(batch,))
-        coordinator.join()
 
 
 def assert_close(got, expected):
@@ -72,40 +76,53 @@ def assert_moves_as_optax(optimizer, params):
     transformation = optimizer.transformation
     is_told = isinstance(transformation, optax.GradientTransformationExtraArgs)
     extra = {"value": np.float32(2)} if is_told else {}
-    update = jax.jit(transformation.update)
     values, state = zs.values(params), optimizer.state
     for number in range(2):
         gradients = jax.tree.map(lambda leaf, n=number: np.cos(leaf + n), values)
         optimizer.apply_gradients(gradients, params, **extra)
-        updates, state = update(gradients, state, values, **extra)
+        updates, state = transformation.update(gradients, state, values, **extra)
         values = jax.tree.map(np.asarray, optax.apply_updates(values, updates))
     assert_close(zs.values(params), values)
     assert_close(optimizer.state, state)
 
 
-@pytest.mark.parametrize("place", [in_process, servers])
-def test_the_examples_run(place, tmp_path):
-    with place() as (strategy, coordinator):
-        names = {"strategy": strategy, "folder": tmp_path / "saved"}
-        for line, where, source in blocks():
-            if where and where != place.__name__.replace("_", "-"):
-                continue
-            if "zs.Optimizer(" in source and "optimizer" in names:
-                assert_moves_as_optax(names.pop("optimizer"), names["params"])
-            code = compile("\n" * (line - 1) + source, str(PAGE), "exec")
-            exec(code, names)
-            for step in [name for name in names if name.endswith("_step")]:
-                ran(names.pop(step), names["batch"], strategy, coordinator)
+@pytest.mark.parametrize("title", [title for title in SECTIONS if title])
+def test_the_examples_run_in_a_process(title, tmp_path):
+    strategy = zs.OneDeviceStrategy("CPU:0")
+    names = {"strategy": strategy, "folder": tmp_path / "saved"}
+
+    def after():
+        for step in [name for name in names if name.endswith("_step")]:
+            with strategy.scope():
+                names.pop(step)(names["batch"])
+
+    run("", names, "in-process", after)
+    run(title, names, "in-process", after)
+
+
+@pytest.mark.parametrize("title", [title for title in SECTIONS if title])
+def test_the_examples_run_on_servers(servers, title, tmp_path):
+    strategy, coordinator = servers
+    names = {"strategy": strategy, "folder": tmp_path / "saved"}
+
+    def after():
+        for step in [name for name in names if name.endswith("_step")]:
+            coordinator.schedule(names.pop(step), args=(names["batch"],))
+            coordinator.join()
+
+    run("", names, "servers", after)
+    run(title, names, "servers", after)
+    if title == "Clipping":
+        assert "mixes variables" in names["refusal"]
+    if "optimizer" in names:
         assert_moves_as_optax(names["optimizer"], names["params"])
-        assert ("refusal" in names) == (place is servers)
 
 
 def test_the_clipping_of_a_step_is_that_of_the_dense_gradient():
     """The page says that rows count once, however often they are looked up."""
     names = {"strategy": zs.OneDeviceStrategy("CPU:0")}
-    clipping = [source for _, where, source in blocks()[:3] if not where]
-    for source in clipping:
-        exec(source, names)
+    run("", names, "", lambda: None)
+    run("Clipping", names, "", lambda: None)
     params, batch, start = names["params"], names["batch"], names["start"]
 
     def loss_fn(values):

@@ -195,6 +195,35 @@ def test_in_a_step_the_handle_is_refused(place, what):
     assert_close(values_of(variables), START)
 
 
+@pytest.mark.parametrize("is_saved_here", [True, False])
+def test_a_checkpoint_goes_from_one_place_to_another(servers, tmp_path, is_saved_here):
+    def transformation():
+        clip = optax.clip_by_global_norm(0.5)
+        return optax.chain(clip, optax.inject_hyperparams(optax.adam)(0.1))
+
+    def change(number, state):
+        if number == 2:
+            state[1].hyperparams["learning_rate"] = jnp.float32(0.01)
+        return state
+
+    places = [Place(), Place(*servers)]
+    first, second = places if is_saved_here else places[::-1]
+    variables, optimizer = first.made(transformation())
+    take = first.stepper(optimizer, variables)
+    for gradient in GRADIENTS[:2]:
+        take(gradient)
+    optimizer.hyperparams["learning_rate"] = 0.01
+    saved = zs.Checkpoint(params=variables, optimizer=optimizer).save(tmp_path / "at")
+    variables, optimizer = second.made(transformation())
+    zs.Checkpoint(params=variables, optimizer=optimizer).restore(saved)
+    take = second.stepper(optimizer, variables)
+    for gradient in GRADIENTS[2:]:
+        take(gradient)
+    values, state = by_optax(transformation(), GRADIENTS, change=change)
+    assert_close(optimizer.state, state)
+    assert_close(values_of(variables), values)
+
+
 def test_a_refusal_names_two_leaves_and_the_cure(servers):
     strategy, _ = servers
     transformation = optax.MultiSteps(
