@@ -95,10 +95,10 @@ def test_what_was_read_is_not_changed():
 @pytest.mark.parametrize(
     "transformation",
     [
-        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        optax.lars(0.1),
         optax.adafactor(0.1),
     ],
-    ids=["norm", "factored"],
+    ids=["norm of values", "factored"],
 )
 def test_what_looks_at_several_rows_is_refused(transformation):
     x, optimizer = zv.Variable(VALUE), zv.Optimizer(transformation, name="mixing")
@@ -110,6 +110,17 @@ def test_what_looks_at_several_rows_is_refused(transformation):
     np.testing.assert_array_equal(x.numpy(), VALUE)
     optimizer.apply_gradients(rows.to_dense(), x)
     assert not np.array_equal(x.numpy(), VALUE)
+
+
+def test_the_norm_of_gradients_is_that_of_summed_rows():
+    x = zv.Variable(VALUE)
+    clip = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+    rows = np.array([[1, 0, 0], [0, 3, 0], [2, 0, 4]], np.float32)
+    zv.Optimizer(clip).apply_gradients(zv.IndexedSlices(rows, [2, 5, 2]), x)
+    summed = np.zeros_like(VALUE)
+    summed[2], summed[5] = [3, 0, 4], [0, 3, 0]
+    expected = VALUE - summed * 0.5 / np.sqrt(34)
+    np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5)
 
 
 def test_steps_are_compiled_for_powers_of_two():
