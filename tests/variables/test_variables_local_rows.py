@@ -1,5 +1,6 @@
 """Gradient rows for variables of this process: only their rows and slot rows move."""
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -121,6 +122,29 @@ def test_the_norm_of_gradients_is_that_of_summed_rows():
     summed[2], summed[5] = [3, 0, 4], [0, 3, 0]
     expected = VALUE - summed * 0.5 / np.sqrt(34)
     np.testing.assert_allclose(x.numpy(), expected, rtol=1e-5)
+
+
+def test_a_call_that_is_refused_leaves_no_tree_behind():
+    x, y = zv.Variable(VALUE), zv.Variable(VALUE)
+    optimizer = zv.Optimizer(optax.lars(0.1, momentum=0.9))
+    with pytest.raises(ValueError, match="more than one row"):
+        optimizer.apply_gradients([(zv.IndexedSlices(np.ones((1, 3)), [2]), x)])
+    optimizer.apply_gradients({"y": VALUE}, {"y": y})
+    (momentum,) = [x for x in jax.tree.leaves(optimizer.state) if np.ndim(x) == 2]
+    assert momentum.shape == VALUE.shape
+
+
+def test_a_state_that_is_looked_at_first_changes_nothing():
+    plain, seen = zv.Variable(VALUE), zv.Variable(VALUE)
+    clip = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+    rows = zv.IndexedSlices(np.ones((2, 3), np.float32), [2, 5])
+    for variable in (plain, seen):
+        optimizer = zv.Optimizer(clip, params=variable)
+        if variable is seen:
+            assert optimizer.state is not None
+        optimizer.apply_gradients(rows, variable)
+    np.testing.assert_array_equal(plain.numpy(), seen.numpy())
+    assert not np.array_equal(plain.numpy(), VALUE)
 
 
 def test_steps_are_compiled_for_powers_of_two():

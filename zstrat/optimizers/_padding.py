@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from ._jaxprs import inner_call
-from ._rows import same_but_for
+from ._rows import ROWS, same_but_for
 from ._tree import shaped
 
 if TYPE_CHECKING:
@@ -49,12 +49,16 @@ _SIZE: Final = "size"
 _ANY: Final = "unknown"
 
 
-def dependence_on_padding(tree: TreeRule, leaf: int, count: int) -> str:
-    """Why rows of zeros behind ``count`` rows of gradients would be noticed; "" if they
-    are not."""
-    closed = _program(tree, leaf, count)
-    other = _program(tree, leaf, count + 1)
-    if not same_but_for(closed, other, count, count + 1):
+def dependence_on_padding(tree: TreeRule, leaf: int) -> str:
+    """Why rows of zeros behind the rows of gradients would be noticed; "" if they are
+    not. Found out once for each leaf."""
+    return tree.remembered(("padding", leaf), lambda: _dependence(tree, leaf))
+
+
+def _dependence(tree: TreeRule, leaf: int) -> str:
+    closed = _program(tree, leaf, ROWS)
+    other = _program(tree, leaf, ROWS + 2)
+    if not same_but_for(closed, other, ROWS, ROWS + 2):
         return "it computes with the number of rows that have gradients"
     kinds: dict[Any, str] = {
         var: _ZERO if n == leaf else _FREE for n, var in enumerate(closed.jaxpr.invars)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import optax
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from ._structure import Path, TreeStructure
+
+T = TypeVar("T")
 
 Shape = jax.ShapeDtypeStruct
 Sizes = tuple[int | None, ...]
@@ -158,6 +160,13 @@ class TreeRule:
         pairs = zip(leaves, self.state(), strict=True)
         wrapped = [_wrapped(leaf, about.random) for leaf, about in pairs]
         return self.state_structure().unflatten(wrapped)
+
+    def remembered(self, key: Any, find: Callable[[], T]) -> T:
+        """What was found out about the tree, once."""
+        if key not in self._programs:
+            self._programs[key] = find()
+        found: T = self._programs[key]
+        return found
 
     def owners(self) -> list[Owner | None]:
         """For each leaf of the state the leaf of the tree that it belongs to."""

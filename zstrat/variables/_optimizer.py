@@ -173,6 +173,7 @@ class Optimizer:
             recording.optimize(call)
             if self.iterations is not None:
                 self.iterations.assign_add(1)
+        self._has_moved(call)
 
     async def apply_gradients_async(
         self, grads: Any, variables: Any = None, **extra: Any
@@ -181,7 +182,9 @@ class Optimizer:
 
         Cancellation: some of the gradients may have been applied.
         """
-        await apply_now_async(self._call(grads, variables, extra, is_reduced=False))
+        call = self._call(grads, variables, extra, is_reduced=False)
+        await apply_now_async(call)
+        self._has_moved(call)
 
     # ---- what others ask of it -----------------------------------------------------
 
@@ -202,7 +205,8 @@ class Optimizer:
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        by_rows = call.by_rows
+        # The state is the same however rows are moved; an update may be traced later.
+        by_rows = call.by_rows if is_traced else frozenset()
         key = (call.structure, shapes, dtypes, call.extras, wide, by_rows)
         for known, made in self._rules:
             if known == key:
@@ -332,11 +336,13 @@ class Optimizer:
             given = given_tree(grads, variables, tree)
         for variable in given.moved:
             self._check_place(variable)
-        call = given.call(self, extra, is_reduced=is_reduced)
+        return given.call(self, extra, is_reduced=is_reduced)
+
+    def _has_moved(self, call: GradientCall) -> None:
+        """A call was carried out, or noted: its tree is known from now on."""
         keys = _keys_of(call.targets)
         if keys not in self.moved:
             self.moved[keys] = self._empty_call(call.structure, call.targets, call)
-        return call
 
     def _empty_call(
         self,

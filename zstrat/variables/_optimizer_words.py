@@ -83,12 +83,12 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
         )
     from zstrat.optimizers import dependence_on_padding
 
-    for leaf, target, sparse, arrays in call.leaves():
+    for leaf, target, sparse, _ in call.leaves():
         if not sparse and len(target.components) == 1:
             continue
         reason = call.optimizer.leaf_rule(tree, leaf).row_dependence
         if not reason and sparse and cut.operands:
-            reason = dependence_on_padding(tree, leaf, arrays[0].shape[0])
+            reason = dependence_on_padding(tree, leaf)
         if reason:
             raise _by_rows(call, leaf, sparse, reason)
 

@@ -22,6 +22,8 @@ from ._tree_step import TreeStep, operands_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zstrat.optimizers import TreeRule
+
     from ._gradient_call import GradientCall
     from ._home import Home, HomeUpdate
 
@@ -109,16 +111,24 @@ def server_updates(call: GradientCall) -> list[HomeUpdate]:
             updates += target._updates(UpdateOp.OPTIMIZE, mine[0], optimizer)
     if not rule.cut().operands:
         return updates
-    with rule.precision():
-        operands = jax.jit(lambda *x: operands_of(call.with_arrays(x), rule))(
-            *call.arrays
-        )
-    shared = tuple([np.asarray(x) for x in operands])
+    shared = tuple([np.asarray(x) for x in _operands(call, rule)])
     firsts = {update[0].spec.ps: update[0] for update in reversed(updates)}
     return [
         *[(v, UpdateOp.OPERANDS, shared, optimizer) for v in firsts.values()],
         *updates,
     ]
+
+
+def _operands(call: GradientCall, rule: TreeRule) -> list[Any]:
+    """What the optimizer computes of several gradients, by a program made once."""
+    made = call.optimizer.made.setdefault("operands", {})
+    key = (id(rule), call.given, call.sparse)
+    if key not in made:
+        empty = call.with_arrays([None] * len(call.arrays))
+        made[key] = jax.jit(lambda *x: operands_of(empty.with_arrays(x), rule))
+    with rule.precision():
+        found: list[Any] = made[key](*_padded(call))
+    return found
 
 
 def _move_here(call: GradientCall) -> None:
