@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 from jax.extend.core import Literal
 
-from ._jaxprs import Part, mask_of, operands_of
+from ._jaxprs import ProgramPart, mask_of, operands_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from ._tree import Program, Sizes, TreeRule
+    from ._tree import Sizes, TreeProgram, TreeRule
 
 _SMALL: Final = 64
 """Elements of an operand, or of shared state: counts, scales, flags, a key. More than
@@ -117,10 +117,10 @@ class TreeCut:
         return frozenset(n for n in range(leaves) if union >> n & 1)
 
     @functools.cached_property
-    def operand_part(self) -> Part:
+    def operand_part(self) -> ProgramPart:
         """What computes the operands from gradients and further arguments."""
         gradients, _, _, extras = self.program.inputs
-        return Part(self.program.closed, self.operands, [*gradients, *extras])
+        return ProgramPart(self.program.closed, self.operands, [*gradients, *extras])
 
     def computed(self, gradients: Sequence[Any], extras: Sequence[Any]) -> list[Any]:
         """The operands."""
@@ -135,7 +135,7 @@ class TreeCut:
 
 
 @dataclass(frozen=True)
-class Owner:
+class StateOwner:
     """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
     path of that leaf begins in its own path; None if it is not in there."""
 
@@ -143,7 +143,7 @@ class Owner:
     start: int | None
 
 
-def owners_in(rule: TreeRule) -> list[Owner | None]:
+def owners_in(rule: TreeRule) -> list[StateOwner | None]:
     """For each leaf of the state whose it is.
 
     Where the state has a subtree of the tree's structure (moments do), its leaves
@@ -154,29 +154,29 @@ def owners_in(rule: TreeRule) -> list[Owner | None]:
     leaves, count = len(rule.structure), len(rule.state())
     found = places_in(rule)
     if leaves == 1:
-        return [found.get(n, Owner(0, None)) for n in range(count)]
+        return [found.get(n, StateOwner(0, None)) for n in range(count)]
     touched = _touched(rule.update())
-    owners: list[Owner | None] = []
+    owners: list[StateOwner | None] = []
     for number in range(count):
         owner, (made, used) = found.get(number), touched[number]
         if owner is not None and not made and used - {owner.leaf}:
             owner = None  # where it is named after the leaf, all the same
         both = made | used
         if owner is None and number not in found and len(both) == 1:
-            owner = Owner(next(iter(both)), None)
+            owner = StateOwner(next(iter(both)), None)
         owners.append(owner)
     return owners
 
 
-def places_in(rule: TreeRule) -> dict[int, Owner]:
+def places_in(rule: TreeRule) -> dict[int, StateOwner]:
     """The leaves of the state that lie in copies of the structure of the tree."""
     numbered = rule.state_structure().unflatten(list(range(len(rule.state()))))
-    found: dict[int, Owner] = {}
+    found: dict[int, StateOwner] = {}
     _match(rule.structure.treedef, numbered, 0, found)
     return found
 
 
-def _match(treedef: Any, node: Any, depth: int, found: dict[int, Owner]) -> bool:
+def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
     """Finds the innermost subtrees of a structure among numbered leaves."""
     if isinstance(node, int):
         return False
@@ -190,11 +190,11 @@ def _match(treedef: Any, node: Any, depth: int, found: dict[int, Owner]) -> bool
         return False
     for leaf, part in enumerate(parts):
         for number in jax.tree.leaves(part):
-            found[number] = Owner(leaf, depth)
+            found[number] = StateOwner(leaf, depth)
     return True
 
 
-def _touched(program: Program) -> list[tuple[set[int], set[int]]]:
+def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
     """For each leaf of the state the leaves of the tree whose gradient or value it is
     made of, and those whose new value is made of it."""
     leaves, _, states, _ = program.counts
@@ -223,7 +223,7 @@ _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
 
 
 def _by_leaf(
-    rule: TreeRule, program: Program, owners: Sequence[Owner | None]
+    rule: TreeRule, program: TreeProgram, owners: Sequence[StateOwner | None]
 ) -> tuple[Coupling | None, _Found]:
     leaves = program.counts[0]
     own = [
@@ -283,7 +283,9 @@ def _together(own: Sequence[tuple[int, ...]], shared: Sequence[int]) -> _Found:
 class _Search:
     """Looks for what separates the leaves of one program."""
 
-    def __init__(self, rule: TreeRule, program: Program, shared: Sequence[int]) -> None:
+    def __init__(
+        self, rule: TreeRule, program: TreeProgram, shared: Sequence[int]
+    ) -> None:
         self._rule, self._program = rule, program
         self._leaves, _, self._states, self._extras = program.counts
         self._shared = list(shared)
@@ -465,7 +467,7 @@ def _closed(first: set[int], direct: dict[int, set[int]]) -> set[int]:
     return found
 
 
-def _ordered(program: Program, frontiers: Sequence[frozenset[Any]]) -> list[Any]:
+def _ordered(program: TreeProgram, frontiers: Sequence[frozenset[Any]]) -> list[Any]:
     """All operands, in the order of the program: two traces agree on it."""
     wanted = frozenset[Any]().union(*frontiers)
     if not wanted:
@@ -475,7 +477,7 @@ def _ordered(program: Program, frontiers: Sequence[frozenset[Any]]) -> list[Any]
     return [var for var in order if var in wanted]
 
 
-def _has_branches(program: Program) -> bool:
+def _has_branches(program: TreeProgram) -> bool:
     return any(eqn.primitive.name == "cond" for eqn in program.closed.jaxpr.eqns)
 
 

@@ -109,7 +109,7 @@ def operands_of(eqn: Any, output: int) -> list[Any]:
     return [var for var in found if not isinstance(var, Literal)]
 
 
-class Part:
+class ProgramPart:
     """The part of a flat program that computes some of its variables from others.
 
     Args:
@@ -277,7 +277,7 @@ def _branch(
 ) -> Callable[..., list[Any]]:
     jaxpr: Any = branch.jaxpr
     available = [jaxpr.invars[n - 1] for n in places]
-    part = Part(branch, [jaxpr.outvars[n] for n in wanted], available)
+    part = ProgramPart(branch, [jaxpr.outvars[n] for n in wanted], available)
 
     def run(*given: Any) -> list[Any]:
         return part.run(dict(zip(available, given, strict=True)))

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.tree_util import keystr
 
-from ._jaxprs import Part
+from ._jaxprs import ProgramPart
 from ._rows import ROWS, dependence_on_rows
 from ._tree import GENERATIONS, shaped
 
@@ -105,11 +105,11 @@ class LeafRule:
             )
         return part.run({mine: value})
 
-    def _initial_part(self, size: int | None) -> tuple[Part, Any]:
+    def _initial_part(self, size: int | None) -> tuple[ProgramPart, Any]:
         program = self.tree.init(self._sizes(size))
         mine = program.inputs[1][self.leaf]
         wanted = [program.outputs[slot.state] for slot in self.slots]
-        return Part(program.closed, wanted, [mine]), mine
+        return ProgramPart(program.closed, wanted, [mine]), mine
 
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
@@ -231,7 +231,7 @@ class _Step:
         leaves = program.counts[0]
         after = [program.outputs[leaves + slot.state] for slot in rule.slots]
         wanted = [program.outputs[leaf], *after]
-        self._part = Part(program.closed, wanted, self._inputs)
+        self._part = ProgramPart(program.closed, wanted, self._inputs)
         assert not self._part.missing, f"leaf {leaf} lacks {self._part.missing}"
 
     def run(

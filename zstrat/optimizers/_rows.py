@@ -55,7 +55,7 @@ ROWS: Final = 17
 """In how many rows leaves are compared: hardly any other axis is as long."""
 
 
-class Together(Exception):
+class RowsTogether(Exception):
     """An equation brings rows together; says which."""
 
 
@@ -82,7 +82,7 @@ def dependence_on_rows(rule: LeafRule) -> str:
         return "it computes with the number of rows, or decides by it"
     try:
         _go_through(rule, there, other)
-    except Together as found:
+    except RowsTogether as found:
         return str(found)
     return ""
 
@@ -176,9 +176,9 @@ def _go_through(rule: LeafRule, closed: Any, rows: int) -> None:
     for number, axis in enumerate(found):
         if number and not rule.slots[number - 1].rows and axis != _FREE:
             name = rule.slots[number - 1].name
-            raise Together(f"it makes {name} of several rows")
+            raise RowsTogether(f"it makes {name} of several rows")
         if (not number or rule.slots[number - 1].rows) and axis not in (0, _FREE):
-            raise Together("it turns rows into something else")
+            raise RowsTogether("it turns rows into something else")
 
 
 def _axes(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
@@ -206,7 +206,7 @@ def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
         _require_uniform(eqn, rows)
         return [_FREE] * len(eqn.outvars)
     if len(mine) > 1:
-        raise Together(f"{name} mixes rows with another axis")
+        raise RowsTogether(f"{name} mixes rows with another axis")
     (axis,) = mine
     if name in _ELEMENTWISE:
         return [axis] * len(eqn.outvars)
@@ -226,13 +226,15 @@ def _require_uniform(eqn: Any, rows: int) -> None:
         return
     sizes = [d for var in eqn.invars for d in getattr(var.aval, "shape", ())]
     if rows in sizes or rows in shape:
-        raise Together(f"{name} makes something for each row by its number")
+        raise RowsTogether(f"{name} makes something for each row by its number")
 
 
 def _reduced(eqn: Any, axis: int) -> int:
     gone: Sequence[int] = eqn.params["axes"]
     if axis in gone:
-        raise Together(f"{eqn.primitive.name} brings rows together (a norm, a mean)")
+        raise RowsTogether(
+            f"{eqn.primitive.name} brings rows together (a norm, a mean)"
+        )
     return axis - sum(each < axis for each in gone)
 
 
@@ -277,7 +279,7 @@ def _moved(eqn: Any, axis: int, given: Sequence[int]) -> int:
                 return axis
         case "dot_general":
             return _dotted(eqn, axis, given)
-    raise Together(f"{name} brings rows together")
+    raise RowsTogether(f"{name} brings rows together")
 
 
 def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
@@ -293,17 +295,17 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
         free = [d for d in range(ranks[1]) if d not in (*right, *right_batch)]
         first = ranks[0] - len(left)
         return first + free.index(axis)
-    raise Together("dot_general brings rows together (a product of matrices)")
+    raise RowsTogether("dot_general brings rows together (a product of matrices)")
 
 
 def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
     if given[0] != _FREE:
-        raise Together("it branches on rows")
+        raise RowsTogether("it branches on rows")
     each = [_axes(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
     found = []
     for axes in zip(*each, strict=True):
         mine = {axis for axis in axes if axis != _FREE}
         if len(mine) > 1:
-            raise Together("cond mixes rows with another axis")
+            raise RowsTogether("cond mixes rows with another axis")
         found.append(next(iter(mine), _FREE))
     return found

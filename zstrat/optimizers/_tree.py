@@ -22,7 +22,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.errors import InvalidArgumentError
 
-from ._cut import Owner, TreeCut, owners_in, places_in
+from ._cut import StateOwner, TreeCut, owners_in, places_in
 from ._jaxprs import flat, mask_of, masks, primitives, who_wrote
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class StateLeaf:
 
 
 @dataclass(frozen=True)
-class Program:
+class TreeProgram:
     """A flat program, with what each of its variables depends on.
 
     Its inputs are, one behind the other, what ``counts`` says: gradients, values,
@@ -168,11 +168,11 @@ class TreeRule:
         found: T = self._programs[key]
         return found
 
-    def owners(self) -> list[Owner | None]:
+    def owners(self) -> list[StateOwner | None]:
         """For each leaf of the state the leaf of the tree that it belongs to."""
         if "owners" not in self._programs:
             self._programs["owners"] = owners_in(self)
-        found: list[Owner | None] = self._programs["owners"]
+        found: list[StateOwner | None] = self._programs["owners"]
         return found
 
     def place(self, state: int) -> tuple[int | None, str]:
@@ -228,15 +228,15 @@ class TreeRule:
             "update"
         )
 
-    def init(self, sizes: Sizes | None = None) -> Program:
+    def init(self, sizes: Sizes | None = None) -> TreeProgram:
         """``values -> state``."""
         key = ("init", sizes)
         if key not in self._programs:
             with self.precision():
                 closed = flat(self._initial, self.values_at(sizes), selects=False)
             counts = (0, len(self.kinds), 0, 0)
-            self._programs[key] = Program(closed, counts, _by_input(closed))
-        found: Program = self._programs[key]
+            self._programs[key] = TreeProgram(closed, counts, _by_input(closed))
+        found: TreeProgram = self._programs[key]
         return found
 
     def update(
@@ -245,7 +245,7 @@ class TreeRule:
         dtypes: tuple[Any, ...] | None = None,
         *,
         selects: bool = False,
-    ) -> Program:
+    ) -> TreeProgram:
         """``gradients, values, state, extras -> values, state``.
 
         Args:
@@ -254,7 +254,7 @@ class TreeRule:
         key = ("update", sizes, dtypes, selects)
         if key not in self._programs:
             self._programs[key] = self._update(sizes, dtypes, selects)
-        found: Program = self._programs[key]
+        found: TreeProgram = self._programs[key]
         return found
 
     def whole(
@@ -332,7 +332,7 @@ class TreeRule:
         ]
         return leaves, treedef
 
-    def brought_together(self, owners: Sequence[Owner | None]) -> str:
+    def brought_together(self, owners: Sequence[StateOwner | None]) -> str:
         """The function of optax that first makes something of the values, or of the
         state, of several leaves; "" if it cannot be told."""
         leaves = len(self.kinds)
@@ -362,17 +362,17 @@ class TreeRule:
 
     def _update(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None, selects: bool
-    ) -> Program:
+    ) -> TreeProgram:
         function, arguments, counts = self._function(sizes, dtypes)
         with self.precision():
             closed = flat(function, arguments, selects=selects)
-        return Program(closed, counts, _by_input(closed))
+        return TreeProgram(closed, counts, _by_input(closed))
 
     def _function(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
     ) -> tuple[Callable[..., list[Any]], list[Any], tuple[int, int, int, int]]:
         """The update as a function of arrays, what these look like, and how many there
-        are of each sort (`Program.counts`)."""
+        are of each sort (`TreeProgram.counts`)."""
         values, state = self.values_at(sizes), [x.kind for x in self.state(sizes)]
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)
