@@ -7,6 +7,8 @@ from ._binding import Binding as Binding
 from ._cut import Coupling as Coupling
 from ._cut import TreeCut as TreeCut
 from ._leaf import LeafRule as LeafRule
+from ._leaf import cut_for_rows as cut_for_rows
+from ._leaf import leaf_rule as leaf_rule
 from ._padding import dependence_on_padding as dependence_on_padding
 from ._structure import TreeStructure as TreeStructure
 from ._tree import Extras as Extras

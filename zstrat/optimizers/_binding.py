@@ -15,13 +15,15 @@ import jax.numpy as jnp
 
 from zstrat.errors import InvalidArgumentError
 
-from ._leaf import LeafRule
+from ._leaf import leaf_rule
+from ._state import shaped
 from ._structure import TreeStructure
-from ._tree import Extras, TreeRule, shaped
+from ._tree import Extras, TreeRule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ._leaf import LeafRule
     from ._tree import Shape
 
 MOST: Final = 1 << 24
@@ -68,6 +70,7 @@ class Binding:
                 "further_kinds": [_plain_kind(kind) for kind in rule.extras.kinds],
                 "wide": rule.wide,
                 "early": rule.early,
+                "grows": rule.grows,
                 "keys": self.keys,
                 "cut": _cut_of(rule),
             },
@@ -99,6 +102,7 @@ class Binding:
                 Extras(further, kinds),
                 bool(told["wide"]),
                 bool(told["early"]),
+                bool(told["grows"]),
             )
             keys = tuple([tuple(map(int, each)) for each in told["keys"]])
             if not len(rule.kinds) == len(rule.gradients) == len(keys):
@@ -113,7 +117,7 @@ class Binding:
 
     def rules(self) -> list[LeafRule]:
         """What moves each leaf."""
-        return [LeafRule(self.rule, leaf) for leaf in range(len(self.keys))]
+        return [leaf_rule(self.rule, leaf) for leaf in range(len(self.keys))]
 
 
 def _require_same_cut(rule: TreeRule, wanted: Any) -> None:
@@ -144,7 +148,7 @@ def _cut_of(rule: TreeRule) -> Any:
         raise ValueError("it looks at several variables at a time")
     return {
         "slots": [
-            [slot.name for slot in LeafRule(rule, leaf).slots]
+            [slot.name for slot in leaf_rule(rule, leaf).slots]
             for leaf in range(len(rule.kinds))
         ],
         "operands": [_plain_kind(kind) for kind in cut.operand_kinds],

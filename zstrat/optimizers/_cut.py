@@ -107,14 +107,14 @@ class TreeCut:
         """What they look like."""
         return [var.aval for var in self.operands]
 
-    @functools.cached_property
-    def gradients(self) -> frozenset[int]:
-        """The leaves whose gradients the operands depend on."""
+    def gradients_for(self, moved: Iterable[int]) -> set[int]:
+        """The leaves whose gradients the operands of these leaves depend on."""
+        used = {number for leaf in moved for number in self.uses[leaf]}
         union = 0
-        for var in self.operands:
-            union |= mask_of(self.program.mask, var)
+        for number in used:
+            union |= mask_of(self.program.mask, self.operands[number])
         leaves = self.program.counts[0]
-        return frozenset(n for n in range(leaves) if union >> n & 1)
+        return {n for n in range(leaves) if union >> n & 1}
 
     @functools.cached_property
     def operand_part(self) -> ProgramPart:

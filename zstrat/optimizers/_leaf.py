@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart
+from ._jaxprs import ProgramPart, mask_of
 from ._rows import ROWS, dependence_on_rows
-from ._tree import GENERATIONS, shaped
+from ._state import shaped
+from ._tree import GENERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,27 +91,46 @@ class LeafRule:
     @functools.cached_property
     def begins_together(self) -> bool:
         """Whether new slots are made of the values of other leaves, too."""
-        return bool(self._initial_part(None)[0].missing)
+        return bool(self._together)
+
+    @functools.cached_property
+    def coupled_start(self) -> str:
+        """The slot that begins with something made of several leaves, and that an
+        update looks at; "" if there is none."""
+        read = self.tree.read_state()
+        return next((s.name for s in self._together if s.state in read), "")
+
+    @functools.cached_property
+    def _together(self) -> tuple[Slot, ...]:
+        program = self.tree.init()
+        return tuple(
+            slot
+            for slot in self.slots
+            if mask_of(program.mask, program.outputs[slot.state]) & ~(1 << self.leaf)
+        )
 
     def init(self, value: Any) -> list[Any]:
-        """New slots beside a value.
+        """New slots beside a value. What begins with something made of several leaves,
+        and is looked at by no update (a measurement), is zero.
 
         Raises:
-            ValueError: They depend on the values of other leaves.
+            ValueError: There is a `coupled_start`.
         """
-        part, mine = self._initial_part(value.shape[0] if value.shape else None)
-        if part.missing:
+        if self.coupled_start:
             raise ValueError(
-                f"optimizer {self.tree.name!r} begins with something that it makes of "
-                "several variables"
+                f"optimizer {self.tree.name!r} begins with {self.coupled_start}, which "
+                "it makes of several variables"
             )
-        return part.run({mine: value})
-
-    def _initial_part(self, size: int | None) -> tuple[ProgramPart, Any]:
+        size = value.shape[0] if value.shape else None
         program = self.tree.init(self._sizes(size))
         mine = program.inputs[1][self.leaf]
-        wanted = [program.outputs[slot.state] for slot in self.slots]
-        return ProgramPart(program.closed, wanted, [mine]), mine
+        alone = [slot for slot in self.slots if slot not in self._together]
+        wanted = [program.outputs[slot.state] for slot in alone]
+        made = iter(ProgramPart(program.closed, wanted, [mine]).run({mine: value}))
+        return [
+            jnp.zeros(kind.shape, kind.dtype) if slot in self._together else next(made)
+            for slot, kind in zip(self.slots, self.kinds(size), strict=True)
+        ]
 
     def step(
         self, value: Any, slots: Sequence[Any], gradient: Any, operands: Sequence[Any]
@@ -215,6 +236,36 @@ class LeafRule:
             return False
         rows = self.kind.shape[0]
         return shape[:1] == (rows,) and grown[state] == (rows + 1, *shape[1:])
+
+
+def leaf_rule(tree: TreeRule, leaf: int) -> LeafRule:
+    """What moves one leaf of a tree; made once."""
+    return tree.remembered(("leaf", leaf), lambda: LeafRule(tree, leaf))
+
+
+def cut_for_rows(tree: TreeRule) -> TreeRule:
+    """The same, traced and cut; with all that is made of gradients alone computed
+    before, if the rows of some leaf can be moved one by one in no other way.
+
+    It is decided by the tree, not by what a call brings, so that all who apply
+    gradients to it decide alike.
+    """
+    found = tree.traced()
+    if found.early or found.cut().coupling is not None:
+        return found
+    early = found.early_rule()
+    for leaf in range(len(found.kinds)):
+        if _operands(early, leaf) == _operands(found, leaf):
+            continue
+        was = leaf_rule(found, leaf).row_dependence
+        if was and not leaf_rule(early, leaf).row_dependence:
+            return early
+    return found
+
+
+def _operands(tree: TreeRule, leaf: int) -> set[Any]:
+    cut = tree.cut()
+    return {cut.operands[number] for number in cut.uses[leaf]}
 
 
 class _Step:

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from ._jaxprs import inner_call
 from ._rows import ROWS, same_but_for
-from ._tree import shaped
+from ._state import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._jaxprs import inner_call
+from ._jaxprs import ProgramPart, inner_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,6 +68,7 @@ def dependence_on_rows(rule: LeafRule) -> str:
     try:
         here, there = rule.program(None), rule.program(other)
         kinds, before = rule.kinds(other), rule.kinds(None)
+        start, begun = rule.initial(None), rule.initial(other)
     except Exception as error:  # what was said is the reason
         return f"it looks at the number of rows ({type(error).__name__}: {error})"
     for slot, one, two in zip(rule.slots, before, kinds, strict=True):
@@ -78,10 +79,13 @@ def dependence_on_rows(rule: LeafRule) -> str:
     for one, two in pairs:
         if one.shape != two.shape:
             return "it takes something that has a row for each of its rows"
-    if not same_but_for(here, there, rows, other):
+    if not same_but_for(here, there, rows, other) or not same_but_for(
+        start, begun, rows, other
+    ):
         return "it computes with the number of rows, or decides by it"
     try:
         _go_through(rule, there, other)
+        _begin(rule, begun, other)
     except RowsTogether as found:
         return str(found)
     return ""
@@ -179,6 +183,18 @@ def _go_through(rule: LeafRule, closed: Any, rows: int) -> None:
             raise RowsTogether(f"it makes {name} of several rows")
         if (not number or rule.slots[number - 1].rows) and axis not in (0, _FREE):
             raise RowsTogether("it turns rows into something else")
+
+
+def _begin(rule: LeafRule, closed: Any, rows: int) -> None:
+    read = rule.tree.read_state()  # what is not is a measurement, made anew each time
+    slots = [slot for slot in rule.slots if slot.state in read]
+    outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
+    inputs = closed.jaxpr.invars
+    part = ProgramPart(closed, [outputs[slot] for slot in slots], inputs)
+    found = _axes((part.closed(inputs) or closed).jaxpr, [0], rows)
+    for slot, axis in zip(slots, found, strict=False):
+        if axis not in ((0, _FREE) if slot.rows else (_FREE,)):
+            raise RowsTogether(f"it begins with {slot.name}, made of several rows")
 
 
 def _axes(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:

@@ -5,8 +5,7 @@ gradients look like. It traces ``init`` and ``update`` abstractly, on the real t
 paths, labels, masks and shapes are what the user has in mind. `zstrat.optimizers._cut`
 reads from these programs what each leaf depends on.
 
-A state is a flat list of arrays here. Keys of ``jax.random`` in it are kept as the
-integers that they are made of, which can be saved and sent.
+A state is a flat list of arrays here, see `zstrat.optimizers._state`.
 """
 
 from __future__ import annotations
@@ -18,17 +17,27 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
 import optax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr
 
 from zstrat.errors import InvalidArgumentError
 
 from ._cut import StateOwner, TreeCut, owners_in, places_in
 from ._jaxprs import flat, mask_of, masks, primitives, who_wrote
+from ._state import (
+    StateGrowsError,
+    initial_of,
+    new_state,
+    require_same,
+    require_unread,
+    shaped,
+    unwrapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from ._structure import Path, TreeStructure
+    from ._state import StateLeaf, StateOfTree
+    from ._structure import TreeStructure
 
 T = TypeVar("T")
 
@@ -39,6 +48,10 @@ Sizes = tuple[int | None, ...]
 
 GENERATIONS: Final = 4
 """How often the dtypes of a state may change before they have to stay as they are."""
+
+
+_TRACES: Final = frozenset({"state", "init", "update"})
+"""What is remembered of a tree however it is cut."""
 
 
 def checked(transformation: Any) -> Any:
@@ -82,16 +95,6 @@ class Extras:
 
 
 @dataclass(frozen=True)
-class StateLeaf:
-    """One array of the state: where it is in it, what it looks like, and of which
-    implementation of ``jax.random`` it is the key, if it is one."""
-
-    path: Path
-    kind: Shape
-    random: str | None
-
-
-@dataclass(frozen=True)
 class TreeProgram:
     """A flat program, with what each of its variables depends on.
 
@@ -129,7 +132,9 @@ class TreeRule:
     ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
     ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
     what is made of one gradient alone, as its norm, is an operand, too, so that the
-    rows of that leaf can be moved one by one.
+    rows of that leaf can be moved one by one. ``grows``: its first update adds leaves
+    to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
+    at first.
     """
 
     name: str
@@ -140,26 +145,29 @@ class TreeRule:
     extras: Extras = field(default_factory=Extras.none)
     wide: bool = False
     early: bool = False
+    grows: bool = False
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
         """The leaves of a new state, for a tree of these sizes."""
+        return self.state_of(sizes).leaves
+
+    def state_of(self, sizes: Sizes | None = None) -> StateOfTree:
+        """A new state, for a tree of these sizes."""
         key = ("state", sizes)
         if key not in self._programs:
-            self._programs[key] = self._state(sizes)
-        found: list[StateLeaf] = self._programs[key][0]
+            with self.precision():
+                self._programs[key] = new_state(self, sizes)
+        found: StateOfTree = self._programs[key]
         return found
 
     def state_structure(self) -> Any:
         """The treedef of the state."""
-        self.state()
-        return self._programs["state", None][1]
+        return self.state_of().treedef
 
     def unflattened(self, leaves: Sequence[Any]) -> Any:
         """The state in optax's own structure, from its leaves."""
-        pairs = zip(leaves, self.state(), strict=True)
-        wrapped = [_wrapped(leaf, about.random) for leaf, about in pairs]
-        return self.state_structure().unflatten(wrapped)
+        return self.state_of().unflattened(leaves)
 
     def remembered(self, key: Any, find: Callable[[], T]) -> T:
         """What was found out about the tree, once."""
@@ -168,27 +176,38 @@ class TreeRule:
         found: T = self._programs[key]
         return found
 
+    def read_state(self) -> frozenset[int]:
+        """The leaves of the state that an update looks at."""
+        return self.remembered(("read",), self._read_state)
+
+    def _read_state(self) -> frozenset[int]:
+        program, union = self.update(), 0
+        for var in program.outputs:
+            union |= mask_of(program.mask, var)
+        first = 2 * len(self.kinds)
+        return frozenset(
+            n for n in range(len(self.state())) if union >> (first + n) & 1
+        )
+
     def owners(self) -> list[StateOwner | None]:
         """For each leaf of the state the leaf of the tree that it belongs to."""
-        if "owners" not in self._programs:
-            self._programs["owners"] = owners_in(self)
-        found: list[StateOwner | None] = self._programs["owners"]
-        return found
+        return self.remembered(("owners",), lambda: owners_in(self))
 
     def place(self, state: int) -> tuple[int | None, str]:
         """The leaf of the tree in whose place a leaf of the state lies, if it is in a
         copy of the tree's structure, and its path without the leaf's own."""
-        if "places" not in self._programs:
-            self._programs["places"] = places_in(self)
-        owner, path = self._programs["places"].get(state), self.state()[state].path
-        if owner is None:
+        found: dict[int, StateOwner]
+        found = self.remembered(("places",), lambda: places_in(self))
+        owner, path = found.get(state), self.state()[state].path
+        if owner is None or owner.start is None:
             return None, keystr(path)
         end = owner.start + len(self.structure.paths[owner.leaf])
         return owner.leaf, keystr((*path[: owner.start], *path[end:]))
 
     def early_rule(self) -> TreeRule:
-        """The same with `early`."""
-        return replace(self, early=True, _programs={})
+        """The same with `early`, of the same traces."""
+        kept = {key: x for key, x in self._programs.items() if key[0] in _TRACES}
+        return replace(self, early=True, _programs=kept)
 
     def cut(
         self, sizes: Sizes | None = None, dtypes: tuple[Any, ...] | None = None
@@ -233,7 +252,8 @@ class TreeRule:
         key = ("init", sizes)
         if key not in self._programs:
             with self.precision():
-                closed = flat(self._initial, self.values_at(sizes), selects=False)
+                initial = initial_of(self, sizes)
+                closed = flat(initial, self.values_at(sizes), selects=False)
             counts = (0, len(self.kinds), 0, 0)
             self._programs[key] = TreeProgram(closed, counts, _by_input(closed))
         found: TreeProgram = self._programs[key]
@@ -265,21 +285,49 @@ class TreeRule:
         extras: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
         """New values and new state: plain optax on the tree."""
-        unflatten = self.structure.treedef.unflatten
-        params, before = unflatten(list(values)), self.unflattened(state)
-        further = self.extras.arguments(extras)
-        updates, after = self.transformation.update(
-            unflatten(list(gradients)), before, params, **further
-        )
-        self._require_same(before, after)
-        moved = optax.apply_updates(params, updates)
+        before = self.unflattened(state)
+        moved, after = self.applied(gradients, values, before, extras)
+        require_same(self, before, after)
         found, treedef = jax.tree.flatten(moved)
         if treedef != self.structure.treedef:
             raise InvalidArgumentError(
                 f"optimizer {self.name!r} gives updates of another structure than its "
                 f"tree, which is {self.structure.treedef}: {treedef}"
             )
-        return found, [_unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+        return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+
+    def applied(
+        self,
+        gradients: Sequence[Any],
+        values: Sequence[Any],
+        before: Any,
+        extras: Sequence[Any],
+    ) -> tuple[Any, Any]:
+        """New values and new state, as optax has them."""
+        unflatten = self.structure.treedef.unflatten
+        params, further = unflatten(list(values)), self.extras.arguments(extras)
+        given = unflatten(list(gradients))
+        updates, after = self.transformation.update(given, before, params, **further)
+        return optax.apply_updates(params, updates), after
+
+    def initial(self, *values: Any) -> Any:
+        """A new state, as optax has it."""
+        return self.transformation.init(self.structure.treedef.unflatten(list(values)))
+
+    def traced(self) -> TreeRule:
+        """The same, cut; one that grows, if that is what its first update does.
+
+        Raises:
+            TypeError: Its update returns another state than it was given.
+        """
+        try:
+            self.cut()
+        except StateGrowsError:
+            found = replace(self, grows=True, _programs={})
+            require_unread(found)
+            found.cut()
+            return found
+        return self
 
     @contextlib.contextmanager
     def precision(self) -> Iterator[None]:
@@ -306,31 +354,6 @@ class TreeRule:
         return tuple([size if kind.shape else None for kind in self.kinds])
 
     # ---- private -------------------------------------------------------------------
-
-    def _initial(self, *values: Any) -> list[Any]:
-        params = self.structure.treedef.unflatten(list(values))
-        state = self.transformation.init(params)
-        # Copies, because a leaf that is the value would be donated twice.
-        return [_copied(_unwrapped(leaf)) for leaf in jax.tree.leaves(state)]
-
-    def _state(self, sizes: Sizes | None) -> tuple[list[StateLeaf], Any]:
-        seen: list[Any] = []
-
-        def initial(*values: Any) -> list[Any]:
-            params = self.structure.treedef.unflatten(list(values))
-            state = self.transformation.init(params)
-            found, treedef = tree_flatten_with_path(state)
-            seen[:] = [[(path, _implementation(x)) for path, x in found], treedef]
-            return [_unwrapped(leaf) for _, leaf in found]
-
-        with self.precision():
-            kinds = jax.eval_shape(initial, *self.values_at(sizes))
-        about, treedef = seen
-        leaves = [
-            StateLeaf(path, strong(kind), random)
-            for (path, random), kind in zip(about, kinds, strict=True)
-        ]
-        return leaves, treedef
 
     def brought_together(self, owners: Sequence[StateOwner | None]) -> str:
         """The function of optax that first makes something of the values, or of the
@@ -389,52 +412,7 @@ class TreeRule:
 
         return update, [*gradients, *values, *state, *self.extras.kinds], counts
 
-    def _require_same(self, before: Any, after: Any) -> None:
-        had: Any = jax.tree.structure(before)
-        made: Any = jax.tree.structure(after)
-        if had != made:
-            raise TypeError(
-                f"optimizer {self.name!r} keeps {had}, and its update returns {made}: "
-                "a transformation returns a state of the structure that it was given"
-            )
-
-
-def shaped(dims: Sequence[int], dtype: Any) -> Shape:
-    """An array without a value."""
-    made: Any = jax.ShapeDtypeStruct  # untyped
-    found: Shape = made(tuple(dims), dtype)
-    return found
-
-
-def strong(kind: Any) -> Shape:
-    """Without a weak type, which would make equal states look different."""
-    return shaped(kind.shape, kind.dtype)
-
 
 def _by_input(closed: Any) -> Mapping[Any, int]:
     inputs = len(closed.jaxpr.invars)
     return masks(closed.jaxpr, [1 << n for n in range(inputs)])
-
-
-def _copied(leaf: Any) -> Any:
-    return jax.lax.convert_element_type(jax.numpy.copy(leaf), leaf.dtype)
-
-
-def _is_key(leaf: Any) -> bool:
-    return bool(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key))
-
-
-def _implementation(leaf: Any) -> str | None:
-    leaf = jax.numpy.asarray(leaf)
-    return str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
-
-
-def _unwrapped(leaf: Any) -> Any:
-    leaf = jax.numpy.asarray(leaf)
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _wrapped(leaf: Any, random: str | None) -> Any:
-    if random is None:
-        return leaf
-    return jax.random.wrap_key_data(leaf, impl=random)

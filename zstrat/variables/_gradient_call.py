@@ -55,15 +55,6 @@ class GradientCall:
         return tuple([c for leaf in self.given for c in self.targets[leaf].components])
 
     @property
-    def by_rows(self) -> frozenset[int]:
-        """The leaves of which rows or parts are moved by themselves."""
-        return frozenset(
-            leaf
-            for leaf, target, sparse, _ in self.leaves()
-            if sparse or len(target.components) > 1
-        )
-
-    @property
     def arrays(self) -> tuple[Any, ...]:
         """All arrays in a row: those of the gradients, then further arguments."""
         return (*[x for each in self.operands for x in each], *self.further)

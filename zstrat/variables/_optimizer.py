@@ -90,7 +90,6 @@ class Optimizer:
 
     def _forget_traces(self) -> None:
         self._rules: list[tuple[Any, TreeRule]] = []
-        self._leaf_rules: dict[tuple[int, int], LeafRule] = {}
         self.made: dict[Any, Any] = {}
         """What others have made of its traces, by what they made it for."""
         self.moved: dict[tuple[int, ...], GradientCall] = {}
@@ -199,20 +198,19 @@ class Optimizer:
         Raises:
             ValueError: It cannot be traced on that tree.
         """
-        from zstrat.optimizers import TreeRule
+        from zstrat.optimizers import TreeRule, cut_for_rows
 
         dtypes = tuple([seen(v.dtype, is_here=is_here) for v in call.targets])
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        # The state is the same however rows are moved; an update may be traced later.
-        by_rows = call.by_rows if is_traced else frozenset()
-        key = (call.structure, shapes, dtypes, call.extras, wide, by_rows)
-        for known, made in self._rules:
+        key = (call.structure, shapes, dtypes, call.extras, wide)
+        for number, (known, made) in enumerate(self._rules):
             if known == key:
                 if is_traced:
                     with tracing(call):
-                        made.cut()
+                        made = cut_for_rows(made)
+                    self._rules[number] = key, made
                 return made
         kinds = tuple(map(_kind, shapes, dtypes))
         new = TreeRule(
@@ -225,32 +223,18 @@ class Optimizer:
             wide,
         )
         with tracing(call):
-            if is_traced and by_rows:
-                new = self._for_rows(new, by_rows)
-            new.cut() if is_traced else new.state()
+            if is_traced:
+                new = cut_for_rows(new)
+            else:
+                new.state()
         self._rules.append((key, new))
         return new
 
-    def _for_rows(self, tree: TreeRule, leaves: frozenset[int]) -> TreeRule:
-        """The same, with all that is made of gradients computed before, if the rows of
-        these leaves can be moved one by one in no other way."""
-        if tree.cut().coupling is not None:
-            return tree
-        if not any(self.leaf_rule(tree, leaf).row_dependence for leaf in leaves):
-            return tree
-        early = tree.early_rule()
-        if any(self.leaf_rule(early, leaf).row_dependence for leaf in leaves):
-            return tree
-        return early
-
     def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule:
         """What moves one leaf of a tree."""
-        from zstrat.optimizers import LeafRule
+        from zstrat.optimizers import leaf_rule
 
-        key = id(tree), leaf
-        if key not in self._leaf_rules:  # which keeps the tree, and its id
-            self._leaf_rules[key] = LeafRule(tree, leaf)
-        return self._leaf_rules[key]
+        return leaf_rule(tree, leaf)
 
     def slot_rule(self, variable: Variable) -> SlotRule:
         """What it keeps beside a variable of this process.

@@ -73,7 +73,7 @@ def require_by_leaf(call: GradientCall, tree: TreeRule) -> None:
             parts of a variable, and the optimizer does not treat each row by itself.
     """
     cut = tree.cut()
-    missing = sorted(cut.gradients - {*call.given})
+    missing = sorted(cut.gradients_for(call.given) - {*call.given})
     if missing:
         raise ValueError(
             f"{_line(call)}optimizer {call.optimizer.name!r} computes something of "
@@ -117,7 +117,27 @@ def require_servers(call: GradientCall, tree: TreeRule) -> None:
             "whose processes hold all variables (MirroredStrategy, "
             "MultiWorkerMirroredStrategy)"
         )
+    _require_own_start(call, tree)
     require_by_leaf(call, tree)
+
+
+def _require_own_start(call: GradientCall, tree: TreeRule) -> None:
+    """
+    Raises:
+        ValueError: The state of a leaf begins with something made of several.
+    """
+    for leaf in call.given:
+        slot = call.optimizer.leaf_rule(tree, leaf).coupled_start
+        if slot:
+            other = call.words(next(n for n in range(len(call.targets)) if n != leaf))
+            raise ValueError(
+                f"{_line(call)}optimizer {call.optimizer.name!r} begins with {slot}, "
+                f"made of the values of {call.words(leaf)}, {other} and perhaps more, "
+                "which live on parameter servers, each by itself: use an optimizer "
+                "whose state begins with constants, or with each variable's own value, "
+                "or train with a strategy whose processes hold all variables "
+                "(MirroredStrategy, MultiWorkerMirroredStrategy)"
+            )
 
 
 def _coupled(call: GradientCall, coupling: Coupling) -> str:
