@@ -1,0 +1,203 @@
+"""The state of a transformation on a tree, as a flat list of arrays.
+
+Keys of ``jax.random`` are kept as the integers that they are made of. A transformation
+whose first update adds leaves to its state (``optax.monitor`` has no measurements yet)
+has them from the start here, zeros at first; that is only done where the update is the
+same program with them as without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_flatten_with_path
+
+from ._jaxprs import flat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._structure import Path
+    from ._tree import Sizes, TreeRule
+
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class StateLeaf:
+    """One array of the state: where it is in it, what it looks like, and of which
+    implementation of ``jax.random`` it is the key, if it is one. ``is_added``: by the
+    first update."""
+
+    path: Path
+    kind: Shape
+    random: str | None
+    is_added: bool = False
+
+
+@dataclass(frozen=True)
+class StateOfTree:
+    """What the state of a tree looks like."""
+
+    leaves: list[StateLeaf]
+    treedef: Any
+
+    def unflattened(self, arrays: Sequence[Any]) -> Any:
+        """The state in optax's own structure, from its leaves."""
+        pairs = zip(arrays, self.leaves, strict=True)
+        return self.treedef.unflatten([_wrapped(x, about.random) for x, about in pairs])
+
+
+class StateGrowsError(Exception):
+    """An update returned a state with more leaves than it was given."""
+
+
+def new_state(rule: TreeRule, sizes: Sizes | None) -> StateOfTree:
+    """What a new state looks like, for a tree of these sizes."""
+    at_first = _state_of(rule.initial, rule.values_at(sizes))
+    if not rule.grows:
+        return at_first
+    function, arguments = _first_update(rule, at_first, sizes)
+    after = _state_of(lambda *given: function(*given)[1], arguments)
+    had = {leaf.path for leaf in at_first.leaves}
+    leaves = [replace(leaf, is_added=leaf.path not in had) for leaf in after.leaves]
+    return StateOfTree(leaves, after.treedef)
+
+
+def initial_of(rule: TreeRule, sizes: Sizes | None) -> Callable[..., list[Any]]:
+    """``values -> state``."""
+    about = rule.state(sizes)
+
+    def initial(*values: Any) -> list[Any]:
+        made = iter(jax.tree.leaves(rule.initial(*values)))
+        # Copies, because a leaf that is the value would be donated twice.
+        return [_zeros(x.kind) if x.is_added else _copied(next(made)) for x in about]
+
+    return initial
+
+
+def require_same(rule: TreeRule, before: Any, after: Any) -> None:
+    """
+    Raises:
+        StateGrowsError: The state that an update returned has more than it was given.
+        TypeError: It is another one.
+    """
+    had: Any = jax.tree.structure(before)
+    made: Any = jax.tree.structure(after)
+    if had == made:
+        return
+    if not rule.grows and _paths(before) < _paths(after):
+        raise StateGrowsError(rule.name)
+    raise TypeError(
+        f"optimizer {rule.name!r} keeps {had}, and its update returns {made}: a "
+        "transformation returns a state of the structure that it was given"
+    )
+
+
+def require_unread(rule: TreeRule) -> None:
+    """That an update is the same program without the leaves that it adds.
+
+    Raises:
+        TypeError: It is another one.
+    """
+    at_first = _state_of(rule.initial, rule.values_at(None))
+    function, arguments = _first_update(rule, at_first, None)
+
+    def first(*given: Any) -> list[Any]:
+        return [unwrapped(leaf) for leaf in jax.tree.leaves(function(*given))]
+
+    with rule.precision():
+        wanted: Any = flat(first, arguments, selects=False)
+    program = rule.update()
+    pairs = zip(program.inputs[2], rule.state(), strict=True)
+    added = {var for var, about in pairs if about.is_added}
+    inner: Any = program.closed.jaxpr
+    read = [var for var in inner.invars if var not in added]
+    if str(inner.replace(invars=read)) != str(wanted.jaxpr):
+        raise TypeError(
+            f"the first update of optimizer {rule.name!r} adds leaves to its state, "
+            "and does something else without them: a transformation returns a state of "
+            "the structure that it was given"
+        )
+
+
+def shaped(dims: Sequence[int], dtype: Any) -> Shape:
+    """An array without a value."""
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    found: Shape = made(tuple(dims), dtype)
+    return found
+
+
+def unwrapped(leaf: Any) -> Any:
+    """An array, and of a key its integers."""
+    leaf = jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+# ---- private -------------------------------------------------------------------------
+
+
+def _first_update(
+    rule: TreeRule, state: StateOfTree, sizes: Sizes | None
+) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:
+    """The update of a state as ``init`` makes it, and what its arguments look like."""
+    values, kinds = rule.values_at(sizes), [leaf.kind for leaf in state.leaves]
+    pairs = zip(values, rule.gradients, strict=True)
+    gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+    count = len(values)
+
+    def update(*given: Any) -> tuple[Any, Any]:
+        g, v, s = given[:count], given[count : 2 * count], given[2 * count :]
+        arrays, further = s[: len(kinds)], s[len(kinds) :]
+        return rule.applied(g, v, state.unflattened(arrays), further)
+
+    return update, [*gradients, *values, *kinds, *rule.extras.kinds]
+
+
+def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> StateOfTree:
+    """What a function that gives a state gives."""
+    seen: list[Any] = []
+
+    def run(*given: Any) -> list[Any]:
+        found, treedef = tree_flatten_with_path(function(*given))
+        seen[:] = [[(path, _implementation(x)) for path, x in found], treedef]
+        return [unwrapped(leaf) for _, leaf in found]
+
+    kinds = jax.eval_shape(run, *arguments)
+    about, treedef = seen
+    leaves = [
+        StateLeaf(path, shaped(kind.shape, kind.dtype), random)
+        for (path, random), kind in zip(about, kinds, strict=True)
+    ]
+    return StateOfTree(leaves, treedef)
+
+
+def _paths(state: Any) -> set[Path]:
+    return {path for path, _ in tree_flatten_with_path(state)[0]}
+
+
+def _zeros(kind: Shape) -> Any:
+    return jnp.zeros(kind.shape, kind.dtype)
+
+
+def _copied(leaf: Any) -> Any:
+    leaf = unwrapped(leaf)
+    return jax.lax.convert_element_type(jnp.copy(leaf), leaf.dtype)
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _implementation(leaf: Any) -> str | None:
+    leaf = jnp.asarray(leaf)
+    return str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+
+
+def _wrapped(leaf: Any, random: str | None) -> Any:
+    if random is None:
+        return leaf
+    return jax.random.wrap_key_data(leaf, impl=random)
