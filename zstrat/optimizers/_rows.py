@@ -190,9 +190,10 @@ def _begin(rule: LeafRule, closed: Any, rows: int) -> None:
     slots = [slot for slot in rule.slots if slot.state in read]
     outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
     inputs = closed.jaxpr.invars
-    part = ProgramPart(closed, [outputs[slot] for slot in slots], inputs)
-    found = _axes((part.closed(inputs) or closed).jaxpr, [0], rows)
-    for slot, axis in zip(slots, found, strict=False):
+    wanted = [outputs[slot] for slot in slots]
+    part = ProgramPart(closed, wanted, inputs).closed(inputs)
+    jaxpr = closed.jaxpr.replace(outvars=wanted) if part is None else part.jaxpr
+    for slot, axis in zip(slots, _axes(jaxpr, [0], rows), strict=True):
         if axis not in ((0, _FREE) if slot.rows else (_FREE,)):
             raise RowsTogether(f"it begins with {slot.name}, made of several rows")
 
