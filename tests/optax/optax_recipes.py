@@ -159,11 +159,11 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("masked", "adam by path", lambda: optax.masked(optax.adam(0.1), kernels), _RUNS),
     ("measure_with_ema", "norm", lambda: optax.chain(optax.monitor(
         {"norm": optax.measure_with_ema(optax.tree.norm, decay=0.9)}),
-        optax.scale(-0.1)), {}),
+        optax.scale(-0.1)), _RUNS),
     ("monitor", "norm", lambda: optax.chain(
-        optax.monitor({"norm": optax.tree.norm}), optax.adam(0.1)), {}),
+        optax.monitor({"norm": optax.tree.norm}), optax.adam(0.1)), _RUNS),
     ("snapshot", "norm", lambda: optax.chain(
-        optax.snapshot("norm", optax.tree.norm), optax.adam(0.1)), {}),
+        optax.snapshot("norm", optax.tree.norm), optax.adam(0.1)), _RUNS),
     ("partition", "a norm in one part", _schedule_of_partition, _RUNS),
     ("polyak_sgd", "", optax.polyak_sgd, _WITH_VALUE),
     ("scale_by_polyak", "", lambda: optax.chain(

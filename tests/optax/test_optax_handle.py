@@ -183,6 +183,107 @@ def test_an_extra_argument_becomes_known_with_the_first_call(place, tmp_path):
     assert_close(values_of(second), values_of(first))
 
 
+def measured():
+    measures = {
+        "norm": optax.tree.norm,
+        "average": optax.measure_with_ema(optax.tree.norm, decay=0.9),
+    }
+    last = optax.snapshot("last", optax.tree.norm)
+    return optax.chain(optax.monitor(measures), last, optax.adam(0.1))
+
+
+def test_what_the_first_update_adds_to_the_state_is_zero_before_it(place):
+    variables, optimizer = place.made(measured())
+    take = place.stepper(optimizer, variables)
+    before = optimizer.state
+    assert float(optax.tree_utils.tree_get(before, "last")) == pytest.approx(
+        float(optax.tree.norm(START))
+    )
+    for gradient in GRADIENTS:
+        take(gradient)
+    values, state = by_optax(measured(), GRADIENTS)
+    assert_close(optimizer.state, state)
+    assert_close(values_of(variables), values)
+
+
+def counted_by_keys():
+    """Does something else once its state has the leaf that its first update adds."""
+
+    def update(updates, state, params=None):
+        scale = 0.1 if state else 0.2
+        return jax.tree.map(lambda u: -scale * u, updates), {"seen": jnp.float32(1)}
+
+    return optax.GradientTransformation(lambda params: {}, update)
+
+
+def test_a_state_that_grows_and_is_looked_at_is_refused(place):
+    def moved():
+        variables, optimizer = place.made(counted_by_keys())
+        optimizer.apply_gradients(GRADIENTS[0], variables)
+
+    with pytest.raises(ValueError, match="something else without them"):
+        moved()
+
+
+def by_first_norm():
+    """Divides by the norm of the first values."""
+
+    def init(params):
+        return {"norm": optax.tree.norm(params)}
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda u: -u / state["norm"], updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_a_state_that_begins_with_all_values_needs_all_of_them(servers):
+    variables, optimizer = Place().made(by_first_norm())
+    Place().stepper(optimizer, variables)(GRADIENTS[0])
+    assert_close(values_of(variables), by_optax(by_first_norm(), GRADIENTS[:1])[0])
+    with pytest.raises(ValueError, match=r"(?s)begins with.*\['norm'\].*Mirrored"):
+        Place(*servers).made(by_first_norm())
+
+
+def test_a_part_does_not_begin_with_its_own_norm():
+    table = {"table": START["w"]}
+    with zs.LocalCluster(num_ps=2, num_workers=1) as local:
+        cut = zs.partitioners.FixedShardsPartitioner(2)
+        strategy = zs.ParameterServerStrategy(local.resolver, variable_partitioner=cut)
+        with strategy, pytest.raises(ValueError, match=r"begins with.*several rows"):
+            Place(strategy).made(by_first_norm(), table)
+
+
+def test_a_mask_that_does_not_fit_is_refused_before_any_call(servers):
+    by_label = {"one": optax.sgd(0.1), "two": optax.adam(0.1)}
+    labels = {"b": "one", "another": "two"}
+    for transformation in (
+        optax.multi_transform(by_label, labels),
+        optax.with_extra_args_support(optax.masked(optax.sgd(0.1), {"b": True})),
+    ):
+        with pytest.raises(ValueError, match="masks"):
+            Place(*servers).made(transformation)
+
+
+def test_rows_and_dense_gradients_of_one_clipped_table(servers):
+    def transformation():
+        clip = optax.clip_by_global_norm(0.5)
+        return optax.chain(clip, optax.inject_hyperparams(optax.sgd)(0.1))
+
+    table = {"table": START["w"]}
+    dense = [{"table": GRADIENTS[n]["w"]} for n in range(2)]
+    given = jnp.asarray([[0.0, 0.0], [1.5, -2.0], [0.0, 0.0]])
+    rows = {"table": zs.IndexedSlices(given[1:2], np.asarray([1]), (3, 2))}
+    variables, optimizer = Place(*servers).made(transformation(), table)
+    optimizer.hyperparams["learning_rate"] = 0.1
+    take = Place(*servers).stepper(optimizer, variables)
+    for gradient in (rows, dense[0], rows, dense[1]):
+        take(gradient)
+    wanted = [{"table": given}, dense[0], {"table": given}, dense[1]]
+    values, _ = by_optax(transformation(), wanted, table)
+    assert_close(values_of(variables), values)
+
+
 @pytest.mark.parametrize("what", ["state", "read", "assign"])
 def test_in_a_step_the_handle_is_refused(place, what):
     variables, optimizer = place.made(

@@ -358,11 +358,13 @@ class Optimizer:
         if all(c.spec.ps == LOCAL for v in targets for c in v.components):
             return
         call = self._empty_call(structure, targets)
+        call.rule(is_here=False, is_traced=False)
         try:
             rule = call.rule(is_here=False)
-        except ValueError:
-            if takes_extras(self._transformation):
-                return  # which are not known yet
+        except ValueError as error:
+            lacks = isinstance(error.__cause__, TypeError | KeyError)
+            if lacks and takes_extras(self._transformation):
+                return  # arguments of its update, which no call has told yet
             raise
         require_servers(call, rule)
 

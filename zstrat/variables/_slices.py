@@ -14,9 +14,11 @@ class IndexedSlices:
     """``values[i]`` belongs to row ``indices[i]`` of an array of ``dense_shape``.
 
     A pytree node whose leaves are ``values`` [n, ...] and ``indices`` [n] (integers).
-    An index may occur several times: adding accumulates. In gradients of padded lookups
-    some are of no row at all (a negative number): their values count nowhere.
-    ``dense_shape`` is None if the receiver knows it (a variable does).
+    ``jax.tree.map`` computes with the indices, too: what is to be done with a gradient
+    (a mean over micro-batches) is done with the loss, with ``values`` alone, or with
+    `to_dense()`. An index may occur several times: adding accumulates. In gradients of
+    padded lookups some are of no row at all (a negative number): their values count
+    nowhere. ``dense_shape`` is None if the receiver knows it (a variable does).
     """
 
     values: Any
