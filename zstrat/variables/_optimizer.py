@@ -126,7 +126,8 @@ class Optimizer:
     def hyperparams(self) -> Hyperparameters:
         """Those of ``optax.inject_hyperparams``, by name: to read, and to assign while
         training goes on, as ``optimizer.hyperparams["learning_rate"] = 1e-4``; between
-        steps, by the program, not in a step."""
+        steps, by the program, not in a step. Of several programs that hold a variable
+        together (`MultiWorkerMirroredStrategy`) each one assigns it."""
         return Hyperparameters(self)
 
     def apply_gradients(
