@@ -217,6 +217,11 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("contrib.prodigy", "", lambda: contrib.prodigy(estim_lr0=0.05), {}),
     ("contrib.dadapt_adamw", "", lambda: contrib.dadapt_adamw(estim_lr0=0.05), {}),
     ("contrib.dog", "", lambda: contrib.dog(init_step=("heuristic", 0.05)), {}),
+    ("scale_by_distance_over_gradients", "no scalar", lambda: optax.chain(
+        optax.scale_by_distance_over_gradients(), optax.scale(-0.1)),
+        {"tree": "no scalar"}),
+    ("scale_by_distance_over_gradients", "makes a scalar a vector", lambda: (
+        optax.scale_by_distance_over_gradients()), {"anywhere": r"of shape \(\)"}),
     ("sm3", "no scalar", lambda: optax.sm3(0.1), {"tree": "no scalar"}),
     ("scale_by_sm3", "no scalar", optax.scale_by_sm3, {"tree": "no scalar"}),
     ("contrib.reduce_on_plateau", "after sgd", lambda: optax.chain(

@@ -206,6 +206,29 @@ def test_what_the_first_update_adds_to_the_state_is_zero_before_it(place):
     assert_close(values_of(variables), values)
 
 
+def test_a_state_that_all_variables_are_moved_with_is_told_as_it_is():
+    variables, optimizer = Place().made(optax.contrib.dog())
+    take = Place().stepper(optimizer, variables)
+    for gradient in GRADIENTS:
+        take(gradient)
+    values, state = by_optax(optax.contrib.dog(), GRADIENTS)
+    assert_close(optimizer.state, state)
+    assert_close(values_of(variables), values)
+
+
+def test_an_update_of_another_shape_is_refused(place):
+    """In plain optax the scalar becomes a vector."""
+    start = {"b": np.float32(2), "w": START["w"]}
+
+    def moved():
+        transformation = optax.scale_by_distance_over_gradients()
+        variables, optimizer = place.made(transformation, start)
+        optimizer.apply_gradients(start, variables)
+
+    with pytest.raises(ValueError, match=r"\['b'\], of shape \(\).*\(1,\)"):
+        moved()
+
+
 def counted_by_keys():
     """Does something else once its state has the leaf that its first update adds."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from ._jaxprs import flat
 
@@ -88,6 +88,7 @@ def require_same(rule: TreeRule, before: Any, after: Any) -> None:
     had: Any = jax.tree.structure(before)
     made: Any = jax.tree.structure(after)
     if had == made:
+        _require_same_shapes(rule, before, after)
         return
     if not rule.grows and _paths(before) < _paths(after):
         raise StateGrowsError(rule.name)
@@ -95,6 +96,17 @@ def require_same(rule: TreeRule, before: Any, after: Any) -> None:
         f"optimizer {rule.name!r} keeps {had}, and its update returns {made}: a "
         "transformation returns a state of the structure that it was given"
     )
+
+
+def _require_same_shapes(rule: TreeRule, before: Any, after: Any) -> None:
+    old, new = tree_flatten_with_path(before)[0], jax.tree.leaves(after)
+    for (path, leaf), made in zip(old, new, strict=True):
+        if jnp.shape(leaf) != jnp.shape(made):
+            raise TypeError(
+                f"optimizer {rule.name!r} keeps {keystr(path)} of shape "
+                f"{jnp.shape(leaf)}, and its update returns it as {jnp.shape(made)}: "
+                "a transformation returns a state of the shapes that it was given"
+            )
 
 
 def require_unread(rule: TreeRule) -> None:

@@ -294,6 +294,13 @@ class TreeRule:
                 f"optimizer {self.name!r} gives updates of another structure than its "
                 f"tree, which is {self.structure.treedef}: {treedef}"
             )
+        for leaf, (new, kind) in enumerate(zip(found, values, strict=True)):
+            if new.shape != kind.shape:
+                raise InvalidArgumentError(
+                    f"optimizer {self.name!r} gives {self.structure.words(leaf)}, of "
+                    f"shape {kind.shape}, an update that makes it {new.shape}: give "
+                    "the variable that shape, or leave it to another optimizer"
+                )
         return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
 
     def applied(

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
-from jax.tree_util import DictKey, GetAttrKey
+from jax.tree_util import DictKey, GetAttrKey, keystr
 
 from ._home import Binds, KeepsSlots, read_all
 from ._recorder import recorder
@@ -51,10 +51,12 @@ def _leaf_of(
     """A leaf of the state, of what is kept beside the variables; None if it is not
     there yet."""
     leaf, name = tree.place(state)
-    targets = call.targets if leaf is None else [call.targets[leaf]]
-    for target in targets:
+    mine = call.targets if leaf is None else [call.targets[leaf]]
+    # What several leaves are moved with lies beside the first, under its whole path.
+    whole = keystr(tree.state()[state].path)
+    for target, slot in [(x, name) for x in mine] + [(x, whole) for x in call.targets]:
         parts = [found[component.spec.key] for component in target.components]
-        arrays = [part[name] for part in parts if name in part]
+        arrays = [part[slot] for part in parts if slot in part]
         if len(arrays) == len(parts) and arrays:
             is_whole = arrays[0].shape == tree.state()[state].kind.shape
             return arrays[0] if is_whole else np.concatenate(arrays)
