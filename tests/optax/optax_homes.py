@@ -30,6 +30,7 @@ class Member:
     optimizer: Any
     variables: Any
     functions: dict[str, Any]
+    is_of_examples: bool
 
 
 def member(case: Case, start: Any, *, knows_its_tree: bool) -> Member:
@@ -41,16 +42,17 @@ def member(case: Case, start: Any, *, knows_its_tree: bool) -> Member:
     given = {"params": variables} if knows_its_tree else {}
     optimizer = zs.Optimizer(case.make(), **given)
     functions = {word: FUNCTIONS[word] for word in case.extra if word in FUNCTIONS}
-    return Member(optimizer, variables, functions)
+    is_of_examples = case.gradients == "of examples"
+    return Member(optimizer, variables, functions, is_of_examples)
 
 
 def apply(
-    members: list[Member], brought: Any, share: Callable[[Any], Any], **how: Any
+    members: list[Member], brought: Any, share: Callable[[Any, Member], Any], **how: Any
 ) -> None:
     """One call of each optimizer; ``brought``: gradients and arrays for each."""
     for one, (gradients, arrays) in zip(members, brought, strict=True):
         one.optimizer.apply_gradients(
-            share(gradients), one.variables, **how, **arrays, **one.functions
+            share(gradients, one), one.variables, **how, **arrays, **one.functions
         )
 
 
@@ -68,20 +70,25 @@ def _mapped(gradients: Any, share: Callable[[Any], Any]) -> Any:
     )
 
 
-def whole(gradients: Any) -> Any:
+def whole(gradients: Any, one: Member) -> Any:
+    del one
     return _mapped(gradients, lambda leaf: leaf)
 
 
-def shared(gradients: Any) -> Any:
-    """This replica's elements, and zeros instead of the others'."""
+def shared(gradients: Any, one: Member) -> Any:
+    """This replica's elements, and zeros instead of the others'; or its examples."""
     context = zs.get_replica_context()
     index, count = context.replica_id_in_sync_group, context.num_replicas_in_sync
+
+    def examples(leaf: Any) -> Any:
+        mine = leaf.shape[0] // count
+        return jax.lax.dynamic_slice_in_dim(leaf, index * mine, mine)
 
     def mine(leaf: Any) -> Any:
         numbers = np.arange(np.size(leaf)).reshape(np.shape(leaf))
         return jnp.where(numbers % count == index, leaf, jnp.zeros_like(leaf))
 
-    return _mapped(gradients, mine)
+    return _mapped(gradients, examples if one.is_of_examples else mine)
 
 
 def values_of(one: Member) -> Any:

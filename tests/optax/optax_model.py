@@ -21,8 +21,9 @@ STEPS = 13
 SPOILED = 5
 """The step whose gradient is not finite, where a program asks for one."""
 
-EXAMPLES = 3
-"""The examples of a batch, for what takes a gradient of each."""
+EXAMPLES = 8
+"""The examples of a batch, for what takes a gradient of each: as many
+for each replica, wherever it runs."""
 
 SHAPES = {
     "embed": {"table": (6, 4)},

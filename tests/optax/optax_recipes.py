@@ -120,7 +120,7 @@ _WHOLE = {"on_servers": "runs whole"}
 _SPOILED = {"gradients": "spoiled"}
 _WITH_VALUE = {"extra": ("value",)}
 _SEARCH = {"extra": ("value", "grad", "value_fn"), "gradients": "of the value"}
-_EXAMPLES = {"gradients": "of examples", "anywhere": r"(?s)shape.*variable|example"}
+_EXAMPLES = {"gradients": "of examples"}
 _PAIRS = {"tree": "lookahead", "anywhere": r"[Ll]ookahead"}
 _UNBIASED = {"extra": ("obj_fn",)}
 

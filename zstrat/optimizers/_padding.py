@@ -17,7 +17,6 @@ from jax.extend.core import Literal
 
 from ._jaxprs import inner_call
 from ._rows import ROWS, same_but_for
-from ._state import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +71,7 @@ def _dependence(tree: TreeRule, leaf: int) -> str:
 def _program(tree: TreeRule, leaf: int, count: int) -> Any:
     sizes = tuple([count if n == leaf else None for n in range(len(tree.kinds))])
     cut = tree.cut(sizes)
-    pairs = zip(tree.values_at(sizes), tree.gradients, strict=True)
-    gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+    gradients = tree.gradients_at(sizes)
 
     def computed(*given: Any) -> list[Any]:
         return cut.computed(given[: len(gradients)], given[len(gradients) :])

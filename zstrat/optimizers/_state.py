@@ -157,8 +157,7 @@ def _first_update(
 ) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:
     """The update of a state as ``init`` makes it, and what its arguments look like."""
     values, kinds = rule.values_at(sizes), [leaf.kind for leaf in state.leaves]
-    pairs = zip(values, rule.gradients, strict=True)
-    gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+    gradients = rule.gradients_at(sizes)
     count = len(values)
 
     def update(*given: Any) -> tuple[Any, Any]:

@@ -134,7 +134,8 @@ class TreeRule:
     what is made of one gradient alone, as its norm, is an operand, too, so that the
     rows of that leaf can be moved one by one. ``grows``: its first update adds leaves
     to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
-    at first.
+    at first. ``examples``: for how many examples there is a gradient of each leaf,
+    along an axis before its own; 0 for one gradient of its shape. Empty: 0 for all.
     """
 
     name: str
@@ -146,6 +147,7 @@ class TreeRule:
     wide: bool = False
     early: bool = False
     grows: bool = False
+    examples: tuple[int, ...] = ()
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
@@ -287,21 +289,41 @@ class TreeRule:
         """New values and new state: plain optax on the tree."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
+        found = self._fitting(moved, values)
         require_same(self, before, after)
+        return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+
+    def _fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
+        """The leaves of new values in place of others.
+
+        Raises:
+            InvalidArgumentError: They have another structure, or other shapes.
+        """
         found, treedef = jax.tree.flatten(moved)
         if treedef != self.structure.treedef:
             raise InvalidArgumentError(
                 f"optimizer {self.name!r} gives updates of another structure than its "
                 f"tree, which is {self.structure.treedef}: {treedef}"
             )
-        for leaf, (new, kind) in enumerate(zip(found, values, strict=True)):
-            if new.shape != kind.shape:
-                raise InvalidArgumentError(
-                    f"optimizer {self.name!r} gives {self.structure.words(leaf)}, of "
-                    f"shape {kind.shape}, an update that makes it {new.shape}: give "
-                    "the variable that shape, or leave it to another optimizer"
-                )
-        return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
+        for leaf, (new, old) in enumerate(zip(found, values, strict=True)):
+            if new.shape != old.shape:
+                raise InvalidArgumentError(self._misshapen(leaf, new.shape))
+        return found
+
+    def _misshapen(self, leaf: int, shape: tuple[int, ...]) -> str:
+        words, kind = self.structure.words(leaf), self.kinds[leaf]
+        if self.examples and self.examples[leaf]:
+            return (
+                f"shape mismatch. {words} has shape {kind.shape}, and its gradient "
+                f"{(self.examples[leaf], *kind.shape)}; expected {kind.shape}. "
+                f"Optimizer {self.name!r} does not bring gradients of single examples "
+                "together, as optax.contrib.dpsgd does: give it their sum or their mean"
+            )
+        return (
+            f"optimizer {self.name!r} gives {words}, of shape {kind.shape}, an update "
+            f"that makes it {shape}: give the variable that shape, or leave it to "
+            "another optimizer"
+        )
 
     def applied(
         self,
@@ -356,6 +378,16 @@ class TreeRule:
             for kind, size in zip(self.kinds, sizes, strict=True)
         ]
 
+    def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
+        """What the gradients look like in these sizes."""
+        counts = self.examples or (0,) * len(self.kinds)
+        return [
+            shaped((count, *kind.shape) if count else kind.shape, dtype)
+            for count, kind, dtype in zip(
+                counts, self.values_at(sizes), self.gradients, strict=True
+            )
+        ]
+
     def sizes(self, size: int) -> Sizes:
         """All leaves that have rows, with this number of them."""
         return tuple([size if kind.shape else None for kind in self.kinds])
@@ -407,8 +439,7 @@ class TreeRule:
         if dtypes is not None:
             pairs = zip(state, dtypes, strict=True)
             state = [shaped(kind.shape, dtype) for kind, dtype in pairs]
-        pairs = zip(values, self.gradients, strict=True)
-        gradients = [shaped(kind.shape, dtype) for kind, dtype in pairs]
+        gradients = self.gradients_at(sizes)
         counts = (len(values), len(values), len(state), len(self.extras.kinds))
 
         def update(*given: Any) -> list[Any]:

@@ -134,7 +134,10 @@ class Team:
         if call.is_reduced:
             return call.with_arrays(self._first(call.arrays))
         arrays: list[jax.Array] = []
-        for _, target, sparse, mine in call.leaves():
+        for leaf, target, sparse, mine in call.leaves():
+            if call.has_examples(leaf):
+                arrays += self._gathered(mine)
+                continue
             op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
             arrays += self.aggregate(target.components[0], op, mine)
         further = [jnp.asarray(x) for x in call.further]

@@ -158,7 +158,8 @@ def optimizing(
 
     keys = tuple([variable.spec.key for variable in call.variables])
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
-    what = (keys, call.sparse, call.is_reduced, call.optimizer.id)
+    stacked = tuple([call.has_examples(leaf) for leaf in call.given])
+    what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
     return Meeting(what, words, call.arrays, join)
 
 
@@ -217,9 +218,12 @@ def _combined_call(
         return firsts if team.channel is None else first_of(team.channel, firsts)
     each = [call.with_arrays(arrays) for arrays in values]
     arrays: list[Any] = []
-    for place, (_, target, sparse, _) in enumerate(call.leaves()):
+    for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
         op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
         several = [own.operands[place] for own in each]
+        if call.has_examples(leaf):
+            arrays += _concatenated(team, [[own[0] for own in several]], 0)
+            continue
         arrays += _combined(team, target.components[0], op, several)
     return [*arrays, *_further(team, [own.further for own in each])]
 

@@ -79,26 +79,32 @@ def as_dtype(dtype: Any, name: str) -> np.dtype:
     return DTYPES[found.name]  # the little-endian one
 
 
-def traced_operand(spec: VariableSpec, value: Any, what: str) -> jax.Array:
-    """The operand of an update of the whole variable, inside a step.
+def traced_operand(
+    spec: VariableSpec, value: Any, what: str, *, examples: bool = False
+) -> jax.Array:
+    """The operand of an update of the whole variable, inside a step; of several
+    examples, along an axis before its own.
 
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
     """
     require_traceable(spec)
     array = _traced(spec, value, what)
-    _check_shape(spec, array.shape, spec.shape, what)
+    _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
 
 
-def plain_operand(spec: VariableSpec, value: Any, what: str) -> np.ndarray:
-    """The operand of an update of the whole variable, outside a step.
+def plain_operand(
+    spec: VariableSpec, value: Any, what: str, *, examples: bool = False
+) -> np.ndarray:
+    """The operand of an update of the whole variable, outside a step; of several
+    examples, along an axis before its own.
 
     Raises:
         ValueError: Its shape is not the variable's, or its dtype does not fit.
     """
     array = _plain(spec, value, what)
-    _check_shape(spec, array.shape, spec.shape, what)
+    _check_shape(spec, array.shape[examples:], spec.shape, what)
     return array
 
 

@@ -35,6 +35,8 @@ class GradientCall:
             rows.
         extras, further: Further arguments of ``update``, and the arrays among them.
         is_reduced: The gradients are the same in all replicas already.
+        examples: For each leaf how many gradients there are, one of each example, along
+            an axis before its own; 0 for one gradient of its shape. Empty: all 0.
         where: The user's line.
     """
 
@@ -48,6 +50,7 @@ class GradientCall:
     further: tuple[Any, ...] = ()
     is_reduced: bool = False
     where: str = ""
+    examples: tuple[int, ...] = ()
 
     @property
     def variables(self) -> tuple[Variable, ...]:
@@ -60,10 +63,23 @@ class GradientCall:
         return (*[x for each in self.operands for x in each], *self.further)
 
     def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
-        """The same with other arrays, in that order."""
+        """The same with other arrays, in that order; there may be gradients of more
+        examples."""
         left = iter(arrays)
         operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
-        return replace(self, operands=operands, further=tuple(left))
+        made = replace(self, operands=operands, further=tuple(left))
+        return made._counted() if any(self.examples) else made
+
+    def _counted(self) -> GradientCall:
+        counts = list(self.examples)
+        for leaf, _, _, mine in self.leaves():
+            if counts[leaf] and mine[0] is not None:
+                counts[leaf] = mine[0].shape[0]
+        return replace(self, examples=tuple(counts))
+
+    def has_examples(self, leaf: int) -> bool:
+        """Whether there are gradients of each example."""
+        return bool(self.examples) and self.examples[leaf] > 0
 
     def leaves(self) -> Iterator[tuple[int, AbstractVariable, bool, tuple[Any, ...]]]:
         """For each gradient: the leaf, its variable, whether it is of rows, and its

@@ -22,6 +22,7 @@ from ._abstract import WORDS, AbstractVariable
 from ._gradient_call import GradientCall
 from ._recorder import recorder
 from ._slices import IndexedSlices
+from ._spec import LOCAL
 from ._staging import refuse_update
 
 if TYPE_CHECKING:
@@ -56,16 +57,29 @@ class Given:
         leaves = tuple(sorted(self.gradients))
         pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
         extras, further = _extras(extra)
+        sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
+        stacked = [
+            not is_sparse and _is_of_examples(*pair)
+            for is_sparse, pair in zip(sparse, pairs, strict=True)
+        ]
+        arrays = [
+            (_of_examples(*pair),) if is_stacked else _arrays(*pair)
+            for is_stacked, pair in zip(stacked, pairs, strict=True)
+        ]
+        counts = [0] * len(self.targets)
+        for leaf, is_stacked, mine in zip(leaves, stacked, arrays, strict=True):
+            counts[leaf] = mine[0].shape[0] if is_stacked else 0
         return GradientCall(
             optimizer,
             self.structure,
             self.targets,
             leaves,
-            tuple([isinstance(gradient, IndexedSlices) for gradient, _ in pairs]),
-            tuple([_arrays(gradient, variable) for gradient, variable in pairs]),
+            tuple(sparse),
+            tuple(arrays),
             extras,
             further,
             is_reduced,
+            examples=tuple(counts) if any(stacked) else (),
         )
 
 
@@ -197,6 +211,35 @@ def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 def _is_gradient(node: Any) -> bool:
     return node is None or isinstance(node, IndexedSlices)
+
+
+def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:
+    """Whether there is one gradient for each of several examples."""
+    shape = tuple(np.shape(_value(gradient)))
+    return len(shape) > len(variable.shape) and shape[1:] == tuple(variable.shape)
+
+
+def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
+    """An array ``[examples, ...]``.
+
+    Raises:
+        ValueError: The variable lives on a parameter server, or in parts.
+    """
+    spec = variable.components[0].spec
+    words, shape = WORDS[UpdateOp.OPTIMIZE], np.shape(_value(gradient))
+    if len(variable.components) > 1 or spec.ps != LOCAL:
+        raise ValueError(
+            f"cannot {words} {spec}: shape mismatch. The variable has shape "
+            f"{variable.shape}, and the value has shape {shape}; expected "
+            f"{variable.shape}. Gradients of single examples (optax.contrib.dpsgd) are "
+            "taken where the program that computes them has the variable, in one piece "
+            "(no scope, MirroredStrategy, MultiWorkerMirroredStrategy): give a "
+            "parameter server their sum or their mean"
+        )
+    if recorder.get() is not None:
+        return _convert.traced_operand(spec, gradient, words, examples=True)
+    refuse_update(spec, words)
+    return _convert.plain_operand(spec, gradient, words, examples=True)
 
 
 def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:

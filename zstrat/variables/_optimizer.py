@@ -148,6 +148,9 @@ class Optimizer:
                 ``variables``, TF's iterable of ``(gradient, variable)`` pairs. A
                 gradient that is None is left out: its variable rests, with all that is
                 kept beside it.
+                Optimizers that want a gradient of each example (`optax.contrib.dpsgd`)
+                get arrays ``[examples, ...]``, where variables are in this process;
+                those of several replicas are put one behind the other.
             variables: A pytree of the same structure. Where it has None, so must
                 ``grads``.
             aggregate_gradients: In a replica function, gradients are summed over the
@@ -205,7 +208,7 @@ class Optimizer:
         shapes = tuple([v.shape for v in call.targets])
         is_wide = not is_here and any(map(_is_wide, dtypes))
         wide = bool(jax.config.jax_enable_x64) or is_wide  # type: ignore[attr-defined]
-        key = (call.structure, shapes, dtypes, call.extras, wide)
+        key = (call.structure, shapes, dtypes, call.extras, wide, call.examples)
         for number, (known, made) in enumerate(self._rules):
             if known == key:
                 if is_traced:
@@ -222,6 +225,7 @@ class Optimizer:
             dtypes,
             call.extras,
             wide,
+            examples=call.examples,
         )
         with tracing(call):
             if is_traced:
@@ -296,9 +300,8 @@ class Optimizer:
 
     def _own_call(self) -> GradientCall | None:
         """A call on the tree that it was given, whose update can be traced; None if it
-        has no tree, or wants further arguments that no call has told yet."""
-        from zstrat.optimizers import takes_extras
-
+        has no tree, or wants what no call has brought yet (further arguments, gradients
+        of examples)."""
         if self._tree is None:
             return None
         call = self.known_call()
@@ -306,9 +309,7 @@ class Optimizer:
         try:
             call.rule(is_here=lives_here(call))
         except ValueError:
-            if takes_extras(self._transformation):
-                return None
-            raise
+            return None
         return call
 
     def _call(
@@ -346,6 +347,7 @@ class Optimizer:
             (False,) * count,
             ((None,),) * count,
             Extras.none() if like is None else like.extras,
+            examples=() if like is None else like.examples,
         )
 
     def _require_possible(

@@ -35,7 +35,8 @@ def tracing(call: GradientCall) -> Iterator[None]:
             "masks and functions of paths have to fit the tree that the optimizer "
             "sees: that of zs.Optimizer(..., params=params), or else that of "
             "apply_gradients(grads, params); further arguments of its update "
-            "(value=loss) are given to apply_gradients"
+            "(value=loss) are given to apply_gradients, and gradients of single "
+            "examples (optax.contrib.dpsgd) where the variables are in this process"
         ) from error
 
 

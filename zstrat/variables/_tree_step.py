@@ -136,10 +136,8 @@ def operands_of(call: GradientCall, tree: Any) -> list[Any]:
     if not whole.operands:
         return []
     sizes: list[int | None] = [None] * len(call.targets)
-    gradients: list[Any] = [
-        jnp.zeros(kind.shape, dtype)
-        for kind, dtype in zip(tree.kinds, tree.gradients, strict=True)
-    ]
+    kinds = tree.gradients_at(None)
+    gradients: list[Any] = [jnp.zeros(kind.shape, kind.dtype) for kind in kinds]
     for leaf, target, sparse, arrays in call.leaves():
         if sparse:
             sizes[leaf] = arrays[0].shape[0]
