@@ -52,7 +52,7 @@ bench: $(VENV)/.run
 
 # Its short form is one of the tests. A seed repeats the choice of faults, not their timing.
 chaos: $(VENV)/.dev
-	@JAX_PLATFORMS=cpu $(PY) tests/chaos/chaos_run.py $(ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=tests $(PY) tests/chaos/chaos_run.py $(ARGS)
 
 # Skips what needs a GPU or a TPU where jax sees none (it is pip that brings its plugin).
 test-accelerator: $(VENV)/.dev
