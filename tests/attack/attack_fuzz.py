@@ -11,7 +11,8 @@ import msgpack
 import numpy as np
 
 from zstrat.wire import Message, encode
-from zstrat.wire._schema import is_record
+from zstrat.wire._codec import LONGEST as ITEMS
+from zstrat.wire._schema import RECORDS, is_record
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -122,8 +123,8 @@ def _replace(chance: random.Random, tree: list[Any], first: int) -> None:
 
 
 def swollen(session: int, most: int) -> list[Seed]:
-    """Of every kind, for each field that may be long, a message whose header is about
-    as long as it may be because of it: ``most`` bytes."""
+    """Of every kind, for each field that may be long, a message in which it is, with a
+    header of up to ``most`` bytes."""
     chance, seeds = random.Random(3), []
     for cls in KINDS.values():
         hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
@@ -133,9 +134,8 @@ def swollen(session: int, most: int) -> list[Seed]:
                 changed = {**fields, name: long}
                 if name != "session" and "session" in fields:
                     changed["session"] = session
-                header, raws = encode(cls(**changed), limit=2**30)
-                if len(header) <= most:
-                    seeds.append(seed_of(header, [raw.tobytes() for raw in raws]))
+                header, raws = encode(cls(**changed))
+                seeds.append(seed_of(header, [raw.tobytes() for raw in raws]))
     return seeds
 
 
@@ -144,12 +144,14 @@ def _long(chance: random.Random, hint: Any, nbytes: int) -> list[Any]:
     if hint is str:
         return ["x" * nbytes]
     if isinstance(hint, types.UnionType):
-        return [nbytes * [1], {str(n): n for n in range(nbytes // 9)}]
+        few = {str(n): n for n in range(min(ITEMS, nbytes // 9))}
+        return [ITEMS * [1], few, 8 * [nbytes // 16 * [[]]]]
     if get_origin(hint) is dict:
         item = _value(chance, get_args(hint)[1])
         size = 8 + len(msgpack.packb(item))
-        return [{str(n): item for n in range(nbytes // size)}]
+        return [{str(n): item for n in range(min(ITEMS, nbytes // size))}]
     if get_origin(hint) is list:
         item = _value(chance, get_args(hint)[0])
-        return [nbytes // len(msgpack.packb(item)) * [item]]
+        most = RECORDS if is_record(get_args(hint)[0]) else ITEMS
+        return [min(most, nbytes // len(msgpack.packb(item))) * [item]]
     return []

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from attack_fuzz import made_up, mutated
+from attack_fuzz import made_up, mutated, swollen
 from attack_peers import claim, frame, keyed, raw
 from attack_recorder import recorded
 from attack_tasks import MiB, target
@@ -68,6 +68,9 @@ is there, end."""
 
 LATE = 5.0
 """Milliseconds of work of the loop, behind which a message must not wait."""
+
+LONG = 100.0
+"""Milliseconds that a turn may take in which nothing but the longest headers came."""
 
 HARD = pytest.mark.skipif(
     os.environ.get("ZSTRAT_ATTACK") != "hard", reason="`make attack` does it"
@@ -225,6 +228,24 @@ async def test_the_loop_of_what_is_attacked_turns_quickly(job, folder, seeds):
 
             may_write = role in (Job.CHIEF, Job.WORKER)
             await besiege(task, job, [attacker], may_write, partial(quick, task))
+
+
+@HARD
+@pytest.mark.parametrize("job", [Job.PS, Job.WORKER])
+async def test_no_message_holds_up_the_loop_for_long(job, folder):
+    some = swollen(SESSION, Limits().header)
+    with target(job, folder, noting=True) as task:
+        for role in Job:
+
+            def attacker(role=role):
+                chance = random.Random(f"{job} {role} long")
+                kinds = allowed(some, role)
+                return attack(kinds, lambda: greeted(task.address, role), chance, 500)
+
+            await besiege(task, job, [attacker], role in (Job.CHIEF, Job.WORKER))
+        turns = task.turns()
+        print(f"longest headers: 99 % of the turns in {turns.within(0.99):.1f} ms")
+        assert turns.within(0.99) <= LONG
 
 
 @contextlib.contextmanager

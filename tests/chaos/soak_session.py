@@ -104,7 +104,7 @@ def objects():
 
 
 class Census:
-    """An initializer. What it makes on a parameter server is how many objects that has."""
+    """An initializer: it makes the number of objects of the process that runs it."""
 
     def __call__(self, shape, dtype, partition_shape=None, partition_offset=None):
         return np.full(partition_shape or shape, objects(), dtype)
