@@ -19,6 +19,7 @@ faults come.
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -84,19 +85,19 @@ def spare(work, count=1):
             raise TimeoutError("no step ended for two minutes")
 
 
-def torn(rng, totals, faults, place, kinds, wavers=False):
-    """One round of faults ``kinds`` of a ``place`` that has a cluster."""
+def torn(rng, totals, faults, place, *, wavers=False, pause=0.0):
+    """One round of ``faults``, in their order, in a ``place`` that has a cluster."""
     with place as cluster, cluster.strategy() as strategy:
-        work = Work(strategy, wavers=wavers)
+        work = Work(strategy, pause, wavers)
         work.start()
         try:
-            for _ in range(faults):
-                spare(work, 3)
-                name = rng.choice(kinds)
+            few = 1 if pause else 3
+            for name in faults:
+                spare(work, few)
                 fault = getattr(cluster, name)
                 print(f"  {name}: {fault.__doc__.split('. ')[0].splitlines()[0]}")
                 fault(rng)
-            spare(work, 5)
+            spare(work, 2 * few)
         finally:
             work.stop()
         lost, doubled = work.verdict()
@@ -106,17 +107,18 @@ def torn(rng, totals, faults, place, kinds, wavers=False):
             print(f"  {count:5d} x {words}")
 
 
-def on_the_network(seed):
-    """A round on machines of their own, as a program on the last of them. Whether
-    nothing was wrong.
+def on_the_network(seed, faults=()):
+    """A round on machines of their own, as a program on the last of them; ``faults``:
+    these alone. Whether nothing was wrong.
 
     Raises:
         NotHereError: There can be no machines here.
     """
     with switched(2 * COUNT + 1) as machines:
         command = [*machines.inside(machines.names[-1]), sys.executable, __file__]
-        command += ["--inside", machines.name, "--seed", str(seed)]
-        return subprocess.run(command).returncode == 0
+        command += ["--inside", machines.name, "--seed", str(seed), "--faults", *faults]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        return subprocess.run(command, env=env).returncode == 0
 
 
 def bereft(totals):
@@ -139,10 +141,10 @@ def bereft(totals):
 
 def play(kind, rng, totals):
     """A round."""
-    kinds = chaos_cluster.HARMLESS + chaos_cluster.TOLD
     match kind:
         case "torn" | "wavering":
-            torn(rng, totals, FAULTS, Cluster(), kinds, wavers=kind == "wavering")
+            faults = rng.choices(chaos_cluster.HARMLESS + chaos_cluster.TOLD, k=FAULTS)
+            torn(rng, totals, faults, Cluster(), wavers=kind == "wavering")
         case "bereft":
             bereft(totals)
         case "network":
@@ -152,11 +154,13 @@ def play(kind, rng, totals):
                 print(f"  left out: {error}")
 
 
-def played_inside(name, seed):
+def played_inside(name, seed, faults):
     """The one round of a program on a machine of its own."""
     rng, totals = random.Random(seed), Totals()
+    pause = 0.3 if faults else 0.0  # some steps under way are enough for a short round
     kinds = chaos_network.HARMLESS + chaos_network.TOLD
-    torn(rng, totals, FAULTS, Network(name), kinds)
+    some = faults or rng.choices(kinds, k=FAULTS)
+    torn(rng, totals, some, Network(name), pause=pause)
     return totals
 
 
@@ -166,9 +170,10 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=KINDS)
     parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--faults", nargs="*", default=(), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.inside:
-        sys.exit(played_inside(asked.inside, asked.seed).are_bad)
+        sys.exit(played_inside(asked.inside, asked.seed, asked.faults).are_bad)
     rng, totals, number = random.Random(asked.seed), Totals(), 0
     end = time.monotonic() + asked.seconds
     while time.monotonic() < end:
