@@ -4,7 +4,7 @@ import chaos_run
 import pytest
 from switched import NotHereError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 
 def test_nothing_is_lost_or_doubled_when_lines_are_cut():

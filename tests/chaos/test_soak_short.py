@@ -14,10 +14,9 @@ KEPT = "memory", "objects", "idle_bytes"
 
 def test_sessions_leave_nothing_on_the_daemons():
     with zs.LocalCluster(num_ps=1, num_workers=1) as local:
-        play(local.spec, 1000)
+        play(local.spec, 500)
         before, counted = look(local), census(local.spec)
-        for _ in range(2):
-            play(local.spec, 1000)
+        play(local.spec, 2000)
         after, again = look(local), census(local.spec)
     del before["program"], after["program"]
     for task, values in after.items():
