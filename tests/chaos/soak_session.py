@@ -12,7 +12,7 @@ import zstrat as zs
 
 AT_ONCE = 500
 """Closures between two joins."""
-RARE = 25
+RARE = 5
 """How many of them are of each kind that is slow."""
 ROWS, WIDTH = 64, 4
 LARGE = 40_000
