@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import os
@@ -164,7 +165,7 @@ async def _accompany(program: Program, notifier: Notifier) -> int:
 async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     loop = asyncio.get_running_loop()
     try:
-        task = Task(order.place, order.settings, incarnation)
+        task = Task(order.place, order.settings, incarnation, is_alone=True)
         await task.start()
     except (ZstratError, OSError, ValueError) as error:
         log.error("cannot start: %s", error)
@@ -172,6 +173,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     _listen_to_signals(loop, task.end)
     if order.parent:
         watch(loop, lambda: task.end("the program that started me is gone"))
+    _settle()
     _report(order.report, task)
     log.info("ready at %s, pid %d", task.address, os.getpid())
     notifier.send("READY=1", f"STATUS=serving at {task.address}")
@@ -184,6 +186,13 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
     _ignore_signals(loop)
     log.info("ended" if drained else "ended before everything was done")
     return DRAINED if drained else TRY_AGAIN
+
+
+def _settle() -> None:
+    """What was imported stays until the end, and no collection of garbage looks at it
+    again: with jax that takes a fifth of a second, for which the loop stands still."""
+    gc.collect()
+    gc.freeze()
 
 
 class Pulse:

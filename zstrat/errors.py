@@ -267,8 +267,8 @@ class RetryDiffersError(ZstratError):
 
 
 class ResultLostError(ZstratError):
-    """A step has had its effect, or part of it, and its result went away with its
-    worker: scheduling it again would apply it twice."""
+    """The result of a step went away with its worker, and the step has had its effect,
+    or part of it, or may have had: scheduling it again applies that twice."""
 
     code = 31
 

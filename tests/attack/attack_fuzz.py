@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -10,10 +11,10 @@ import msgpack
 import numpy as np
 
 from zstrat.wire import Message, encode
-from zstrat.wire._schema import is_record
+from zstrat.wire._codec import LONGEST as ITEMS
+from zstrat.wire._schema import RECORDS, is_record
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Iterable
 
 KINDS: dict[int, type] = {cls.kind: cls for cls in get_args(Message)}
@@ -119,3 +120,38 @@ def _replace(chance: random.Random, tree: list[Any], first: int) -> None:
         del tree[at]
     else:
         tree[at] = copy.deepcopy(chance.choice(ODD))
+
+
+def swollen(session: int, most: int) -> list[Seed]:
+    """Of every kind, for each field that may be long, a message in which it is, with a
+    header of up to ``most`` bytes."""
+    chance, seeds = random.Random(3), []
+    for cls in KINDS.values():
+        hints = {n: h for n, h in get_type_hints(cls).items() if n != "kind"}
+        for name, hint in hints.items():
+            fields = {each: _value(chance, kind) for each, kind in hints.items()}
+            for long in _long(chance, hint, most - 2000):
+                changed = {**fields, name: long}
+                if name != "session" and "session" in fields:
+                    changed["session"] = session
+                header, raws = encode(cls(**changed))
+                seeds.append(seed_of(header, [raw.tobytes() for raw in raws]))
+    return seeds
+
+
+def _long(chance: random.Random, hint: Any, nbytes: int) -> list[Any]:
+    """Values of the annotation that take about so many bytes; none if it is short."""
+    if hint is str:
+        return ["x" * nbytes]
+    if isinstance(hint, types.UnionType):
+        few = {str(n): n for n in range(min(ITEMS, nbytes // 9))}
+        return [ITEMS * [1], few, 8 * [nbytes // 16 * [[]]]]
+    if get_origin(hint) is dict:
+        item = _value(chance, get_args(hint)[1])
+        size = 8 + len(msgpack.packb(item))
+        return [{str(n): item for n in range(min(ITEMS, nbytes // size))}]
+    if get_origin(hint) is list:
+        item = _value(chance, get_args(hint)[0])
+        most = RECORDS if is_record(get_args(hint)[0]) else ITEMS
+        return [min(most, nbytes // len(msgpack.packb(item))) * [item]]
+    return []

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attack_turns
+from attack_turns import Turns, opened
+
 from zstrat.config import Settings
 from zstrat.transport import Link, Security, hello, new_incarnation, run
 from zstrat.wire import Inspect, Job, Statistics
@@ -32,6 +35,8 @@ class Target:
     process: subprocess.Popen[bytes]
     log: Path
     keys: Path | None = None
+    book: Path | None = None
+    """Where its loop notes its turns, if it does."""
 
     @property
     def is_alive(self) -> bool:
@@ -61,6 +66,11 @@ class Target:
     def _status(self, name: str) -> int:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         return int(next(each for each in lines if each.startswith(name)).split()[1])
+
+    def turns(self, since: Turns | None = None) -> Turns:
+        """Those of its loop; of one that notes them."""
+        assert self.book is not None
+        return Turns(tuple(opened(self.book, new=False)), since)
 
     def inspect(self) -> dict[str, Any]:
         """What it says of itself to an honest observer that comes now."""
@@ -102,9 +112,18 @@ class Target:
 
 @contextlib.contextmanager
 def target(
-    job: Job, folder: Path, keys: Path | None = None, **env: str
+    job: Job,
+    folder: Path,
+    keys: Path | None = None,
+    *,
+    noting: bool = False,
+    **env: str,
 ) -> Iterator[Target]:
-    """A daemon of ``job``, killed afterwards; its log lies in the folder."""
+    """A daemon of ``job``, killed afterwards; its log lies in the folder.
+
+    Args:
+        noting: It runs on a loop that notes its turns.
+    """
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = folder / f"notify-{new_incarnation():x}"
     manager.bind(str(name))
@@ -112,9 +131,13 @@ def target(
     log = name.with_suffix(".log")
     argv = ["--index", "0", "--bind", "127.0.0.1:0"]
     argv += [] if keys is None else ["--keys", str(keys)]
+    book = name.with_suffix(".turns") if noting else None
+    daemon = ["-m", f"zstrat.daemons.{job}"]
+    if book is not None:
+        daemon = [attack_turns.__file__, str(book), str(job)]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"zstrat.daemons.{job}", *argv],
+            [sys.executable, *daemon, *argv],
             env={**os.environ, "NOTIFY_SOCKET": str(name), "TF_CONFIG": "{}", **env},
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -125,7 +148,7 @@ def target(
             pass
         address = said.split("serving at ")[1].split("\n")[0]
         manager.close()
-        yield Target(job, address, process, log, keys)
+        yield Target(job, address, process, log, keys, book)
     finally:
         manager.close()
         process.kill()

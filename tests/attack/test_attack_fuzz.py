@@ -9,10 +9,11 @@ import contextlib
 import os
 import random
 import time
+from functools import partial
 
 import numpy as np
 import pytest
-from attack_fuzz import made_up, mutated
+from attack_fuzz import made_up, mutated, swollen
 from attack_peers import claim, frame, keyed, raw
 from attack_recorder import recorded
 from attack_tasks import MiB, target
@@ -63,6 +64,17 @@ TRUSTED = {
 }
 """What a chief may make a task do: run code, write files, fill its memory, drop what
 is there, end."""
+
+
+LATE = 5.0
+"""Milliseconds of work of the loop, behind which a message must not wait."""
+
+LONG = 100.0
+"""Milliseconds that a turn may take in which nothing but the longest headers came."""
+
+HARD = pytest.mark.skipif(
+    os.environ.get("ZSTRAT_ATTACK") != "hard", reason="`make attack` does it"
+)
 
 
 class Line:
@@ -133,34 +145,37 @@ async def owned(task, job):
         yield chief
 
 
-async def besiege(task, job, attackers, may_write):
+async def besiege(task, job, attackers, may_write, measure=contextlib.nullcontext):
     """Runs the attackers on threads; an honest coordinator works on meanwhile."""
     async with owned(task, job) as chief:
         await asyncio.sleep(0)
         before = task.rss, task.descriptors, task.threads, task.log_bytes
         most, times = before[0], []
-        running = asyncio.gather(*[asyncio.to_thread(each) for each in attackers])
-        while not running.done():
-            began = time.monotonic()
-            await chief.request(Inspect())
-            times.append(time.monotonic() - began)
-            most = max(most, task.rss)
-            if job == Job.PS:
-                answer = await chief.request(Pull(SESSION, [Read(KEY, -1)]))
-                assert answer.arrays[0].shape == (3,)
-                assert may_write or answer.arrays[0].tolist() == [0, 1, 2]
-            await asyncio.wait([running], timeout=0.01)
-        tried = sum(await running)
+        with measure():
+            running = asyncio.gather(*[asyncio.to_thread(each) for each in attackers])
+            while not running.done():
+                began = time.monotonic()
+                await chief.request(Inspect())
+                times.append(time.monotonic() - began)
+                most = max(most, task.rss)
+                if job == Job.PS:
+                    answer = await chief.request(Pull(SESSION, [Read(KEY, -1)]))
+                    assert answer.arrays[0].shape == (3,)
+                    assert may_write or answer.arrays[0].tolist() == [0, 1, 2]
+                await asyncio.wait([running], timeout=0.01)
+            tried = sum(await running)
         times.sort()
         print(
             f"{job}: {tried} cases; memory +{(most - before[0]) / MiB:.1f} MiB, "
-            f"log +{task.log_bytes - before[3]} bytes, answers in "
+            f"log +{task.log_bytes - before[3]} bytes, descriptors "
+            f"{task.descriptors - before[1]:+}, answers in "
             f"{1000 * times[len(times) // 2]:.1f} ms, "
             f"99 % in {1000 * times[len(times) * 99 // 100]:.1f} ms"
         )
         assert task.is_alive, task.words
         assert most < before[0] + 40 * MiB
         assert task.threads <= before[2] + 4
+        assert task.descriptors <= before[1] + 100
         assert task.log_bytes - before[3] < 50_000 + tried // 10, task.words
         assert "Traceback" not in task.words
         await asyncio.to_thread(task.inspect)
@@ -184,7 +199,7 @@ def stranger(address, chance, cases):
 
 @pytest.mark.parametrize("job", [Job.PS, Job.WORKER])
 async def test_without_keys(job, folder, seeds, rounds):
-    cases = rounds(60, 20_000)
+    cases = rounds(60, 15_000)
 
     def attacker(role):
         chance = random.Random(f"{job} {role}")
@@ -200,6 +215,55 @@ async def test_without_keys(job, folder, seeds, rounds):
         )
 
 
+@HARD
+@pytest.mark.parametrize("job", [Job.PS, Job.WORKER])
+async def test_the_loop_of_what_is_attacked_turns_quickly(job, folder, seeds):
+    with target(job, folder, noting=True) as task:
+        for role in Job:
+
+            def attacker(role=role):
+                chance = random.Random(f"{job} {role} turns")
+                some = allowed(seeds, role)
+                return attack(some, lambda: greeted(task.address, role), chance, 5000)
+
+            may_write = role in (Job.CHIEF, Job.WORKER)
+            await besiege(task, job, [attacker], may_write, partial(quick, task))
+
+
+@HARD
+@pytest.mark.parametrize("job", [Job.PS, Job.WORKER])
+async def test_no_message_holds_up_the_loop_for_long(job, folder):
+    some = swollen(SESSION, Limits().header)
+    with target(job, folder, noting=True) as task:
+        for role in Job:
+
+            def attacker(role=role):
+                chance = random.Random(f"{job} {role} long")
+                kinds = allowed(some, role)
+                return attack(kinds, lambda: greeted(task.address, role), chance, 500)
+
+            await besiege(task, job, [attacker], role in (Job.CHIEF, Job.WORKER))
+        turns = task.turns()
+        print(f"longest headers: 99 % of the turns in {turns.within(0.99):.1f} ms")
+        assert turns.within(0.99) <= LONG
+
+
+@contextlib.contextmanager
+def quick(task):
+    """What is sent meanwhile holds up nobody: 99 % of the turns of the loop, and of the
+    moments in which a message may come, meet with less than 5 ms of work."""
+    began, before = time.monotonic(), task.turns()
+    yield
+    elapsed, turns = time.monotonic() - began, task.turns(before)
+    late = turns.longer(LATE) / elapsed
+    print(
+        f"{turns.count} turns: 99 % in {turns.within(0.99):.2f} ms, the longest in "
+        f"{turns.longest:.1f} ms; {100 * late:.2f} % of the time in longer ones"
+    )
+    assert turns.within(0.99) <= LATE
+    assert late <= 0.01
+
+
 @contextlib.contextmanager
 def greeted(address, role):
     with raw(address, claim(role, 40)) as peer:
@@ -207,9 +271,7 @@ def greeted(address, role):
         yield peer
 
 
-@pytest.mark.skipif(
-    os.environ.get("ZSTRAT_ATTACK") != "hard", reason="`make attack` does it"
-)
+@HARD
 @pytest.mark.parametrize("job", [Job.PS, Job.WORKER])
 async def test_with_each_key(job, folder, keys, seeds):
     with target(job, folder, keys) as task:

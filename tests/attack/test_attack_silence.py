@@ -3,11 +3,11 @@
 from contextlib import ExitStack
 
 import pytest
-from attack_peers import claim, dial, raw
+from attack_peers import claim, dial, framed, raw
 from attack_tasks import target
 
 from zstrat.transport._newcomers import PER_ADDRESS
-from zstrat.wire import Job
+from zstrat.wire import Failure, Job, Pull, Read
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -30,4 +30,21 @@ def test_a_crowd_that_says_nothing_does_not_shut_others_out(ps, rounds):
             assert ps.inspect()["endpoint"]["counts"]["newcomers"] <= PER_ADDRESS
             assert ps.descriptors <= before + PER_ADDRESS + 10
     assert ps.threads == threads
+    assert ps.log_bytes < 5000, ps.words
+
+
+def test_who_only_looks_and_who_is_a_stranger_may_not_say_much(ps):
+    """Reading a long header takes a loop tens of milliseconds."""
+    long = framed(Pull(7, [Read(1, -1)] * 3000), 3)
+    with raw(ps.address, claim(Job.OBSERVER)) as peer:
+        peer.answer()
+        peer.send(long)
+        peer.hung_up()
+    with raw(ps.address) as peer:
+        peer.send(long)
+        peer.hung_up()
+    with raw(ps.address, claim(Job.WORKER)) as peer:
+        peer.answer()
+        peer.send(long)
+        assert isinstance(peer.answer(), Failure)  # there is no such session
     assert ps.log_bytes < 5000, ps.words

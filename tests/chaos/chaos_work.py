@@ -6,6 +6,7 @@ besides what ended without anybody knowing whether it was applied.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 
@@ -17,6 +18,8 @@ import zstrat as zs
 
 SLOTS = 512
 BATCH = 40
+WAYS = "left", "right"
+"""Variables of the eager steps that run another way when they run again."""
 PACE = 0.01
 """Seconds between two own updates, at least: enough of them, and time for others."""
 
@@ -39,23 +42,28 @@ class Count:
 
 
 class Work:
-    """Dense steps, steps that update rows on all servers, and updates of the program's
-    own, until `stop`. ``words`` are the errors that came of it, by their text; between
-    two batches of steps are ``pause`` seconds."""
+    """Dense steps, steps that update rows on all servers, eager steps that push several
+    times, and updates of the program's own, until `stop`. ``words`` are the errors that
+    came of it, by their text; between two batches of steps are ``pause`` seconds. With
+    ``wavers`` some eager steps go another way when they run again."""
 
-    def __init__(self, strategy, pause=0.0):
+    def __init__(self, strategy, pause=0.0, wavers=False):
         self._pause = pause
         self.words = Counter()
         self.errors = []
         self._coordinator = zs.ClusterCoordinator(strategy)
         with strategy.scope():
-            self._dense = zs.Variable(np.zeros(SLOTS, np.float32), name="dense")
+            self._dense, self._left, self._right = (
+                zs.Variable(np.zeros(SLOTS, np.float32), name=name)
+                for name in ("dense", *WAYS)
+            )
             self._table = zs.Variable(np.zeros((SLOTS, 1), np.float32), name="table")
             self._own = [
                 zs.Variable(np.zeros((), np.float32), name=f"own{n}") for n in range(2)
             ]
-        self._steps = self._define()
-        self._counts = {name: Count(SLOTS) for name in ("dense", "table")}
+        self._steps = [*self._traced(), *self._traced(), self._eager()]
+        self._steps += [self._wavering()] if wavers else []
+        self._counts = {name: Count(SLOTS) for name in ("dense", "table", *WAYS)}
         self._own_count = Count(2)
         self._stopping = threading.Event()
         self.progress = threading.Semaphore(0)
@@ -79,11 +87,15 @@ class Work:
         found = [
             self._counts["dense"].check(self._dense.numpy(), "dense"),
             self._counts["table"].check(self._table.numpy()[:, 0], "rows"),
+            self._counts["left"].check(self._left.numpy(), "left"),
+            self._counts["right"].check(self._right.numpy(), "right"),
             self._own_count.check(np.array([v.numpy() for v in self._own]), "own"),
         ]
         return tuple(int(number) for number in np.sum(found, 0))
 
-    def _define(self):
+    # ---- steps, and how much each adds to its slot of which variable
+
+    def _traced(self):
         dense, table = self._dense, self._table
 
         @zs.function
@@ -96,7 +108,38 @@ class Work:
             both = jnp.stack([i, SLOTS - 1 - i])
             table.scatter_add(zs.IndexedSlices(jnp.ones((2, 1)), both))
 
-        return (add, ("dense",)), (add_rows, ("dense", "table"))
+        return (add, {"dense": 1}), (add_rows, {"dense": 1, "table": 1})
+
+    def _eager(self):
+        dense, table, own = self._dense, self._table, tuple(self._own)
+
+        @zs.function(eager=True)
+        def add_in_parts(i):
+            one = np.zeros(SLOTS, np.float32)
+            one[i] = 1
+            for variable in own:  # on one server each: a part of each push
+                dense.assign_add(one)
+                variable.value()
+            both = np.array([i, SLOTS - 1 - i])
+            table.scatter_add(zs.IndexedSlices(np.ones((2, 1), np.float32), both))
+            dense.value()
+            dense.assign_add(one)
+
+        return add_in_parts, {"dense": len(own) + 1, "table": 1}
+
+    def _wavering(self):
+        ways = self._left, self._right
+
+        @zs.function(eager=True)
+        def go_another_way(i):
+            one = np.zeros(SLOTS, np.float32)
+            one[i] = 1
+            turn = zs.get_worker_context().attempt % 2
+            ways[turn].assign_add(one)
+            ways[turn].value()
+            ways[1 - turn].assign_add(one)
+
+        return go_another_way, dict.fromkeys(WAYS, 1)
 
     def _schedule(self):
         slot = 0
@@ -105,7 +148,7 @@ class Work:
             try:
                 for _ in range(BATCH):
                     slot = (slot + 1) % (SLOTS // 2)
-                    step, touched = self._steps[slot % 2]
+                    step, touched = self._steps[slot % len(self._steps)]
                     value = self._coordinator.schedule(step, args=(slot,))
                     under_way.append((value, slot, touched))
                 self._coordinator.join()
@@ -125,12 +168,12 @@ class Work:
             if error is not None:
                 self._heard(error)
             known = value.is_ready and error is None
-            for name in touched:
+            for name, often in touched.items():
                 count = self._counts[name]
                 at = count.done if known else count.unknown
-                at[slot] += 1
+                at[slot] += often
                 if name == "table":
-                    at[SLOTS - 1 - slot] += 1
+                    at[SLOTS - 1 - slot] += often
 
     def _update(self):
         turn = 0
@@ -149,4 +192,5 @@ class Work:
 
     def _heard(self, error):
         self.errors.append(error)
-        self.words[f"{type(error).__name__}: {error}"[:160]] += 1
+        text = re.sub(r"\d+", "#", str(error))  # of one kind, whichever step it was
+        self.words[f"{type(error).__name__}: {text}"[:200]] += 1

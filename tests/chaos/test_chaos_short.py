@@ -7,7 +7,9 @@ from chaos_cluster import Cluster
 from chaos_run import Totals, spare
 from chaos_work import Work
 
-pytestmark = pytest.mark.processes
+# Faults take half a minute however quick the machine is; connecting to six processes on
+# cores that others use has taken a whole one.
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 PAUSE = 0.3
 """Seconds between batches: a fault needs steps under way, not as many as there can be.

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from zstrat.coordinator._queue import Closure, Phase, Queue
+from zstrat.coordinator._queue import Closure, Effect, Phase, Queue
 from zstrat.errors import ResultLostError, WorkerLostError
 
 BOUND, ATTEMPTS, AHEAD = 6, 3, 5
@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         doubtful = self.queue.fence()
         assert sorted(doubtful) == sorted(self.open) == sorted(self.doubtful)
         steps = st.lists(st.sampled_from(doubtful)) if doubtful else st.just([])
-        applied = dict.fromkeys(data.draw(steps), "were applied")
+        applied = dict.fromkeys(data.draw(steps), Effect("were applied", True))
         ended = self.queue.fenced(applied)
         for item in ended:
             lost = isinstance(item.error, ResultLostError)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import socket
 import subprocess
 import sys
 
 import pytest
+from switched import NotHereError, switched
 from system_ranks import Ranks
 
 from zstrat.cluster import free_ports
@@ -98,36 +97,14 @@ def test_garbage_on_the_port_of_a_rank_disturbs_nobody():
 # ---- a network of namespaces
 
 
-def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
 def machines():
-    """Three network namespaces on one switch; gives their names and that of the switch,
-    and skips the test where we may not make them."""
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("needs root and the program ip")
-    names = [f"zs{os.getpid()}-{n}" for n in (0, 1, 2, "hub")]
-    hub = names[-1]
-    with contextlib.ExitStack() as made:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                made.callback(ip, "netns", "del", name)
-            ip("-n", hub, "link", "add", "switch", "type", "bridge")
-            ip("-n", hub, "link", "set", "switch", "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces: {error.stderr}")
-        for n, name in enumerate(names[:-1]):
-            wire = f"port{n}"
-            peer = ("type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("-n", hub, "link", "add", wire, *peer)
-            ip("-n", hub, "link", "set", wire, "master", "switch", "up")
-            ip("-n", name, "addr", "add", f"10.99.0.{n + 1}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
+    """Three machines on one switch; skips the test where we may not make them."""
+    try:
+        with switched(3) as made:
+            yield made
+    except NotHereError as error:
+        pytest.skip(str(error))
 
 
 CUT = """
@@ -148,18 +125,17 @@ say("sum", *group.all_reduce(np.array([task])))
 
 
 def test_a_rank_that_is_cut_off_is_named_and_comes_back(machines, tmp_path):
-    *names, hub = machines
     with Ranks(
         3,
         CUT,
         "hosts",
-        addresses=[f"10.99.0.{n + 1}:7070" for n in range(3)],
-        before=[["ip", "netns", "exec", name] for name in names],
+        addresses=[f"{host}:7070" for host in machines.addresses[:3]],
+        before=[machines.inside(name) for name in machines.names],
         ZSTRAT_KEYS=keygen(tmp_path / "keys"),
         HOSTS="abc",
     ) as ranks:
         assert ranks.lines() == ["reduces"] * 3
-        ip("-n", hub, "link", "set", "port1", "down")
+        machines.plug(1, False)
         for rank in (0, 2):
             said = ranks.line(rank)
             assert said.startswith("PeerLostError lost rank 1 (/job:worker/task:1"), (
@@ -167,7 +143,7 @@ def test_a_rank_that_is_cut_off_is_named_and_comes_back(machines, tmp_path):
             )
             assert "silent" in said
         assert ranks.line(1).startswith("PeerLostError lost rank ")
-        ip("-n", hub, "link", "set", "port1", "up")
+        machines.plug(1, True)
         ranks.go_on(0, 1, 2)
         assert ranks.lines() == ["sum 3"] * 3
         assert ranks.ends() == [0] * 3

@@ -201,7 +201,8 @@ def test_bombs_are_refused_in_bounded_memory(bomb: bytes) -> None:
 
 
 def test_a_large_header_of_small_things_is_bounded_too() -> None:
-    filler: list[Any] = [{}] * (LIMITS.header - 100)
+    most = 2**15
+    filler: list[Any] = 7 * [most * [1]]
     header = msgpack.packb([Failure.kind, 0, filler])
     tracemalloc.start()
     try:
@@ -210,6 +211,23 @@ def test_a_large_header_of_small_things_is_bounded_too() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 32 * MIB
+    for longer in ([1] * (most + 1), dict.fromkeys(range(most + 1), 1)):
+        header = msgpack.packb([Failure.kind, 0, longer])
+        with pytest.raises(ProtocolError, match="exceeds max_"):
+            decode(header, [], LIMITS)
+
+
+def test_a_loop_is_not_held_up_by_what_is_made_of_one_header() -> None:
+    reads = [[1, 1]] * 2**14
+    assert len(decode(pack(Pull, 1, reads), [], LIMITS)[1].reads) == 2**14
+    with pytest.raises(ProtocolError, match=r"Pull\.reads: .* at most 16384"):
+        decode(pack(Pull, 1, [*reads, [1, 1]]), [], LIMITS)
+    with pytest.raises(ValueError, match=r"Pull\.reads has 16385 items, at most 16384"):
+        encode(Pull(1, [Read(1, 1)] * (2**14 + 1)))
+    for branch in ([], {}):
+        header = pack(Failure, 8 * [2100 * [branch]])
+        with pytest.raises(ProtocolError, match="at most 16384 lists and maps"):
+            decode(header, [], LIMITS)
 
 
 def pack(cls: Any, *fields: Any, request: Any = 0) -> bytes:

@@ -7,10 +7,11 @@ import threading
 
 import jax
 import numpy as np
+import pytest
 
 from zstrat.errors import RetryDiffersError, StaleSessionError
 from zstrat.program import function, get_worker_context
-from zstrat.variables import IndexedSlices
+from zstrat.variables import IndexedSlices, ShardedVariable
 from zstrat.wire import AskParts, PushPart
 
 
@@ -203,3 +204,57 @@ async def test_rows_of_other_numbers_are_the_same_run(make_world):
     world.forget(1)
     assert await world.run(digest, [1], attempt=2) == [None]
     assert world.value(first)[:, 0].tolist() == [1, 2, 0, 1]
+
+
+@pytest.mark.parametrize("empty_run", [1, 2])
+@pytest.mark.parametrize("reads_between", [False, True])
+async def test_no_rows_at_all_are_the_same_run(make_world, empty_run, reads_between):
+    world = await make_world(ps_count=2)
+    parts = [world.variable(np.zeros((2, 1), np.float32), ps) for ps in (0, 1)]
+    table, other = ShardedVariable(parts, "table"), world.variable(np.float32(0))
+
+    @function(eager=True)
+    def step():
+        ids = np.array([] if attempt() == empty_run else [0, 3, 3], np.int32)
+        table.scatter_add(IndexedSlices(np.ones((len(ids), 1), np.float32), ids))
+        if reads_between:
+            other.value()
+        other.assign_add(1.0)
+        other.value()
+        if attempt() == 1:
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    assert await world.run(digest, [1], attempt=2) == [None]
+    assert world.value(other) == 1.0
+
+
+async def test_another_update_in_the_place_of_no_rows_is_told(
+    make_world,
+):
+    world = await make_world(ps_count=2)
+    parts = [world.variable(np.zeros((2, 1), np.float32), ps) for ps in (0, 1)]
+    table, other = ShardedVariable(parts, "table"), world.variable(np.float32(0))
+    nothing = IndexedSlices(np.zeros((0, 1), np.float32), np.zeros(0, np.int32))
+
+    @function(eager=True)
+    def step():
+        if attempt() == 1:
+            table.scatter_add(nothing)
+        else:
+            other.assign_add(10.0)
+        other.value()
+        other.assign_add(1.0)
+        other.value()
+        if attempt() == 1:
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    (error,) = await world.run(digest, [1], attempt=2)
+    assert isinstance(error, RetryDiffersError)
+    assert "SCATTER_ADD of 'table'" in error.before
+    assert world.value(other) == 1.0

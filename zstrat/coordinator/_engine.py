@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, LoopBell, ThreadBell
 
-from ._queue import Closure, Ended, Phase, Queue
+from ._queue import Closure, Effect, Ended, Phase, Queue
 from ._values import Kept, RemoteValue, RemoteValueStatus
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class Engine:
             self.broken = None
             self.notify()
 
-    def fenced(self, applied: Mapping[int, str]) -> None:
+    def fenced(self, applied: Mapping[int, Effect]) -> None:
         """All steps are over; see `Queue.fenced`."""
         with self.lock:
             self.settle(self.queue.fenced(applied))

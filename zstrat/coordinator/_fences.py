@@ -21,6 +21,8 @@ from zstrat.errors import (
 )
 from zstrat.wire import Fence, Fenced, StepRun
 
+from ._queue import Effect
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -59,14 +61,14 @@ class Fences:
         self,
         end: int,
         doubtful: Sequence[int],
-        told: Callable[[Mapping[int, str]], object],
+        told: Callable[[Mapping[int, Effect]], object],
     ) -> None:
         """All steps below ``end`` are over.
 
         Args:
             doubtful: Steps that a lost worker may have pushed.
             told: Called when all servers have answered or are lost, with what is known
-                of those that were applied or may have been, in words.
+                of those that were applied or may have been.
         """
 
         async def raising() -> None:
@@ -98,7 +100,7 @@ class Fences:
 
     async def _ask(
         self, low_water: int, over: list[StepRun], doubtful: Sequence[int]
-    ) -> dict[int, str]:
+    ) -> dict[int, Effect]:
         asked = list(doubtful)
         outcomes = await asyncio.gather(
             *(self._one(lane, low_water, over, asked) for lane in self._ps),
@@ -115,11 +117,14 @@ class Fences:
                 continue
             for step in outcome:
                 applied[step].append(lane.name)
-        told = {step: self._words(names, silent) for step, names in applied.items()}
-        return {step: words for step, words in told.items() if words}
+        return {
+            step: Effect(self._words(names, silent), is_certain=bool(names))
+            for step, names in applied.items()
+            if names or silent
+        }
 
     def _words(self, applied: Sequence[str], silent: Sequence[str]) -> str:
-        """What is known of a step's updates; nothing if there are none."""
+        """What is known of a step's updates."""
         others = [
             lane.name
             for lane in self._ps

@@ -35,7 +35,7 @@ import enum
 import heapq
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import CancelledError, ResultLostError, WorkerLostError
 
@@ -101,6 +101,14 @@ class Ended:
 
     closure: Closure
     error: Exception
+
+
+class Effect(NamedTuple):
+    """What is known of the updates of a step whose worker was lost: in words, and
+    whether a server has said that it applied some."""
+
+    words: str
+    is_certain: bool
 
 
 _Waiting = tuple[float, int, Closure]
@@ -197,12 +205,12 @@ class Queue:
         self.phase = Phase.FENCING
         return [closure.step for closure in self._doubtful]
 
-    def fenced(self, applied: Mapping[int, str]) -> list[Ended]:
+    def fenced(self, applied: Mapping[int, Effect]) -> list[Ended]:
         """All steps so far are over. FENCING → FENCED.
 
         Args:
-            applied: What is known of those that may have been applied, and were or
-                still may have been, in words. The others were not.
+            applied: What is known of those that were applied, or still may have been.
+                The others were not.
         """
         doubtful, self._doubtful = self._doubtful, []
         if self.phase is not Phase.FENCING:  # it was closed meanwhile
@@ -212,8 +220,8 @@ class Queue:
         ended = []
         for closure in doubtful:
             self.steps.end(closure.step)
-            words = applied.get(closure.step)
-            error = cancellation() if words is None else _lost(closure, words)
+            effect = applied.get(closure.step)
+            error = cancellation() if effect is None else _lost(closure, effect)
             ended.append(Ended(closure, error))
         return ended
 
@@ -394,10 +402,12 @@ def cancellation(cause: str | None = None, *, begun: bool = False) -> CancelledE
     return CancelledError(f"{words} ({cause})" if cause else words)
 
 
-def _lost(closure: Closure, words: str) -> ResultLostError:
+def _lost(closure: Closure, effect: Effect) -> ResultLostError:
     by = f" with {', '.join(closure.losses)}" if closure.losses else ""
+    again = "would" if effect.is_certain else "may"
     return ResultLostError(
         closure.step,
         f"{closure.name} was running when another one failed, and its result is lost"
-        f"{by}. Its updates {words}: to schedule it again would apply them twice",
+        f"{by}. Its updates {effect.words}: to schedule it again {again} apply them "
+        "twice",
     )

@@ -70,10 +70,16 @@ class Place:
 
 
 class Task:
-    """A ps or worker that is being served; made by `serve`."""
+    """A ps or worker that is being served; made by `serve`. ``is_alone``: this process
+    does nothing else."""
 
     def __init__(
-        self, place: Place, settings: Settings, incarnation: int | None = None
+        self,
+        place: Place,
+        settings: Settings,
+        incarnation: int | None = None,
+        *,
+        is_alone: bool = False,
     ) -> None:
         if place.job not in SERVED:
             raise ValueError(
@@ -85,7 +91,7 @@ class Task:
             place.job, place.index, incarnation or new_incarnation()
         )
         self.address = ""
-        self._settings = settings
+        self._settings, self._is_alone = settings, is_alone
         self._security = load_keys(settings.keys, place.job, place.index)
         self._began = time.monotonic()
         self._loop = asyncio.get_running_loop()
@@ -209,6 +215,7 @@ class Task:
             self._link_to_ps,
             on_exit=self._told_to_exit,
             on_crash=self._crashed,
+            is_alone=self._is_alone,
         )
         return service, service.close, None
 

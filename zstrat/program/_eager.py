@@ -113,8 +113,9 @@ class Immediate:
         updates = row_updates(table, op, (indices, rows), optimizer)
         if self._home is None:
             update_all(updates)
-        elif updates:
-            self._home.update_many(updates)
+        else:  # no rows at all: another run of the step may have some in this place
+            first, nothing = table.components[0], (indices[:0], rows[:0])
+            self._home.update_many(updates or [(first, op, nothing, optimizer)])
 
     def optimize(self, call: GradientCall) -> None:
         arrays = call.arrays

@@ -13,13 +13,14 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import zmq
 
 from zstrat.errors import ClosedError
-from zstrat.wire import Hello, Message
+from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch, task_name
 from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
 from zstrat.wire._peer import Peer
@@ -78,6 +79,8 @@ class Endpoint:
         security: Security | None = None,
     ) -> None:
         self._me, self._settings = me, settings
+        header = min(BRIEF, settings.limits.header)
+        self._brief = replace(settings.limits, header=header)
         self._absorber = absorb
         self._security = security
         self._connections: dict[bytes, Connection] = {}
@@ -270,6 +273,7 @@ class Endpoint:
         except zmq.ZMQError:  # it speaks no ZMTP 3, and so is none of us
             self._complaints.add("it is no ZeroMQ of this age")
             return None
+        peer.incoming = self._brief
         outlet = Outlet(peer, self._pump, (routing,))
         connection = Connection(routing, outlet, accepted(descriptor), user)
         self._connections[routing] = connection
@@ -322,6 +326,8 @@ class Endpoint:
                 self._attendance.greet(connection, hello, self._loop.time())
                 if connection.remote is not None:
                     self._newcomers.gone(connection.accepted.descriptor)
+                    if connection.remote.role is not Job.OBSERVER:
+                        connection.outlet.peer.incoming = self._settings.limits
             case Closed(reason=reason):
                 self._attendance.forget(connection, reason)
             case _:  # Opened, Answered, Failed: only an initiator's peer says these
@@ -335,6 +341,10 @@ class Endpoint:
             return None
         return self._absorber(connection.remote, message, specs)
 
+
+BRIEF: Final = 8 * 1024
+"""Bytes of a header of who has not greeted, or only looks: a long one takes a loop tens
+of milliseconds, and these have nothing long to say."""
 
 _AT_ONCE: Final = 64
 """Messages that were held back and are gone on with in one turn of the loop."""

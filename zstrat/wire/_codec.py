@@ -27,7 +27,7 @@ from zstrat.errors import ProtocolError
 from . import _messages
 from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
 from ._messages import Arrays, Message
-from ._schema import Check, Mismatch, Row, check_for, describe
+from ._schema import RECORDS, Check, Mismatch, Row, check_for, describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,9 +45,16 @@ class _Packer(threading.local):
 
 
 _packer: Final = _Packer()
-_unpackb: Final = partial(msgpack.unpackb, raw=False, strict_map_key=True)
-
 _SMALL_HEADER: Final = 2048
+LONGEST: Final = 2**15
+"""Items of one list or map: unpacking so many small lists takes four milliseconds."""
+_unpackb: Final = partial(
+    msgpack.unpackb,
+    raw=False,
+    strict_map_key=True,
+    max_array_len=LONGEST,
+    max_map_len=LONGEST,
+)
 _BYTE: Final = DTYPES["uint8"]
 
 
@@ -122,6 +129,8 @@ def encode(
             f"{form.cls.__name__}: the header is {len(header)} bytes, "
             f"at most {limit} may be sent: split the message"
         )
+    if len(header) > RECORDS:  # each item takes a byte at least
+        _check_lengths(form, fields)
     return header, frames
 
 
@@ -209,6 +218,18 @@ def _extract(
             fields[at] = len(blob)
             frames.append(np.frombuffer(blob, np.uint8))
     return fields, tuple(frames)
+
+
+def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
+    for name, value in zip(form.names, fields, strict=True):
+        if not isinstance(value, list | dict) or len(value) <= RECORDS:
+            continue
+        most = RECORDS if isinstance(next(iter(value)), tuple) else LONGEST
+        if len(value) > most:
+            raise ValueError(
+                f"{form.cls.__name__}.{name} has {len(value)} items, at most {most} "
+                "may be sent: split the message"
+            )
 
 
 def _pack_odd(form: _Form, values: tuple[Any, ...], error: Exception) -> bytes:

@@ -121,7 +121,9 @@ class Peer(Generic[Token]):
         self.late = 0
         """Answers that came after the deadline of their request."""
         self._me, self._initiator, self._judge = me, initiator, judge
-        self._limits = limits
+        self._limits = self.incoming = limits
+        """The second is what the other side's headers are held to: who is not trusted
+        yet, or has little to say, is given less."""
         # A credit costs a message: one for a third of the window keeps a sender busy.
         self._threshold = max(1, limits.window // 3)
         self.outbox = Outbox(limits, lane)
@@ -150,7 +152,7 @@ class Peer(Generic[Token]):
         if self.state is _CLOSED:
             return ()
         try:
-            announced = decode_header(frames[0], self._limits)
+            announced = decode_header(frames[0], self.incoming)
             life = self._life
             life.heard_at, life.broken_at = now, None
             if not announced.request and announced.message_kind in _SPECIAL:
@@ -171,7 +173,7 @@ class Peer(Generic[Token]):
         """The next of the messages that were held back."""
         frames = self._backlog.take()
         try:
-            announced = decode_header(frames[0], self._limits)
+            announced = decode_header(frames[0], self.incoming)
             if announced.message_kind is Chunk:
                 return self._outside(announced.build(()), frames[1:])
             return self._message(announced, frames)

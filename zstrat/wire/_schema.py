@@ -26,6 +26,11 @@ Column = Callable[[Sequence[Any]], bool]
 MAX_DEPTH: Final = 32
 """Nesting of free-form data; statistics and layouts of results stay below ten."""
 
+RECORDS: Final = 2**14
+"""Of one list: making so many takes a loop ten milliseconds, and somebody might send
+nothing else. No message of ours has as many, but for a checkpoint of thousands of
+variables."""
+
 _NAMES: Final = {int: "an int", str: "a string", bytes: "bytes", bool: "a bool"} | {
     float: "a float"
 }
@@ -109,24 +114,34 @@ def is_record(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, tuple) and hint is not tuple
 
 
-def check_tree(value: Any, depth: int = 0) -> Any:
-    """Free-form data; how much of it there can be, the size of a header bounds."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if depth == MAX_DEPTH:
-        raise Mismatch(f"plain data nested at most {MAX_DEPTH} deep", value)
-    if kind is list:
-        items: Iterable[Any] = value
-    elif kind is dict:
-        _check_keys(value)
-        items = value.values()
-    else:
-        raise Mismatch("plain data", value)
-    if not set(map(type, items)) <= _PLAIN:
-        for item in items:
-            check_tree(item, depth + 1)
+def check_tree(value: Any) -> Any:
+    """Free-form data; the size of a header bounds it, and `RECORDS` how many lists and
+    maps it has."""
+    if type(value) not in _PLAIN:
+        _check_branches(value)
     return value
+
+
+def _check_branches(tree: Any) -> None:
+    """Level by level, as there may be many on each."""
+    branches, seen = [tree], 0
+    for _ in range(MAX_DEPTH):
+        seen += len(branches)
+        if seen > RECORDS:
+            raise Mismatch(f"at most {RECORDS} lists and maps of plain data", tree)
+        below: list[Any] = []
+        for branch in branches:
+            if type(branch) is dict:
+                _check_keys(branch)
+                below += branch.values()
+            elif type(branch) is list:
+                below += branch
+            else:
+                raise Mismatch("plain data", branch)
+        branches = [item for item in below if type(item) not in _PLAIN]
+        if not branches:
+            return
+    raise Mismatch(f"plain data nested at most {MAX_DEPTH} deep", branches[0])
 
 
 def _check_keys(value: dict[Any, Any]) -> None:
@@ -202,6 +217,8 @@ def _records(cls: type) -> Check:
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
+        if len(value) > RECORDS:
+            raise Mismatch(f"a list of at most {RECORDS}", value)
         if len(value) > _FEW and _all_right(columns, value):
             return list(map(make, value))
         try:

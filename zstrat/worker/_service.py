@@ -81,6 +81,9 @@ class WorkerService:
         make_link: Makes the way to a parameter server.
         on_exit: Called once, when the coordinator ends the process.
         on_crash: Called if the executor thread dies of a defect of zstrat's own.
+        is_alone: Nobody else in this process uses jax: what jax remembers of a session
+            that is over is dropped. It keeps every trace of its own functions for as
+            long as they live, and ours are never met again.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class WorkerService:
         *,
         on_exit: Callable[[], None] | None = None,
         on_crash: Callable[[BaseException], None] | None = None,
+        is_alone: bool = False,
         load: Load = program.load,
         prepare: Prepare = program.prepare,
         run_eager: RunEager = program.run_eager,
@@ -99,6 +103,7 @@ class WorkerService:
         self._settings, self._me, self._make_link = settings, me, make_link
         self._task = f"/job:{me.job}/task:{me.index}"
         self._on_exit, self._on_crash = on_exit, on_crash
+        self._is_alone = is_alone
         self._load, self._prepare, self._run_eager = load, prepare, run_eager
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
@@ -216,7 +221,7 @@ class WorkerService:
         if before is not None:
             old = before.shop.resources
             self._executor.tell(partial(shop.resources.inherit, old))
-        self._drop("its coordinator opened a session anew")
+        self._drop("its coordinator opened a session anew", is_over=before is None)
         tenancy.occupy(self._executor, shop)
         return tenancy
 
@@ -248,11 +253,13 @@ class WorkerService:
             on_exit()
         return Done()
 
-    def _drop(self, reason: str) -> None:
+    def _drop(self, reason: str, *, is_over: bool = True) -> None:
         tenancy, self._tenancy = self._tenancy, None
         if tenancy is None:
             return
         tenancy.leave()
+        if is_over and self._is_alone:
+            self._executor.tell(jax.clear_caches)
         task = asyncio.get_running_loop().create_task(
             tenancy.close_links(reason), name=f"close session {tenancy.session:#x}"
         )
