@@ -15,11 +15,13 @@ import pytest
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
 # Programs run once or twice here: making their machine code fast costs more than it
-# saves, and they compute the same but for the last bit.
+# saves, and they compute the same but for the last bit. Without the emitters of fusions,
+# and in one piece, a program is compiled in a third of the processor time.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0",
+    "--xla_cpu_multi_thread_eigen=false --xla_backend_optimization_level=0 "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
 
 # A shell tells what it runs in the background to ignore Ctrl-C, and the programs that
