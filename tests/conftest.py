@@ -15,8 +15,8 @@ import pytest
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
 # Programs run once or twice here: making their machine code fast costs more than it
-# saves, and they compute the same but for the last bit. Without the emitters of fusions,
-# and in one piece, a program is compiled in a third of the processor time.
+# saves, and they compute the same but for the last bit. Without emitters of fusions, and
+# in one piece, a program is compiled in a third of the processor time.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "XLA_FLAGS",
@@ -33,6 +33,33 @@ hypothesis.settings.register_profile(
     "repeatable", derandomize=True, deadline=None, print_blob=True
 )
 hypothesis.settings.load_profile("repeatable")
+
+
+SLOWEST = (
+    "test_system_tables.py",
+    "test_optax_quick.py",
+    "test_system_collectives_faults.py",
+    "test_system_faults.py",
+    "test_optax_docs.py",
+    "test_system_cuts.py",
+    "test_system_mirrored.py",
+    "test_optax_handle.py",
+    "test_system_training.py",
+    "test_system_collectives.py",
+    "test_system_network.py",
+    "test_system_checkpoints.py",
+    "test_program_embedding.py",
+    "test_system_zombies.py",
+    "test_chaos_short.py",
+    "test_strategy_devices.py",
+)
+"""Files of more than ten seconds: none of them begins when the others have ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first, all others in the order of the folders."""
+    places = {name: place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(SLOWEST)))
 
 
 @pytest.hookimpl(optionalhook=True)
