@@ -15,7 +15,7 @@ import pytest
 # Before anything imports jax, and inherited by the daemons that tests start: one XLA
 # thread per process, or the processes of a test fight for the cores of a small machine.
 # Programs run once or twice here: making their machine code fast costs more than it
-# saves, and they compute the same but for the last bit. Without emitters of fusions, and
+# saves, and they compute the same but for the last bit. Without emitters of fusions and
 # in one piece, a program is compiled in a third of the processor time.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
