@@ -36,6 +36,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 SLOWEST = (
+    "test_strategy_eight_devices.py",
     "test_system_tables.py",
     "test_optax_quick.py",
     "test_system_collectives_faults.py",
@@ -53,7 +54,7 @@ SLOWEST = (
     "test_chaos_short.py",
     "test_strategy_devices.py",
 )
-"""Files of more than ten seconds: none of them begins when the others have ended."""
+"""Files of some ten seconds or more: none of them begins when the others have ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
