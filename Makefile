@@ -19,6 +19,10 @@ SHELL := /bin/bash
 .PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest cluster bench api units clean
 .DELETE_ON_ERROR:
 
+# Where this is set, each of the hundreds of processes that the tests start would compile
+# all of zstrat again, and each test process all tests: a quarter of the time.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq install -c constraints.txt
