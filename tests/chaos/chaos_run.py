@@ -70,10 +70,11 @@ class Totals:
 
 def really_differed(error):
     """Whether the two runs of an eager step went different ways."""
-    ways = [
-        [way for way in WAYS if f"{way!r}" in did] for did in (error.before, error.now)
+    before, now = [
+        [way for way in WAYS if f" of '{way}" in did]  # or of a part of it
+        for did in (error.before, error.now)
     ]
-    return all(ways) and ways[0] != ways[1]
+    return before != now
 
 
 def spare(work, count=1):
