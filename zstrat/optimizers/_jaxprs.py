@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
@@ -169,6 +170,14 @@ class ProgramPart:
             outputs = _run_part(self._jaxpr, eqn, needs, env)
             env.update(zip(eqn.outvars, outputs, strict=True))
         return [_value(env, var) for var in self._wanted]
+
+
+def constant(value: Any) -> np.ndarray:
+    """A constant of a program as an array of numpy; of a key its integers."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
 
 
 def primitives(jaxpr: Any) -> Iterable[str]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from ._jaxprs import ProgramPart, mask_of
+from ._jaxprs import ProgramPart, constant, mask_of
 from ._rows import ROWS, dependence_on_rows
 from ._state import shaped
 from ._tree import GENERATIONS
@@ -171,7 +171,7 @@ class LeafRule:
         closed = self.program(size)
         made = hashlib.blake2b(str(closed).encode(), digest_size=16)
         for const in closed.consts:
-            made.update(np.asarray(const).tobytes())
+            made.update(constant(const).tobytes())
         names = [(slot.name, slot.rows) for slot in self.slots]
         made.update(repr((size, names, str(self.initial(size)))).encode())
         return made.digest()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._jaxprs import ProgramPart, inner_call
+from ._jaxprs import ProgramPart, constant, inner_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,7 +98,7 @@ def same_but_for(one: Any, two: Any, rows: int, other: int) -> bool:
     """Whether two programs are equal but that one has ``rows`` where the other has
     ``other``."""
     return _same(one.jaxpr, two.jaxpr, rows, other) and all(
-        np.array_equal(np.asarray(a), np.asarray(b))
+        np.array_equal(constant(a), constant(b))
         for a, b in zip(one.consts, two.consts, strict=True)
     )
 
@@ -143,7 +143,8 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
     """Whether parameters are equal, but for the number of rows."""
     if isinstance(one, ClosedJaxpr) and isinstance(two, ClosedJaxpr):
         return _same(one.jaxpr, two.jaxpr, rows, other) and all(
-            np.array_equal(a, b) for a, b in zip(one.consts, two.consts, strict=True)
+            np.array_equal(constant(a), constant(b))
+            for a, b in zip(one.consts, two.consts, strict=True)
         )
     if isinstance(one, bool | np.bool_) or isinstance(two, bool | np.bool_):
         return bool(one == two)

@@ -31,12 +31,15 @@ def tracing(call: GradientCall) -> Iterator[None]:
             raise
         raise ValueError(
             f"{_line(call)}optimizer {call.optimizer.name!r} cannot be applied to its "
-            f"tree, {call.structure.treedef}: {type(error).__name__}: {error}. Labels, "
+            f"tree, {call.structure.treedef}: {type(error).__name__}: "
+            f"{str(error).rstrip(chr(46))}. Labels, "
             "masks and functions of paths have to fit the tree that the optimizer "
             "sees: that of zs.Optimizer(..., params=params), or else that of "
-            "apply_gradients(grads, params); further arguments of its update "
-            "(value=loss) are given to apply_gradients, and gradients of single "
-            "examples (optax.contrib.dpsgd) where the variables are in this process"
+            "apply_gradients(grads, params). Give further arguments of its update "
+            "(value=loss) to apply_gradients; what wants functions (obj_fn=) or "
+            "gradients of single examples (optax.contrib.dpsgd) runs under strategies "
+            "whose processes hold all variables (MirroredStrategy, "
+            "MultiWorkerMirroredStrategy), not on parameter servers"
         ) from error
 
 
