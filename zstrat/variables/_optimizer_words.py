@@ -29,10 +29,10 @@ def tracing(call: GradientCall) -> Iterator[None]:
     except Exception as error:  # of the transformation, to who applies gradients
         if isinstance(error, ValueError) and "asks for the path" in str(error):
             raise
+        said = str(error).rstrip(".")
         raise ValueError(
             f"{_line(call)}optimizer {call.optimizer.name!r} cannot be applied to its "
-            f"tree, {call.structure.treedef}: {type(error).__name__}: "
-            f"{str(error).rstrip(chr(46))}. Labels, "
+            f"tree, {call.structure.treedef}: {type(error).__name__}: {said}. Labels, "
             "masks and functions of paths have to fit the tree that the optimizer "
             "sees: that of zs.Optimizer(..., params=params), or else that of "
             "apply_gradients(grads, params). Give further arguments of its update "
