@@ -20,7 +20,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
-# all of zstrat again, and each test process all tests: a quarter of the time.
+# all of zstrat again, a third of its start, and each process of pytest all tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
