@@ -115,13 +115,13 @@ def require_unread(rule: TreeRule) -> None:
     Raises:
         TypeError: It is another one.
     """
-    at_first = _state_of(rule.initial, rule.values_at(None))
-    function, arguments = _first_update(rule, at_first, None)
-
-    def first(*given: Any) -> list[Any]:
-        return [unwrapped(leaf) for leaf in jax.tree.leaves(function(*given))]
-
     with rule.precision():
+        at_first = _state_of(rule.initial, rule.values_at(None))
+        function, arguments = _first_update(rule, at_first, None)
+
+        def first(*given: Any) -> list[Any]:
+            return [unwrapped(leaf) for leaf in jax.tree.leaves(function(*given))]
+
         wanted: Any = flat(first, arguments, selects=False)
     program = rule.update()
     pairs = zip(program.inputs[2], rule.state(), strict=True)
