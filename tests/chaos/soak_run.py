@@ -46,8 +46,9 @@ TABLES = (
 )
 """Of what a daemon says: what it keeps, and not what it has done so far."""
 
-ALLOWED = {"memory": 0.05, "objects": 0.01}
-"""By which share of it something may be larger in the end; all else by nothing."""
+ALLOWED = {"memory": 0.1, "objects": 0.01}
+"""By which share of it something may be larger in the end; all else by nothing. What a
+peak took, the allocator of C keeps: now and then that is some MiB at once."""
 
 
 # ---- how large a process is

@@ -42,6 +42,16 @@ _REASON = re.compile(
 )
 
 
+_BEFORE_REASONS = (
+    r"^\S+:\d+ \(in \w+\): ",
+    r"^optimizer '\w+' ",
+    r"^cannot be applied to its tree, .*?\}\): ",
+    r"^looks at more than one row at a time, so it cannot move the parts of ",
+    r"^mixes variables, which live on parameter servers, each by itself: ",
+)
+"""What refusals say in the same way; the list is about the rest."""
+
+
 def complaints(cases: Iterable[Case], outcomes: list[dict[str, str]]) -> list[str]:
     """Of all outcomes, those that break the law; each names the program, the home, the
     dtype and what happened."""
@@ -134,7 +144,9 @@ def _said(case: Case, outcome: dict[str, str] | None, coupled: set[str]) -> str:
 def _first_words(words: str) -> str:
     """A refusal's reason: without the class, the optimizer's name, and the cure."""
     said = words.split(": ", 1)[-1].replace("\n", " ").replace("|", "/")
-    said = re.split(r"[.;] ", said, maxsplit=1)[0]
+    for known in _BEFORE_REASONS:
+        said = re.sub(known, "", said)
+    said = re.split(r"[.;] ", said, maxsplit=1)[0].rstrip(".")
     return said if len(said) <= 160 else said[:157] + "..."
 
 

@@ -37,6 +37,8 @@ class Case:
         on_servers: What a parameter server must do: ``runs``, ``runs whole`` (and may
             refuse parts of a variable), ``refused``; empty where all are right.
         anywhere: A pattern of words with which any home may refuse it.
+        rounds: Its first state has scalars of bfloat16 where any leaf is, and later
+            ones of float32, so that leaves of float32 may differ by such a rounding.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Case:
     tree: str = "model"
     on_servers: str = ""
     anywhere: str = ""
+    rounds: bool = False
 
 
 def _grad_fn(tree: Any, index: int) -> Any:
@@ -123,6 +126,7 @@ _SEARCH = {"extra": ("value", "grad", "value_fn"), "gradients": "of the value"}
 _EXAMPLES = {"gradients": "of examples"}
 _PAIRS = {"tree": "lookahead", "anywhere": r"[Ll]ookahead"}
 _UNBIASED = {"extra": ("obj_fn",)}
+_ROUNDS = {"rounds": True}
 
 _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("adafactor", "", lambda: optax.adafactor(schedule()), {}),
@@ -214,8 +218,9 @@ _LISTED: list[tuple[str, str, Callable[[], Any], dict[str, Any]]] = [
     ("contrib.scale_by_muon", "matrices", lambda: optax.chain(
         contrib.scale_by_muon(weight_dimension_numbers=_all_of_muon),
         optax.scale(-0.1)), {"tree": "matrices"} | _WHOLE),
-    ("contrib.prodigy", "", lambda: contrib.prodigy(estim_lr0=0.05), {}),
-    ("contrib.dadapt_adamw", "", lambda: contrib.dadapt_adamw(estim_lr0=0.05), {}),
+    ("contrib.prodigy", "", lambda: contrib.prodigy(estim_lr0=0.05), _ROUNDS),
+    ("contrib.dadapt_adamw", "", lambda: contrib.dadapt_adamw(estim_lr0=0.05),
+        _ROUNDS),
     ("contrib.dog", "", lambda: contrib.dog(init_step=("heuristic", 0.05)), {}),
     ("scale_by_distance_over_gradients", "no scalar", lambda: optax.chain(
         optax.scale_by_distance_over_gradients(), optax.scale(-0.1)),

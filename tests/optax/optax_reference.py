@@ -138,8 +138,11 @@ def _arrays(case: Case, dtype: str, step: int, values: Any, gradients: Any) -> A
     return found
 
 
-def difference(expected: Any, got: Any, step: int) -> Difference | None:
-    """The leaf of two trees that differs most beyond what its dtype allows."""
+def difference(
+    expected: Any, got: Any, step: int, *, rounds: bool = False
+) -> Difference | None:
+    """The leaf of two trees that differs most beyond what its dtype allows; ``rounds``:
+    float32 as much as bfloat16."""
     wanted = jax.tree_util.tree_leaves_with_path(expected)
     found = jax.tree.leaves(got)
     if len(wanted) != len(found):
@@ -147,20 +150,24 @@ def difference(expected: Any, got: Any, step: int) -> Difference | None:
         return Difference("(the tree)", step, np.inf, *words)
     worst: Difference | None = None
     for (path, leaf), other in zip(wanted, found, strict=True):
-        one = _difference(model.path_of(path), step, leaf, other)
+        one = _difference(model.path_of(path), step, leaf, other, rounds)
         if one is not None and (worst is None or one.largest > worst.largest):
             worst = one
     return worst
 
 
-def _difference(path: str, step: int, wanted: Any, got: Any) -> Difference | None:
+def _difference(
+    path: str, step: int, wanted: Any, got: Any, rounds: bool
+) -> Difference | None:
     wanted, got = plain(wanted), plain(got)
     if wanted.shape != got.shape or wanted.dtype != got.dtype:
         kinds = [f"{x.dtype}{list(x.shape)}" for x in (wanted, got)]
         return Difference(path, step, np.inf, *kinds)
     if wanted.size == 0:
         return None
-    allowed = TOLERANCES.get(wanted.dtype.name, 0.0)
+    name = wanted.dtype.name
+    name = "bfloat16" if rounds and name == "float32" else name
+    allowed = TOLERANCES.get(name, 0.0)
     a, b = (np.atleast_1d(x).astype(_wide(x.dtype)) for x in (wanted, got))
     same = (a == b) | ((a != a) & (b != b))
     largest = np.max(np.abs(a), where=np.isfinite(a), initial=0.0)

@@ -115,7 +115,9 @@ class Runner:
             step([(moment.gradients, moment.extra) for moment in moments])
             for (case, one), moment in zip(made, moments, strict=True):
                 if case.name not in wrong and (home.is_in_process or number in SEEN):
-                    found = difference(moment.values, values_of(one), number)
+                    found = difference(
+                        moment.values, values_of(one), number, rounds=case.rounds
+                    )
                     if found is not None:
                         wrong[case.name] = found
         return [
@@ -135,7 +137,8 @@ class Runner:
         wanted, got = jax.tree.structure(plain.state), jax.tree.structure(state)
         if wanted != got:
             return f"the state: expected the structure {wanted}, got {got}"
-        found = difference(plain.state, state, len(plain.moments) - 1)
+        last = len(plain.moments) - 1
+        found = difference(plain.state, state, last, rounds=case.rounds)
         return "" if found is None else f"the state: {found}"
 
     def _raised(self, case: Case, home: Home, error: Exception) -> Outcome:
