@@ -20,11 +20,11 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from zstrat.collectives import Line, cost
+from zstrat.collectives import LinkCost, cost
 
 RANKS: Final = [2**n for n in range(1, 11)]
 SIZES: Final = {"4 KiB": 4096, "1 MiB": 2**20, "64 MiB": 2**26}
-LINE: Final = Line()
+LINE: Final = LinkCost()
 CHUNK: Final = 2**20
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from zstrat.collectives import Call, Kind, SharedMemory
+from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
 from zstrat.wire import MemberEntry
 
 if TYPE_CHECKING:
@@ -89,7 +89,11 @@ def _engine_rank(wire: Connection, rank: int, size: int) -> None:
     engine = memory.attach(rank, [MemberEntry(*each) for each in entries], None)
 
     def all_reduce(source: np.ndarray, target: np.ndarray) -> None:
-        engine.run(Call(1, Kind.ALL_REDUCE, source, target, 1, "", math.inf, 60.0))
+        engine.run(
+            CollectiveCall(
+                1, CallKind.ALL_REDUCE, source, target, 1, "", math.inf, 60.0
+            )
+        )
 
     wire.send(_time(all_reduce, nbytes, repeats))
 

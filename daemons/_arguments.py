@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from zstrat import __version__
 from zstrat.cluster import TFConfigClusterResolver, TomlClusterResolver
 from zstrat.config import environment, settings_from
-from zstrat.launch import Place
+from zstrat.launch import TaskPlace
 
 from ._main import Order
 
@@ -74,7 +74,7 @@ def _settings(parsed: argparse.Namespace, env: Mapping[str, str]) -> Settings:
     )
 
 
-def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Place:
+def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> TaskPlace:
     if parsed.job != job:
         raise ValueError(f"--job {parsed.job}: zstrat-{job} runs tasks of job {job!r}")
     if parsed.cluster is not None:
@@ -82,7 +82,7 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
         resolver: ClusterResolver = TomlClusterResolver(parsed.cluster)
         _check_job(resolver, job, source)
     elif parsed.bind is not None and parsed.index is not None:
-        return Place(job, index_of(parsed.index), parsed.bind)
+        return TaskPlace(job, index_of(parsed.index), parsed.bind)
     elif env.get("TF_CONFIG"):
         source, resolver = "TF_CONFIG", TFConfigClusterResolver()
         _check_job(resolver, job, source)
@@ -100,7 +100,7 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Plac
     indices = spec.task_indices(job)
     if index not in indices:
         raise ValueError(f"{source}: job {job!r} has tasks {indices}, none is {index}")
-    return Place(job, index, parsed.bind or spec.task_address(job, index))
+    return TaskPlace(job, index, parsed.bind or spec.task_address(job, index))
 
 
 def _check_job(resolver: ClusterResolver, job: str, source: str) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol
 
 from zstrat.config import environment
 from zstrat.errors import ZstratError
-from zstrat.launch import Place, Task
+from zstrat.launch import Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 
@@ -59,7 +59,7 @@ class Order:
     descriptor that the bound address is written to, -1 for none.
     """
 
-    place: Place
+    place: TaskPlace
     settings: Settings
     parent: int = 0
     report: int = -1

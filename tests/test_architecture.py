@@ -309,6 +309,18 @@ def test_a_public_name_means_one_thing() -> None:
     assert not shared
 
 
+def test_a_class_has_a_name_of_its_own() -> None:
+    """In all of zstrat, private ones too; TF's strategies of 1.12 have TF's names."""
+    places: dict[str, list[str]] = {}
+    for module, tree in trees().items():
+        if floor_of(module) == "zstrat.contrib":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_nothing_sleeps_and_every_task_has_a_name() -> None:
     wrong = []
     for module, tree in trees().items():

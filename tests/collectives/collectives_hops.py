@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable, Sequence
 
-    from zstrat.collectives import Progress, Schedule
+    from zstrat.collectives import Schedule, ScheduleProgress
 
 
 def deliver(
-    calls: Sequence[Progress],
+    calls: Sequence[ScheduleProgress],
     order: random.Random | None = None,
     done: Callable[[int], None] = lambda rank: None,
 ) -> int:

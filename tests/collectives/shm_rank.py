@@ -19,7 +19,7 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from zstrat.collectives import Call, Kind, ReduceOp, SharedMemory
+from zstrat.collectives import CallKind, CollectiveCall, ReduceOp, SharedMemory
 from zstrat.errors import PeerLostError
 from zstrat.wire import DTYPES, MemberEntry
 
@@ -99,7 +99,9 @@ class Rank:
 
     def takes(self, kind, options):
         nothing = np.zeros(0, np.float32)
-        call = Call(1, Kind(kind), nothing, nothing, 7, kind, math.inf, 60.0)
+        call = CollectiveCall(
+            1, CallKind(kind), nothing, nothing, 7, kind, math.inf, 60.0
+        )
         return self.engine.takes(replace(call, **options))
 
     def run(self, kind, dtype, source, count, options, times=1):
@@ -109,7 +111,9 @@ class Rank:
         if not options.get("is_frozen"):
             source = source.copy()
         target = source if count is None else np.empty(count, source.dtype)
-        call = Call(1, Kind(kind), source, target, 7, kind, math.inf, 60.0)
+        call = CollectiveCall(
+            1, CallKind(kind), source, target, 7, kind, math.inf, 60.0
+        )
         call = replace(call, **options)
         assert self.engine.takes(call)
         for _ in range(times):
@@ -119,15 +123,17 @@ class Rank:
     def run_random(self, rank, count):
         """A sum of what each rank draws by its number: its digest, and its end."""
         source = np.random.default_rng(rank).standard_normal(count, np.float32)
-        call = Call(1, Kind.ALL_REDUCE, source, source, 7, "", math.inf, 60.0)
+        call = CollectiveCall(
+            1, CallKind.ALL_REDUCE, source, source, 7, "", math.inf, 60.0
+        )
         self.engine.run(call)
         return hashlib.sha256(source).hexdigest(), source[-1000:].copy()
 
     def run_for_ever(self, kind, count):
         """Until it fails."""
         source = np.zeros(count, np.float32)
-        call = Call(
-            1, Kind(kind), source, source, 7, kind, math.inf, 60.0, ReduceOp.SUM
+        call = CollectiveCall(
+            1, CallKind(kind), source, source, 7, kind, math.inf, 60.0, ReduceOp.SUM
         )
         while True:
             self.engine.run(call)

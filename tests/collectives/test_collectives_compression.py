@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.collectives as zc
-from zstrat.collectives import Compression, Compressor, Progress, parts, reduction_of
+from zstrat.collectives import (
+    Compression,
+    Compressor,
+    ScheduleProgress,
+    parts,
+    reduction_of,
+)
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
@@ -31,7 +37,7 @@ def all_reduce(compressors, values, op="MEAN", schedule=zc.ring_all_reduce):
         made = schedule(rank, size)
         blocks = len(made.blocks)
         calls.append(
-            Progress(
+            ScheduleProgress(
                 made,
                 parts(values[rank], blocks),
                 parts(results[rank], blocks),

@@ -9,11 +9,11 @@ import math
 
 import pytest
 
-from zstrat.collectives import ALGORITHMS, Line, cost
+from zstrat.collectives import ALGORITHMS, LinkCost, cost
 from zstrat.collectives import _cost as module
 
 SIZES = [2, 3, 4, 7, 8, 16, 17]
-LINE = Line(bandwidth=1e9, latency=1e-4)
+LINE = LinkCost(bandwidth=1e9, latency=1e-4)
 WHOLE = 1 << 40
 """Chunks that never cut a block."""
 S = 8_000_000
@@ -116,7 +116,7 @@ def test_one_rank_stands_for_all_where_all_do_the_same(n, monkeypatch) -> None:
 
 
 def test_work_per_hop_counts() -> None:
-    busy = Line(bandwidth=1e9, latency=1e-4, overhead=1e-5)
+    busy = LinkCost(bandwidth=1e9, latency=1e-4, overhead=1e-5)
     found = cost("all_reduce", "ring", 4, S, busy, WHOLE)
     assert found == pytest.approx(6 * (1e-4 + 1e-5 + S / 4 / 1e9))
 

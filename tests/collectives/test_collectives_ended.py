@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from zstrat.collectives import Call, Kind
+from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives._blame import Inquiry, verdict
 from zstrat.collectives._generation import Generation
 from zstrat.errors import CollectiveTimeoutError, to_wire
@@ -66,8 +66,8 @@ class Asked:
         )
         self.answer = asyncio.get_running_loop().create_future()
         self.generation._mesh.ask = lambda *_, **__: self.answer
-        self.call = Call(
-            1 << 20, Kind.BROADCAST, X, X, 7, "broadcast()", 0.0, 600.0, root=1
+        self.call = CollectiveCall(
+            1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 600.0, root=1
         )
         self.generation.start(self.call, self.outcomes.append)
         self.generation.overdue(self.call, [1])

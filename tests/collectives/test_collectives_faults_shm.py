@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from shm_ranks import RankProcess, Ranks, Refused, given, run, same
 
-from zstrat.collectives import Call, Kind, SharedMemory, _futex
+from zstrat.collectives import CallKind, CollectiveCall, SharedMemory, _futex
 from zstrat.collectives._futex import sleep_while
 from zstrat.collectives._patience import MISSES, REST, SLOW, Patience
 from zstrat.errors import ClosedError
@@ -203,7 +203,9 @@ def pair():
 
 def barrier():
     nothing = np.zeros(0, np.float32)
-    return Call(1, Kind.BARRIER, nothing, nothing, 7, "barrier()", math.inf, 60.0)
+    return CollectiveCall(
+        1, CallKind.BARRIER, nothing, nothing, 7, "barrier()", math.inf, 60.0
+    )
 
 
 def test_ctrl_c_ends_a_call_and_all_after_it(pair) -> None:
@@ -230,7 +232,8 @@ def test_fences_of_machines_that_order_weakly(pair, monkeypatch) -> None:
     count = 300_000
     sources = [np.full(count, 1.5, np.float32), np.full(count, 2.0, np.float32)]
     calls = [
-        replace(barrier(), kind=Kind.ALL_REDUCE, source=s, target=s) for s in sources
+        replace(barrier(), kind=CallKind.ALL_REDUCE, source=s, target=s)
+        for s in sources
     ]
     thread = threading.Thread(target=pair[1].run, args=(calls[1],))
     thread.start()

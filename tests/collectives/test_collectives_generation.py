@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from zstrat.collectives import Call, Kind
+from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives._blame import FORGOTTEN
 from zstrat.collectives._generation import Generation
 from zstrat.collectives._keys import key_of
@@ -177,7 +177,9 @@ async def test_who_has_ended_the_generation_says_so_and_is_believed():
     """Two ranks ask at one time. One has found out and failed its call when the other
     one asks it: that call has not ended well there, and its notice says more."""
     generation, link = full_line()
-    call = Call(1 << 20, Kind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1)
+    call = CollectiveCall(
+        1 << 20, CallKind.BROADCAST, X, X, 7, "broadcast()", 0.0, 0.6, root=1
+    )
     outcomes = []
     generation.start(call, outcomes.append)
     generation._mesh.ask = partial(answer_of, CallState(call.words, [], True, True))
@@ -206,7 +208,9 @@ async def test_what_a_rank_sent_before_it_left_is_enough():
     data = np.arange(750_000, dtype=np.float32)
     target, outcomes = np.zeros_like(data), []
     mine, roots = (
-        Call(1 << 20, Kind.BROADCAST, x, x, 7, "broadcast()", math.inf, 60.0, root=1)
+        CollectiveCall(
+            1 << 20, CallKind.BROADCAST, x, x, 7, "broadcast()", math.inf, 60.0, root=1
+        )
         for x in (target, data)
     )
     hops = [

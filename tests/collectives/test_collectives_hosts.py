@@ -8,7 +8,7 @@ import pytest
 from shm_ranks import RankProcess, Ranks, given, reduced, run, same
 
 from zstrat.collectives import ReduceOp
-from zstrat.collectives._hosts import AHEAD, PART, Place, places_of
+from zstrat.collectives._hosts import AHEAD, PART, RankPlace, places_of
 
 
 @pytest.fixture(scope="module")
@@ -133,4 +133,10 @@ def test_hosts_of_one_rank_have_nothing_to_share(processes) -> None:
 def test_places() -> None:
     places, leaders = places_of(["a", "b", "a", 3, "b"])
     assert leaders == [0, 1, 3]
-    assert places == [Place(0, 0), Place(1, 0), Place(0, 1), Place(2, 0), Place(1, 1)]
+    assert places == [
+        RankPlace(0, 0),
+        RankPlace(1, 0),
+        RankPlace(0, 1),
+        RankPlace(2, 0),
+        RankPlace(1, 1),
+    ]

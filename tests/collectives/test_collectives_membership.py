@@ -10,9 +10,9 @@ from zstrat.collectives._blame import FORGOTTEN, Inquiry, verdict
 from zstrat.collectives._keys import FORMING, PARTS, key_between, key_of, number_of
 from zstrat.collectives._membership import (
     Formed,
+    GroupSeat,
     Refused,
     Rendezvous,
-    Seat,
     seat_of,
 )
 from zstrat.errors import (
@@ -22,7 +22,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import CallState, JoinGroup, MemberEntry
 
-SEATS = tuple(Seat("worker", rank, f"host{rank}:1") for rank in range(4))
+SEATS = tuple(GroupSeat("worker", rank, f"host{rank}:1") for rank in range(4))
 
 
 def request(rank, *, generation=0, size=4, incarnation=None, task=None, patience=10.0):

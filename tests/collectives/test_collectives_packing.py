@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from zstrat.collectives import ReduceOp
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives._operations import ALONE, Draft, all_reduce, broadcast
+from zstrat.collectives._operations import ALONE, CallFactory, all_reduce, broadcast
 from zstrat.errors import InvalidArgumentError
 
 SMALL = [np.full(size, at, np.float32) for at, size in enumerate([10, 15, 25, 1, 24])]
 
 
 def calls_of(arrays, bytes_per_pack=0, in_place=False):
-    draft = Draft(0, 2, 1, "words", math.inf, 1.0, bytes_per_pack=bytes_per_pack)
+    draft = CallFactory(0, 2, 1, "words", math.inf, 1.0, bytes_per_pack=bytes_per_pack)
     leaves = [leaf_of(array) for array in arrays]
     return next(all_reduce(draft, leaves, ReduceOp.SUM, in_place))
 
@@ -37,7 +37,7 @@ def test_packs_from_the_last_array_to_the_first():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_broadcasts_share_calls_as_well(rank):
-    draft = Draft(rank, 2, 1, "words", math.inf, 1.0, bytes_per_pack=100)
+    draft = CallFactory(rank, 2, 1, "words", math.inf, 1.0, bytes_per_pack=100)
     arrays = [*SMALL, np.full(ALONE // 4, 7, np.float32)]
     calls = next(broadcast(draft, [leaf_of(array) for array in arrays], root=0))
     assert [call.target.size for call in calls] == [ALONE // 4, 50, 25]

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.collectives as zc
-from zstrat.collectives import Progress, parts, reduction_of
+from zstrat.collectives import ScheduleProgress, parts, reduction_of
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
@@ -54,7 +54,7 @@ def all_reduce(schedule, values, op, chunk, seed, in_place=False) -> list[np.nda
     ranks = [schedule(rank, size) for rank in range(size)]
     blocks = len(ranks[0].blocks)
     calls = [
-        Progress(
+        ScheduleProgress(
             ranks[rank],
             parts(sources[rank], blocks),
             parts(results[rank], blocks),
@@ -125,7 +125,7 @@ def test_reduce_scatter(schedule, size, count, chunk, frozen, seed) -> None:
     expected = [each.copy() for each in parts(values.sum(0, dtype=np.int32), size)]
     results = [np.zeros_like(each) for each in expected]
     calls = [
-        Progress(
+        ScheduleProgress(
             schedule(rank, size),
             parts(values[rank], size),
             [results[rank] if block == rank else None for block in range(size)],
@@ -153,7 +153,7 @@ def test_all_gather_of_uneven_blocks(schedule, data, size, chunk, frozen, seed) 
     gives = [block.copy() for block in np.split(expected, ends)]
     results = [np.zeros_like(expected) for _ in range(size)]
     calls = [
-        Progress(
+        ScheduleProgress(
             schedule(rank, size),
             [gives[rank] if block == rank else None for block in range(size)],
             np.split(results[rank], ends),
@@ -183,7 +183,7 @@ def test_broadcast(schedule, data, size, count, chunk, seed) -> None:
         made = schedule(rank, size, root)
         cuts = parts(results[rank], len(made.blocks))
         sources = cuts if rank == root else [None] * len(cuts)
-        calls.append(Progress(made, sources, cuts, chunk_bytes=chunk))
+        calls.append(ScheduleProgress(made, sources, cuts, chunk_bytes=chunk))
     memory = Memory(results)
     deliver(calls, random.Random(seed), memory.wipe)
     for result in memory.kept:
@@ -205,7 +205,7 @@ def test_all_to_all(data, size, chunk, seed) -> None:
         ends = np.cumsum([lengths[b] for b in column])[:-1]
         gets = dict(zip(column, np.split(result, ends), strict=True))
         calls.append(
-            Progress(
+            ScheduleProgress(
                 zc.pairwise_all_to_all(rank, size),
                 [give.get(b) for b in range(size * size)],
                 [gets.get(b) for b in range(size * size)],
@@ -225,7 +225,7 @@ def test_all_to_all(data, size, chunk, seed) -> None:
 def test_barrier(size, seed) -> None:
     nothing = np.empty(0, np.uint8)
     calls = [
-        Progress(zc.dissemination_barrier(rank, size), [nothing], [None])
+        ScheduleProgress(zc.dissemination_barrier(rank, size), [nothing], [None])
         for rank in range(size)
     ]
     hops = deliver(calls, random.Random(seed))
@@ -243,20 +243,24 @@ def test_reduce_and_gather_to_a_root(size, root, seed) -> None:
     for rank in range(size):
         own = result if rank == root else None
         made = zc.tree_reduce(rank, size, root)
-        reduces.append(Progress(made, [values[rank]], [own], reduction=reduction))
+        reduces.append(
+            ScheduleProgress(made, [values[rank]], [own], reduction=reduction)
+        )
         gives = [values[rank] if block == rank else None for block in range(size)]
         gets = list(gathered) if rank == root else [None] * size
-        gathers.append(Progress(zc.direct_gather(rank, size, root), gives, gets))
+        gathers.append(
+            ScheduleProgress(zc.direct_gather(rank, size, root), gives, gets)
+        )
     deliver(reduces, random.Random(seed))
     deliver(gathers, random.Random(seed))
     np.testing.assert_array_equal(result, values.max(0))
     np.testing.assert_array_equal(gathered, values)
 
 
-def pair(count: int = 300, chunk: int = 1024) -> list[Progress]:
+def pair(count: int = 300, chunk: int = 1024) -> list[ScheduleProgress]:
     """Two ranks that sum ``count`` ones; blocks of chunks of 1 KiB."""
     return [
-        Progress(
+        ScheduleProgress(
             zc.ring_all_reduce(rank, 2),
             parts(np.ones(count, np.float32), 2),
             parts(np.zeros(count, np.float32), 2),
@@ -315,7 +319,7 @@ def test_a_finished_block_of_another_length_is_refused() -> None:
 
 def test_sources_for_every_block() -> None:
     with pytest.raises(ValueError, match="1 sources and 2 results for a schedule of 2"):
-        Progress(zc.ring_all_reduce(0, 2), [None], [None, None])
+        ScheduleProgress(zc.ring_all_reduce(0, 2), [None], [None, None])
 
 
 def test_contributions_of_few_bits_travel_as_they_are() -> None:
@@ -323,7 +327,7 @@ def test_contributions_of_few_bits_travel_as_they_are() -> None:
     values = np.ones((2, 256), np.float16)
     sent = []
     calls = [
-        Progress(
+        ScheduleProgress(
             zc.ring_all_reduce(rank, 2),
             parts(values[rank], 2),
             parts(values[rank], 2),

@@ -10,11 +10,11 @@ import pytest
 from collectives_groups import ranks_of
 
 import zstrat as zs
-from zstrat.collectives import Node, Pending, _desk, _work
+from zstrat.collectives import GroupNode, Pending, _desk, _work
 from zstrat.collectives._choice import Choices
 from zstrat.collectives._desk import Desk
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives._membership import Seat
+from zstrat.collectives._membership import GroupSeat
 from zstrat.collectives._mesh import Mesh
 from zstrat.collectives._node import _formed
 from zstrat.collectives._station import Station
@@ -72,7 +72,7 @@ def joining(group, rank):
     ],
 )
 async def test_a_node(role, message, error, words):
-    node = Node(hello("worker", 0, 1), Settings())
+    node = GroupNode(hello("worker", 0, 1), Settings())
     with pytest.raises(error, match=words):
         node.handle(task(1, role=role), message)
     await node.close("its test is over")
@@ -96,7 +96,7 @@ async def test_too_many_groups(monkeypatch):
     with pytest.raises(BusyError, match="1 groups wait to be formed at this task"):
         desk.asks(task(1), joining("evaluate", 1))
     with pytest.raises(BusyError, match="1 groups wait"):
-        desk.open(joining("evaluate", 0), [Seat("worker", 0, "")], Choices())
+        desk.open(joining("evaluate", 0), [GroupSeat("worker", 0, "")], Choices())
     assert not waiting.done()
     desk.close()
     waiting.cancel()

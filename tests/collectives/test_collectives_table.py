@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat as zs
-from zstrat.collectives import Call, Choices, Kind, Rule, choices_from, read_choices
+from zstrat.collectives import (
+    CallKind,
+    Choices,
+    CollectiveCall,
+    Rule,
+    choices_from,
+    read_choices,
+)
 from zstrat.collectives._plans import progress_of
 
 RULES = (
@@ -38,7 +45,7 @@ def test_a_table_travels_as_plain_data(tmp_path_factory, rules):
 def first_hops(choices, nbytes, size=4):
     """How many hops rank 0 begins with."""
     data = np.zeros(nbytes, np.uint8)
-    call = Call(1, Kind.ALL_REDUCE, data, data, 0, "", math.inf, 1.0)
+    call = CollectiveCall(1, CallKind.ALL_REDUCE, data, data, 0, "", math.inf, 1.0)
     return len(list(progress_of(call, 0, size, choices=choices).start()))
 
 

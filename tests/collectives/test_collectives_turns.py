@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zstrat.collectives._turns import Turns
+from zstrat.collectives._turns import CallTurns
 from zstrat.transport import ThreadBell
 
 PATIENCE = 30.0
@@ -36,7 +36,7 @@ def is_through(turn):
 
 
 def test_turns_come_in_the_order_in_which_they_were_drawn():
-    turns, order = Turns(), []
+    turns, order = CallTurns(), []
     drawn = [turns.draw() for _ in range(3)]
 
     def take(number):
@@ -52,7 +52,7 @@ def test_turns_come_in_the_order_in_which_they_were_drawn():
 
 
 def test_who_is_interrupted_while_it_waits_holds_nobody_up(interrupted):
-    turns = Turns()
+    turns = CallTurns()
     first, second, third = (turns.draw() for _ in range(3))
     with pytest.raises(KeyboardInterrupt):
         second.__enter__()
@@ -62,7 +62,7 @@ def test_who_is_interrupted_while_it_waits_holds_nobody_up(interrupted):
 
 
 def test_who_is_interrupted_when_its_turn_has_come_passes_it_on(interrupted):
-    turns = Turns()
+    turns = CallTurns()
     first, second, third = (turns.draw() for _ in range(3))
     with first:
         pass

@@ -43,7 +43,7 @@ from zstrat.wire import (
     Fetch,
     Fetched,
     Hello,
-    Layout,
+    LayoutMessage,
     OpenSession,
     Outcome,
     Push,
@@ -313,7 +313,7 @@ class FakeWorker(FakeTask):
         made = maker()
         if message.purpose == "value":
             self.resources[message.resource] = made
-            return ResourceBuilt(Layout(0, [], [], None))
+            return ResourceBuilt(LayoutMessage(0, [], [], None))
         elements = iter(made)
         first = next(elements)
         self.resources[message.resource] = StepIterator(
@@ -374,7 +374,7 @@ class FakeWorker(FakeTask):
 
 
 def layout_of(number, treedef, leaves):
-    return Layout(
+    return LayoutMessage(
         number,
         [leaf.dtype.name for leaf in leaves],
         [list(leaf.shape) for leaf in leaves],

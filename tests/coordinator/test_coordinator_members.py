@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from zstrat.coordinator._members import MAX_DEPTH, MIN_DEPTH, Members, State
+from zstrat.coordinator._members import MAX_DEPTH, MIN_DEPTH, Members, MemberState
 from zstrat.coordinator._queue import Closure
 
 NAMES = [f"/job:worker/task:{index}" for index in range(3)]
@@ -36,7 +36,7 @@ class MembersMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2), resources=st.integers(0, 3))
     def connect(self, index, resources):
-        if self._member(index).state in (State.CONNECTING, State.LOST):
+        if self._member(index).state in (MemberState.CONNECTING, MemberState.LOST):
             epoch = self._member(index).epoch
             assert self.members.connected(index) == epoch + 1
             self.members.build(index, resources)
@@ -45,7 +45,7 @@ class MembersMachine(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, 2))
     def new_resource(self, index):
-        if self._member(index).state in (State.OPEN, State.BUILDING):
+        if self._member(index).state in (MemberState.OPEN, MemberState.BUILDING):
             self.members.build(index)
             self.building[index] += 1
 
@@ -106,7 +106,7 @@ class MembersMachine(RuleBasedStateMachine):
         for member in self.members.members:
             assert MIN_DEPTH <= member.depth <= MAX_DEPTH
             assert member.building == self.building[member.index]
-            if member.state in (State.LOST, State.CONNECTING):
+            if member.state in (MemberState.LOST, MemberState.CONNECTING):
                 assert not member.in_flight
                 assert member.reason
             assert not (member.alone and len(member.in_flight) > 1)

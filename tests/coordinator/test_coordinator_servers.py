@@ -9,7 +9,7 @@ import pytest
 
 from zstrat.coordinator._servers import initializing_timeout
 from zstrat.errors import PSUnavailableError
-from zstrat.variables import Part, VariableSpec
+from zstrat.variables import ComponentRows, VariableSpec
 from zstrat.wire import (
     CreateVariables,
     Done,
@@ -126,7 +126,7 @@ def test_large_tables_may_take_longer():
 
 
 def test_parts_are_created_as_such(session):
-    part = Part("w", 0, 2, 0, 8)
+    part = ComponentRows("w", 0, 2, 0, 8)
     made = [(spec(1, 0, part=part), np.zeros((4, 2))), (spec(2, 0), np.zeros((4, 2)))]
     session.create_variables(made)
     ((message,), _) = session.asked

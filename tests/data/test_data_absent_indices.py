@@ -16,7 +16,7 @@ from zstrat.data import (
     InputContext,
     as_dataset,
 )
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 class MapDataset:
@@ -72,7 +72,7 @@ class Alone:
 
 
 def drawn(dataset):
-    inputs = Inputs(InputContext(1, 0, 1), accord=Alone())
+    inputs = ProcessInputs(InputContext(1, 0, 1), accord=Alone())
     steps = inputs.of_function(lambda context: dataset)
     return [np.asarray(element).tolist() for element in steps]
 

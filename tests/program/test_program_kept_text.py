@@ -7,7 +7,7 @@ import pytest
 from zstrat.contrib.distribute._dataset import PerDeviceDataset
 from zstrat.data import Dataset, InputContext, as_dataset, is_steady
 from zstrat.program import StepIterator, kept
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 KINDS = {
     "numbers": np.zeros(2, np.float32),
@@ -51,7 +51,7 @@ def test_elements_that_are_drawn_and_kept(kind, foreign):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_of_a_distributed_batch(kind):
-    steps = list(Inputs(InputContext(1, 0, 2), 2).of_dataset(refilled(kind)))
+    steps = list(ProcessInputs(InputContext(1, 0, 2), 2).of_dataset(refilled(kind)))
     found = [[part.tolist()[0] for part in step.values] for step in steps]
     assert found == wanted(kind)
 

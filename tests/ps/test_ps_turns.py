@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.errors import BusyError
-from zstrat.ps._turns import Turns
+from zstrat.ps._turns import RequestTurns
 
 names = st.sets(st.integers(0, 4), max_size=3)
 
 
 @given(st.data(), st.lists(names, max_size=25))
 def test_whoever_shares_a_name_is_served_in_order_and_nobody_starves(data, arrivals):
-    turns, running, ended = Turns[int](), {}, []
+    turns, running, ended = RequestTurns[int](), {}, []
     todo = list(enumerate(arrivals))
     while todo or running:
         if todo and (not running or data.draw(st.booleans())):
@@ -39,7 +39,7 @@ def test_whoever_shares_a_name_is_served_in_order_and_nobody_starves(data, arriv
 
 
 def test_the_number_of_waiting_requests_is_bounded():
-    turns = Turns[str](capacity=2)
+    turns = RequestTurns[str](capacity=2)
     first = turns.enter("a", [1])
     turns.enter("b", [1])
     with pytest.raises(BusyError, match="2 requests wait"):

@@ -14,8 +14,8 @@ from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.ps import _cell as cell_module
 from zstrat.ps._cell import Cell
-from zstrat.ps._slots import Ahead, Step
-from zstrat.ps._xla import Programs
+from zstrat.ps._slots import Ahead, SlotStep
+from zstrat.ps._xla import UpdatePrograms
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -122,9 +122,9 @@ def test_new_slots_are_there_before_numpy_may_write_the_value():
         return jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ (x.T @ x)), value)
 
     slow = optax.GradientTransformation(init, lambda g, s, _=None: (g, s))
-    programs = Programs(1, "slow")
+    programs = UpdatePrograms(1, "slow")
     (rule,) = binding(slow, ((1,), (400, 400), "f4")).rules()
-    step = Step(Cell(np.eye(400, dtype="f4")), {}, rule, np.zeros((400, 400), "f4"))
+    step = SlotStep(Cell(np.eye(400, dtype="f4")), {}, rule, np.zeros((400, 400), "f4"))
     programs.prepare(step, Ahead())
     (slot,) = step.slots[1].cells
     assert slot.give().is_ready()

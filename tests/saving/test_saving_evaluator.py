@@ -21,7 +21,7 @@ from zstrat.saving import (
     export_orbax,
     export_safetensors,
 )
-from zstrat.saving._progress import Progress
+from zstrat.saving._progress import ProgressBar
 from zstrat.variables import Optimizer, ShardedVariable, Variable
 
 
@@ -220,7 +220,7 @@ def test_progress_is_for_terminals_alone(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     for out in (Terminal(), io.StringIO()):
-        with Progress("saving c", 4_000_000_000, out) as progress:
+        with ProgressBar("saving c", 4_000_000_000, out) as progress:
             progress.add(1_000_000_000)
             assert out.getvalue() == ""  # nothing to say about what is short
             now[0] += 1.0

@@ -12,13 +12,19 @@ import zstrat.variables as zv
 from zstrat.errors import DeadlineExceededError, InvalidArgumentError
 from zstrat.strategy._drafts import draft
 from zstrat.strategy._numbers import Numbers, Placement, PlacementRule
-from zstrat.variables import Request, VariableAggregation, VariableSynchronization
+from zstrat.variables import (
+    VariableAggregation,
+    VariableRequest,
+    VariableSynchronization,
+)
 
 
 def request(rows, name="v"):
     value = np.zeros(rows, np.float32)
     auto = VariableSynchronization.AUTO
-    return Request(value, None, None, name, True, VariableAggregation.NONE, auto)
+    return VariableRequest(
+        value, None, None, name, True, VariableAggregation.NONE, auto
+    )
 
 
 class Fails(Exception):

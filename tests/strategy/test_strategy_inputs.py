@@ -18,12 +18,12 @@ from zstrat.data import (
     batch_sizes_for_worker,
 )
 from zstrat.errors import ClosedError, OutOfRangeError
-from zstrat.strategy import Inputs, PerReplica, Share, per_replica
+from zstrat.strategy import PerReplica, ProcessInputs, Share, per_replica
 from zstrat.strategy._worker_strategy import worker_strategy
 
 
 def inputs(local=2, workers=1, index=0, **more):
-    return Inputs(InputContext(workers, index, workers * local), local, **more)
+    return ProcessInputs(InputContext(workers, index, workers * local), local, **more)
 
 
 def parts_of(element):
@@ -174,7 +174,7 @@ def test_what_is_no_batch_is_refused_when_it_comes(element):
 def test_replicas_are_the_same_number_in_each_worker():
     context = InputContext(2, 0, 3)
     with pytest.raises(ValueError, match="multiple of the 2 workers"):
-        Inputs(context, 1).of_dataset(Dataset.range(6).batch(3))
+        ProcessInputs(context, 1).of_dataset(Dataset.range(6).batch(3))
 
 
 def test_batches_smaller_than_the_replicas_go_on_for_ever():

@@ -6,11 +6,11 @@ import pytest
 import zstrat as zs
 from zstrat.data import Dataset, InputContext
 from zstrat.errors import OutOfRangeError
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 def inputs(replicas=1):
-    return Inputs(InputContext(1, 0, replicas), replicas)
+    return ProcessInputs(InputContext(1, 0, replicas), replicas)
 
 
 def once(count):

@@ -3,11 +3,11 @@
 import numpy as np
 
 from zstrat.data import InputContext
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 def distributed(batches):
-    inputs = Inputs(InputContext(num_replicas_in_sync=2), 2)
+    inputs = ProcessInputs(InputContext(num_replicas_in_sync=2), 2)
     return list(inputs.of_dataset(batches))
 
 

@@ -8,7 +8,7 @@ from ranks import ranks
 
 import zstrat as zs
 from zstrat.data import Dataset, InputContext
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def grain():
 
 
 def inputs(local=2):
-    return Inputs(InputContext(1, 0, local), local)
+    return ProcessInputs(InputContext(1, 0, local), local)
 
 
 def parts_of(element):

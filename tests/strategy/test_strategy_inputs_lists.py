@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from zstrat.data import InputContext
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +17,7 @@ class Pair:
 
 
 def distributed(batches):
-    inputs = Inputs(InputContext(num_replicas_in_sync=2), 2)
+    inputs = ProcessInputs(InputContext(num_replicas_in_sync=2), 2)
     return list(inputs.of_dataset(batches))
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import zstrat as zs
 from zstrat.data import Dataset, InputContext
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 SLICES = zs.IndexedSlices(np.ones((2, 3), np.float32), np.array([0, 5]), (8, 3))
 HOST = zs.InputOptions(experimental_fetch_to_device=False)
@@ -62,7 +62,7 @@ def test_slices_of_others_reach_the_function_as_they_are(one):
 
 
 def inputs(**kwargs):
-    return Inputs(InputContext(num_replicas_in_sync=2), 2, **kwargs)
+    return ProcessInputs(InputContext(num_replicas_in_sync=2), 2, **kwargs)
 
 
 def test_slices_are_not_cut_for_replicas():
@@ -90,7 +90,7 @@ def test_where_shapes_are_static_they_are_not_put_on_devices():
 
 
 def test_one_replica_of_static_shapes_refuses_them_too():
-    alone = Inputs(InputContext(), 1, static_shapes=True)
+    alone = ProcessInputs(InputContext(), 1, static_shapes=True)
     for distributed in (
         alone.of_dataset([SLICES]),
         alone.of_function(function_of([SLICES])),

@@ -6,7 +6,7 @@ import numpy as np
 
 from zstrat.data import Dataset, InputContext
 from zstrat.data._passes import Recipe
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 class Watched(Recipe):
@@ -39,7 +39,7 @@ def check(distribute, watched):
 
 
 def inputs(replicas, **more):
-    return Inputs(InputContext(num_replicas_in_sync=replicas), replicas, **more)
+    return ProcessInputs(InputContext(num_replicas_in_sync=replicas), replicas, **more)
 
 
 def test_passes_begin_in_the_thread_that_calls_iter():

@@ -3,7 +3,7 @@
 import pytest
 
 from zstrat.data import Dataset, InputContext
-from zstrat.strategy import Inputs
+from zstrat.strategy import ProcessInputs
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,13 @@ from zstrat.strategy import Inputs
 def test_a_step_without_rows_for_a_replica_is_none(rows, expected):
     """Batches of 4 for two replicas, 2 rows each: TF's rule looks for rows, and does
     not count them."""
-    static = Inputs(InputContext(1, 0, 2), 2, static_shapes=True)
+    static = ProcessInputs(InputContext(1, 0, 2), 2, static_shapes=True)
     steps = static.of_dataset(Dataset.range(rows).batch(4))
     assert [[len(part) for part in step.values] for step in steps] == expected
 
 
 def test_batches_that_divide_without_a_rest_are_all_alike():
-    static = Inputs(InputContext(1, 0, 2), 2, static_shapes=True)
+    static = ProcessInputs(InputContext(1, 0, 2), 2, static_shapes=True)
     steps = static.of_dataset(Dataset.range(7).batch(4, drop_remainder=True))
     assert [[part.tolist() for part in step.values] for step in steps] == [
         [[0, 1], [2, 3]]

@@ -10,7 +10,7 @@ from ranks import ranks
 
 import zstrat as zs
 from zstrat.data import SHARD_HINT, AutoShardPolicy, Dataset, InputContext, Options
-from zstrat.strategy import Inputs, PerReplica
+from zstrat.strategy import PerReplica, ProcessInputs
 
 OFF, FILE, DATA = AutoShardPolicy.OFF, AutoShardPolicy.FILE, AutoShardPolicy.DATA
 
@@ -31,7 +31,7 @@ class Lockstep:
         """What each worker draws; ``make(inputs)`` is its dataset."""
 
         def program(strategy, rank):
-            inputs = Inputs(
+            inputs = ProcessInputs(
                 InputContext(self.workers, rank, self.workers * self.replicas),
                 self.replicas,
                 accord=strategy._inputs().accord,

@@ -18,7 +18,7 @@ from zstrat.strategy import _distributed
 from zstrat.strategy._mirrored import MirroredVariables
 from zstrat.strategy._takeover import taken_over
 from zstrat.strategy._values import reduce_slices
-from zstrat.variables import Request
+from zstrat.variables import VariableRequest
 
 ON_READ = {
     "synchronization": zs.VariableSynchronization.ON_READ,
@@ -48,7 +48,7 @@ class Whole:
 def test_one_program_of_all_processes_has_no_values_of_each_device():
     """As `implementation="XLA"` with several devices in a process."""
     variables = MirroredVariables(jax.devices()[:1], Team(2, Whole()))
-    asked = Request(
+    asked = VariableRequest(
         [1.0],
         shape=None,
         dtype=None,

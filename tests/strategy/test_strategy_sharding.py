@@ -44,7 +44,7 @@ def test_parts_have_the_names_and_sizes_of_the_reference(make_cluster):
     assert [part.shape for part in w] == [(3, 2), (3, 2), (2, 2), (2, 2)]
     assert places(w) == [0, 1, 2, 0]
     assert [part.spec.part for part in w] == [
-        zv.Part("w", n, 4, offset, 10) for n, offset in enumerate([0, 3, 6, 8])
+        zv.ComponentRows("w", n, 4, offset, 10) for n, offset in enumerate([0, 3, 6, 8])
     ]
     np.testing.assert_array_equal(w.numpy(), np.arange(20).reshape(10, 2))
     np.testing.assert_array_equal(w.variables[2], [[12, 13], [14, 15]])
@@ -270,7 +270,7 @@ def test_a_bound_initializer_runs_there_too(make_cluster):
 
 
 def test_a_large_value_that_is_made_here_is_warned_about(make_cluster, caplog):
-    request = zv.Request(
+    request = zv.VariableRequest(
         None,
         None,
         None,

@@ -34,8 +34,8 @@ from zstrat.wire._orders import (
     Greeted,
     Noticed,
     Opened,
+    OrderState,
     Requested,
-    State,
 )
 
 
@@ -95,7 +95,7 @@ class Network(RuleBasedStateMachine):
                     pass
 
     def send(self, how, size):
-        if self.pair.client.state is not State.OPEN:
+        if self.pair.client.state is not OrderState.OPEN:
             return
         self.sent += 1
         update = [Update(1, 0, 0, 1)]
@@ -150,7 +150,7 @@ class Network(RuleBasedStateMachine):
 
     def teardown(self):
         self.obey(self.pair.client.leave("the end"))
-        assert self.pair.client.state is State.CLOSED
+        assert self.pair.client.state is OrderState.CLOSED
         assert len(self.outcomes) == len(set(self.outcomes))
 
 

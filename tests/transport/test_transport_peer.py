@@ -15,14 +15,14 @@ from zstrat.errors import (
 )
 from zstrat.wire import Beat, Done, Fetched, Goodbye, Inspect, Pulled, encode
 from zstrat.wire._greeting import mismatch
-from zstrat.wire._orders import Answered, Closed, State
+from zstrat.wire._orders import Answered, Closed, OrderState
 from zstrat.wire._peer import failure
 
 # ---- greeting ----
 
 
 def test_the_initiator_speaks_first_and_both_know_each_other(pair):
-    assert pair.client.state is pair.server.state is State.OPEN
+    assert pair.client.state is pair.server.state is OrderState.OPEN
     assert pair.client.hello == hello("ps", 0)
     assert pair.server.name == "worker:1 (host a-host, pid 42)"
 

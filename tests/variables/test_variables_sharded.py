@@ -53,9 +53,9 @@ def test_it_is_an_array_over_its_components():
 def test_a_component_knows_its_rows_and_its_container():
     w = sharded()
     assert [part.spec.part for part in w] == [
-        zv.Part("w", 0, 3, 0, 10),
-        zv.Part("w", 1, 3, 4, 10),
-        zv.Part("w", 2, 3, 7, 10),
+        zv.ComponentRows("w", 0, 3, 0, 10),
+        zv.ComponentRows("w", 1, 3, 4, 10),
+        zv.ComponentRows("w", 2, 3, 7, 10),
     ]
     first = w.variables[0]
     assert first.sharded_container is w

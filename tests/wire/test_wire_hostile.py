@@ -23,7 +23,7 @@ from zstrat.wire import (
     Failure,
     Fetched,
     Hello,
-    Layout,
+    LayoutMessage,
     Message,
     Pull,
     Pulled,
@@ -40,7 +40,7 @@ from zstrat.wire import (
 LIMITS = Limits()
 MIB = 2**20
 KINDS = [cls.kind for cls in get_args(Message)]
-LAYOUT = Layout(3, ["float32", "int64"], [[2, 3], []], {"loss": 0, "n": [1]})
+LAYOUT = LayoutMessage(3, ["float32", "int64"], [[2, 3], []], {"loss": 0, "n": [1]})
 SAMPLES: list[Message] = [
     Hello(1, "worker", 2, 2**63 + 5, "host", 77, {"python": "3.11", "jax": "0.10"}),
     Beat(True),

@@ -15,7 +15,7 @@ from zstrat.errors import NotFoundError
 from zstrat.program import ResultLayout, StepResult
 from zstrat.wire import Outcome
 from zstrat.worker import Executor
-from zstrat.worker._ending import Layouts, failed
+from zstrat.worker._ending import ResultLayouts, failed
 from zstrat.worker._results import Results
 from zstrat.worker._traceback import trim
 
@@ -25,7 +25,7 @@ def result(layout, *leaves):
 
 
 def test_layouts_are_numbered_once_by_identity_or_value():
-    layouts = Layouts(inline=100)
+    layouts = ResultLayouts(inline=100)
     scalar = ResultLayout(("float32",), ((),), 0)
     twin = ResultLayout(("float32",), ((),), 0)
     other = ResultLayout(("float32",), ((2,),), 0)
@@ -40,7 +40,7 @@ def test_layouts_are_numbered_once_by_identity_or_value():
 
 
 def test_small_results_are_bytes_and_large_ones_stay():
-    layouts = Layouts(inline=16)
+    layouts = ResultLayouts(inline=16)
     pair = ResultLayout(("int32", "int8"), ((2,), ()), ["(", 0, 1])
     ending = layouts.ok(
         1, result(pair, np.array([[1, 9], [2, 9]], np.int32)[:, 0], np.int8(3))
@@ -57,7 +57,7 @@ def test_small_results_are_bytes_and_large_ones_stay():
 
 def test_layouts_of_eager_steps_do_not_pile_up(monkeypatch):
     monkeypatch.setattr("zstrat.worker._ending._REMEMBERED", 3)
-    layouts = Layouts(inline=16)
+    layouts = ResultLayouts(inline=16)
     numbers = [
         layouts.ok(n, result(ResultLayout((), (), ["=", n]))).completion.layout
         for n in range(10)

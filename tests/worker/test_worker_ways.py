@@ -7,7 +7,7 @@ import pytest
 
 from zstrat.errors import PeerLostError
 from zstrat.wire import Hello
-from zstrat.worker._way import Way
+from zstrat.worker._way import ServerWay
 
 FIRST, SECOND = (Hello(1, "ps", 0, life, "here", 1) for life in (1, 2))
 SILENT = PeerLostError("ps:0", "it was silent")
@@ -35,7 +35,7 @@ class Told:
 
 
 def way_of(grace):
-    way = Way(grace)
+    way = ServerWay(grace)
     way.line = Told()
     return way, way.line
 

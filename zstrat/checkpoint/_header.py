@@ -83,7 +83,7 @@ class TensorInfo(NamedTuple):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor and where it begins in its file."""
 
     info: TensorInfo
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 class Header:
     """What a file holds. ``size``: of the whole file."""
 
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPlace]
     metadata: Mapping[str, str]
     size: int
 
@@ -178,7 +178,7 @@ def decode_header(text: bytes, size: int, file: str) -> Header:
         raise DataLossError(
             file, _at(found, size - start), f"{what}: {size} bytes, not {start + end}"
         )
-    places = {info.name: Place(info, start + at) for info, at in found}
+    places = {info.name: TensorPlace(info, start + at) for info, at in found}
     plain = {k: v for k, v in metadata.items() if not k.startswith(_MARK)}
     return Header(MappingProxyType(places), MappingProxyType(plain), size)
 

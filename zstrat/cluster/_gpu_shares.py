@@ -30,13 +30,13 @@ class _Taken:
 
 
 @final
-class _Memory:
+class _GpuEnvironment:
     """What this process has done to its own environment."""
 
     taken: _Taken | None = None
 
 
-_memory = _Memory()
+_memory = _GpuEnvironment()
 
 
 def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:

@@ -14,9 +14,9 @@ from ._spec import ClusterSpec
 from ._tpu_chips import devices_per_host, local_devices
 from ._tpu_place import (
     LOCAL_NAME,
-    Hosts,
     Local,
-    Node,
+    TpuHosts,
+    TpuNode,
     Unsaid,
     find_place,
     hosts_of_machine,
@@ -93,12 +93,12 @@ class TPUClusterResolver(ClusterResolver):
             )
         env = config.environment()
         place = find_place(tpu, zone, project, env)
-        self._place: Local | Node | Hosts = (
+        self._place: Local | TpuNode | TpuHosts = (
             _this_machine(env) if isinstance(place, Unsaid) else place
         )
         self._job, self._task_type = job_name, job_name
         self._task_id, self._rpc_layer = 0, "grpc"
-        if isinstance(self._place, Hosts):
+        if isinstance(self._place, TpuHosts):
             self._task_id, self._rpc_layer = self._place.own, self._place.scheme
         self._coordinator = {}
         if coordinator_name is not None and coordinator_address is not None:
@@ -212,24 +212,24 @@ class TPUClusterResolver(ClusterResolver):
             ),
         )
 
-    def _spec_of(self, hosts: Hosts | None) -> ClusterSpec:
+    def _spec_of(self, hosts: TpuHosts | None) -> ClusterSpec:
         if hosts is None:
             return ClusterSpec({})
         return ClusterSpec({self._job: list(hosts.addresses), **self._coordinator})
 
-    def _hosts(self) -> Hosts | None:
+    def _hosts(self) -> TpuHosts | None:
         """The hosts as they are now, None for a local TPU."""
         match self._place:
             case Local():
                 return None
-            case Hosts():
+            case TpuHosts():
                 return self._place
-            case Node():
+            case TpuNode():
                 return hosts_of_node(self._place.name, self._ask(self._place))
             case _:
                 assert_never(self._place)
 
-    def _ask(self, node: Node) -> Mapping[str, Any]:
+    def _ask(self, node: TpuNode) -> Mapping[str, Any]:
         if self._service is None:
             self._service = build_service(
                 "tpu", "v2", self._credentials, self._discovery_url
@@ -251,7 +251,7 @@ class TPUClusterResolver(ClusterResolver):
             ) from error
 
 
-def _this_machine(env: Mapping[str, str]) -> Hosts:
+def _this_machine(env: Mapping[str, str]) -> TpuHosts:
     """The TPU that this machine is a host of.
 
     Raises:

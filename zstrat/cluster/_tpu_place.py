@@ -33,7 +33,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TpuNode:
     """A TPU that Google Cloud knows by name; None: as this machine's."""
 
     name: str
@@ -42,7 +42,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class TpuHosts:
     """A TPU whose hosts are known."""
 
     addresses: tuple[str, ...]
@@ -57,7 +57,7 @@ class Unsaid:
     """Nothing and nobody has said which TPU: this machine may be a host of one."""
 
 
-Place = Local | Node | Hosts | Unsaid
+Place = Local | TpuNode | TpuHosts | Unsaid
 
 
 def find_place(
@@ -91,7 +91,7 @@ def find_place(
     if name == LOCAL_NAME:
         return Local()
     if name:
-        named = Node(name, project, zone)
+        named = TpuNode(name, project, zone)
         return hosts_at(name, source) if "://" in name else named
     if env.get(_WORKERS):
         return hosts_of_machine(
@@ -100,7 +100,7 @@ def find_place(
     return Unsaid()
 
 
-def hosts_at(endpoints: str, source: str) -> Hosts:
+def hosts_at(endpoints: str, source: str) -> TpuHosts:
     """Hosts of addresses such as ``grpc://10.0.0.1:8470,grpc://10.0.0.2:8470``.
 
     Args:
@@ -119,7 +119,7 @@ def hosts_at(endpoints: str, source: str) -> Hosts:
             )
         scheme = before if separator else scheme
         addresses.append(_with_port(address))
-    return Hosts(tuple(addresses), scheme)
+    return TpuHosts(tuple(addresses), scheme)
 
 
 def hosts_of_machine(
@@ -127,7 +127,7 @@ def hosts_of_machine(
     own: str | None,
     accelerator: str | None,
     sources: tuple[str, str],
-) -> Hosts:
+) -> TpuHosts:
     """Hosts as one of them is told: names, or ``name:id:address`` (the older form).
 
     Args:
@@ -151,10 +151,10 @@ def hosts_of_machine(
             f"{sources[1]}: expected the number of this host of {len(addresses)}, got "
             f"{number!r:.80}"
         )
-    return Hosts(tuple(addresses), own=int(number), accelerator=accelerator or None)
+    return TpuHosts(tuple(addresses), own=int(number), accelerator=accelerator or None)
 
 
-def hosts_of_node(name: str, node: Mapping[str, Any]) -> Hosts:
+def hosts_of_node(name: str, node: Mapping[str, Any]) -> TpuHosts:
     """Hosts as Google Cloud's TPU service describes them.
 
     Raises:
@@ -167,7 +167,7 @@ def hosts_of_node(name: str, node: Mapping[str, Any]) -> Hosts:
     ends = node.get("networkEndpoints") or []
     if not ends and "ipAddress" in node:
         ends = [node]  # older answers have only one host
-    return Hosts(
+    return TpuHosts(
         tuple(f"{end['ipAddress']}:{end.get('port') or PORT}" for end in ends),
         accelerator=node.get("acceleratorType"),
     )

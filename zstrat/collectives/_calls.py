@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._pending import Pending
-    from ._requests import Request
+    from ._requests import OperationRequest
     from ._terms import ReduceOp
-    from ._work import Options
+    from ._work import CallOptions
 
 
-class Calls(abc.ABC):
+class GroupCalls(abc.ABC):
     """The operations; their numbers and the way they go are those of `Group`."""
 
     @property
@@ -36,15 +36,15 @@ class Calls(abc.ABC):
         algorithm: str | None = None,
         compression: str | None = None,
         bytes_per_pack: int | None = None,
-    ) -> Options:
+    ) -> CallOptions:
         """What a caller said, with what the group says where he did not."""
 
     @abc.abstractmethod
-    def _wait(self, request: Request, options: Options) -> Any:
+    def _wait(self, request: OperationRequest, options: CallOptions) -> Any:
         """Carries it out; its result."""
 
     @abc.abstractmethod
-    def _start(self, request: Request, options: Options) -> Pending[Any]:
+    def _start(self, request: OperationRequest, options: CallOptions) -> Pending[Any]:
         """Begins it."""
 
     def all_reduce(

@@ -30,7 +30,7 @@ _SEND, _FINISH = Act.SEND, Act.FINISH
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LinkCost:
     """``latency`` seconds from the last byte out to the last byte in; ``overhead``
     seconds that each hop keeps both lines busy besides its bytes."""
 
@@ -44,7 +44,7 @@ class Line:
         return self.overhead + nbytes / self.bandwidth
 
 
-ETHERNET: Final = Line()
+ETHERNET: Final = LinkCost()
 """25 Gb/s and 50 µs."""
 
 
@@ -53,7 +53,7 @@ def cost(
     algorithm: str,
     ranks: int,
     nbytes: int,
-    line: Line = ETHERNET,
+    line: LinkCost = ETHERNET,
     chunk_bytes: int = MiB,
 ) -> float:
     """Seconds from the start of all ranks to the end of the last.
@@ -75,7 +75,9 @@ def cost(
     if call == "all_to_all":
         blocks = ranks  # of which a rank gives
     chunks = max(1, -(-nbytes // (blocks * chunk_bytes)))
-    return _Run(schedules, chunks, nbytes / (blocks * chunks), line, alike).seconds()
+    return _SimulatedCall(
+        schedules, chunks, nbytes / (blocks * chunks), line, alike
+    ).seconds()
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class _Rank:
     """Of ranks that are alike: the place that is received when this one is sent."""
 
 
-class _Run:
+class _SimulatedCall:
     """One call on the clock. An event is a hop that leaves, or one that arrives."""
 
     def __init__(
@@ -98,7 +100,7 @@ class _Run:
         schedules: list[Schedule],
         chunks: int,
         nbytes: float,
-        line: Line,
+        line: LinkCost,
         are_alike: bool,
     ) -> None:
         self._schedules, self._chunks = schedules, chunks

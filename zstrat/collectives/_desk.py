@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zstrat.wire import JoinGroup, Message
 
     from ._choice import Choices
-    from ._membership import Seat
+    from ._membership import GroupSeat
 
 GROUPS: Final = 1024
 """Names of groups for which somebody may wait at rank 0."""
@@ -51,7 +51,7 @@ class Desk:
         return future
 
     def open(
-        self, request: JoinGroup, seats: Sequence[Seat], choices: Choices
+        self, request: JoinGroup, seats: Sequence[GroupSeat], choices: Choices
     ) -> asyncio.Future[Message]:
         """This task is rank 0 of a group, and knows who is to come; its answer."""
         rendezvous = self._rendezvous_of(request.group)

@@ -2,8 +2,8 @@
 
 A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
 kinds of engine. The message lane (`_messages`) takes every call, runs on the loop, and
-has any number under way. An `Engine`, as memory that one host shares, blocks the thread
-that runs it, and runs one call after the other.
+has any number under way. A `CollectiveEngine`, as memory that one host shares, blocks
+the thread that runs it, and runs one call after the other.
 
 The law that makes ranks agree without a word: which engine takes a call, and in which
 order, depends only on what is alike on all ranks (kind, dtype, sizes, tag, options).
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.wire import MemberEntry
 
 
-class Kind(enum.Enum):
+class CallKind(enum.Enum):
     """What is called, by the name of the method of a group."""
 
     ALL_REDUCE = "all_reduce"
@@ -40,7 +40,7 @@ class Kind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class CollectiveCall:
     """One collective as this rank calls it, on flat arrays of one dtype.
 
     ``source`` and ``target`` are one-dimensional, C-contiguous, in the machine's byte
@@ -62,7 +62,7 @@ class Call:
 
     key: int
     """Names the call on the wire; the same on all ranks, unique in the generation."""
-    kind: Kind
+    kind: CallKind
     source: np.ndarray
     target: np.ndarray
     about: int
@@ -111,13 +111,13 @@ class Differs(Exception):
         self.rank, self.about = rank, about
 
 
-class Engine(Protocol):
+class CollectiveEngine(Protocol):
     """Carries calls out in the thread that asks, one after the other."""
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: CollectiveCall) -> bool:
         """Whether `run` can carry it out; looks only at what all ranks have alike."""
 
-    def run(self, call: Call) -> None:
+    def run(self, call: CollectiveCall) -> None:
         """Blocks until ``target`` holds the result.
 
         Never called by two threads at a time; on all ranks in the same order.
@@ -149,14 +149,14 @@ class Started(Protocol):
         """Blocks until its ``target`` holds the result.
 
         Raises:
-            Overdue, Differs, Exception: As `Engine.run`.
+            Overdue, Differs, Exception: As `CollectiveEngine.run`.
         """
 
 
 class Between(Protocol):
     """The message lane, as an engine uses it to reach other hosts."""
 
-    def start(self, call: Call, ranks: Sequence[int], part: int) -> Started:
+    def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
         """Starts ``call`` among ``ranks`` (ascending, this one among them) alone.
 
         Several parts of one call may be under way; ``part`` numbers them, alike on all
@@ -177,7 +177,7 @@ class HostMemory(Protocol):
 
     def attach(
         self, rank: int, members: Sequence[MemberEntry], between: Between
-    ) -> Engine:
+    ) -> CollectiveEngine:
         """The engine of one generation. Ranks of one host are those whose entries have
         the same ``host`` and a capacity above 0.
 

@@ -13,12 +13,12 @@ from ._engine import Differs, Overdue, margin_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._engine import Call, Engine
+    from ._engine import CollectiveCall, CollectiveEngine
     from ._generation import Generation
     from ._operations import Steps
     from ._pending import Pending
     from ._station import Station
-    from ._turns import Turn
+    from ._turns import CallTurn
 
 
 class Flight:
@@ -45,12 +45,12 @@ class Flight:
         self._left = 0
         self._error: Exception | None = None
 
-    def begin(self, station: Station, calls: Sequence[Call]) -> None:
+    def begin(self, station: Station, calls: Sequence[CollectiveCall]) -> None:
         """Starts the first step."""
         if not station.call_soon(self._start, calls):
             self._fail(ClosedError("the loop of the group has ended"))
 
-    def _start(self, calls: Sequence[Call]) -> None:
+    def _start(self, calls: Sequence[CollectiveCall]) -> None:
         self._left = len(calls) + 1
         for call in calls:
             self._generation.start(call, self._ended)
@@ -102,10 +102,10 @@ class Journey:
         self,
         station: Station,
         generation: Generation,
-        engine: Engine,
-        turn: Turn,
+        engine: CollectiveEngine,
+        turn: CallTurn,
         steps: Steps,
-        calls: Sequence[Call],
+        calls: Sequence[CollectiveCall],
         pending: Pending[Any],
         over: Callable[[], None],
     ) -> None:
@@ -146,7 +146,7 @@ class Journey:
             except StopIteration as end:
                 return end.value
 
-    def _step(self, calls: Sequence[Call]) -> None:
+    def _step(self, calls: Sequence[CollectiveCall]) -> None:
         by_message = [call for call in calls if not self._engine.takes(call)]
         started = [begin(self._station, self._generation, c) for c in by_message]
         for call in calls:
@@ -155,7 +155,7 @@ class Journey:
         for each in started:
             each.wait()
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: CollectiveCall) -> None:
         try:
             self._engine.run(call)
         except Overdue as late:
@@ -171,7 +171,7 @@ class Journey:
         raise self._generation.wait_broken(2 * margin_of(call.timeout) + 1.0)
 
 
-class Awaited:
+class AwaitedOperation:
     """A call by messages that a thread waits for; implements `Started`."""
 
     __slots__ = ("_bell", "_error")
@@ -193,11 +193,11 @@ class Awaited:
 def begin(
     station: Station,
     generation: Generation,
-    call: Call,
+    call: CollectiveCall,
     ranks: Sequence[int] | None = None,
-) -> Awaited:
+) -> AwaitedOperation:
     """Starts a call by messages, from a thread that will wait for it."""
-    awaited = Awaited()
+    awaited = AwaitedOperation()
     if not station.call_soon(generation.start, call, awaited.ended, ranks):
         awaited.ended(ClosedError("the loop of the group has ended"))
     return awaited

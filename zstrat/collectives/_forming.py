@@ -13,11 +13,11 @@ import numpy as np
 
 from zstrat.wire import JoinGroup, MemberEntry
 
-from ._engine import Call, Kind, margin_of
+from ._engine import CallKind, CollectiveCall, margin_of
 from ._flight import begin
 from ._keys import FORMING, about, key_between
 from ._lanes import host_memory
-from ._membership import Seat, listed
+from ._membership import GroupSeat, listed
 from ._station import only_daemon
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
 
     from ._choice import Choices
-    from ._engine import Engine, HostMemory, Started
+    from ._engine import CollectiveEngine, HostMemory, Started
     from ._generation import Generation
     from ._station import Station
 
@@ -35,7 +35,7 @@ log = logging.getLogger("zstrat.collectives")
 JOBS: Final = ("chief", "worker")
 """Whose tasks are members if nobody says which, in this order."""
 
-ALONE: Final = Seat("worker", 0, "")
+ALONE: Final = GroupSeat("worker", 0, "")
 """The one seat of a program that is in no cluster."""
 
 
@@ -45,7 +45,7 @@ class Wish:
 
     group: str
     generation: int
-    seats: tuple[Seat, ...]
+    seats: tuple[GroupSeat, ...]
     rank: int
     lane: str
     patience: float
@@ -60,7 +60,7 @@ class Wish:
 
 def seats_of(
     resolver: ClusterResolver, tasks: Sequence[str] | None
-) -> tuple[Seat, ...]:
+) -> tuple[GroupSeat, ...]:
     """The members of a group in the order of ranks.
 
     Args:
@@ -74,7 +74,7 @@ def seats_of(
         return (ALONE,)
     if tasks is None:
         found = tuple(
-            Seat(job, index, spec.task_address(job, index))
+            GroupSeat(job, index, spec.task_address(job, index))
             for job in JOBS
             if job in spec.jobs
             for index in spec.task_indices(job)
@@ -91,7 +91,7 @@ def seats_of(
     return seats
 
 
-def own_seat(resolver: ClusterResolver, seats: Sequence[Seat]) -> Seat:
+def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat:
     """Which of them is this process.
 
     Raises:
@@ -118,7 +118,9 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[Seat]) -> Seat:
     )
 
 
-async def form(station: Station, wish: Wish) -> tuple[Generation, Engine | None]:
+async def form(
+    station: Station, wish: Wish
+) -> tuple[Generation, CollectiveEngine | None]:
     """Forms a generation, and agrees on its engine. Runs on the station's loop.
 
     Raises:
@@ -158,11 +160,11 @@ async def _agree(
     generation: Generation,
     memory: HostMemory | None,
     patience: float,
-) -> Engine | None:
+) -> CollectiveEngine | None:
     """The engine, if all ranks have one; and nobody is through before all are here."""
-    engine: Engine | None = None
+    engine: CollectiveEngine | None = None
     if memory is not None:
-        between = Between(station, generation)
+        between = GenerationLane(station, generation)
         try:
             engine = memory.attach(generation.rank, generation.members, between)
         except OSError as error:  # another user, another container
@@ -170,9 +172,9 @@ async def _agree(
     loop = asyncio.get_running_loop()
     votes = np.empty(generation.size, np.uint8)
     words = "forming the group"
-    call = Call(
+    call = CollectiveCall(
         FORMING,
-        Kind.ALL_GATHER,
+        CallKind.ALL_GATHER,
         np.array([engine is not None], np.uint8),
         votes,
         about(words),
@@ -190,13 +192,13 @@ async def _agree(
     return engine
 
 
-class Between:
+class GenerationLane:
     """The message lane of a generation, for an engine; see `_engine.Between`."""
 
     def __init__(self, station: Station, generation: Generation) -> None:
         self._station, self._generation = station, generation
 
-    def start(self, call: Call, ranks: Sequence[int], part: int) -> Started:
+    def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
         named = replace(call, key=key_between(call.key, part), whole=call.key)
         return begin(self._station, self._generation, named, ranks)
 
@@ -220,10 +222,10 @@ def _entry(station: Station, wish: Wish, memory: HostMemory | None) -> MemberEnt
     )
 
 
-def _seat_named(spec: ClusterSpec, task: str) -> Seat:
+def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
     job, found, index = task.removeprefix("/job:").replace("/task:", ":").partition(":")
     if not found or not index.isdecimal():
         raise ValueError(
             f"task {task!r}: expected a name such as 'worker:0' or '/job:worker/task:0'"
         )
-    return Seat(job, int(index), spec.task_address(job, int(index)))
+    return GroupSeat(job, int(index), spec.task_address(job, int(index)))

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
     from zstrat.wire import GroupFormed, Hello, PlainTree
 
-    from ._engine import Call
-    from ._mesh import MakeLink
+    from ._engine import CollectiveCall
+    from ._mesh import MakeMeshLink
     from ._traffic import Running
 
 _LAST_WORDS: Final = 5.0
@@ -72,7 +72,7 @@ class Generation:
         group: str,
         rank: int,
         formed: GroupFormed,
-        make_link: MakeLink,
+        make_link: MakeMeshLink,
         counts: Counter[str],
     ) -> None:
         self.group, self.number, self.rank = group, formed.generation, rank
@@ -132,7 +132,7 @@ class Generation:
 
     def start(
         self,
-        call: Call,
+        call: CollectiveCall,
         ended: Callable[[Exception | None], None],
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -174,21 +174,21 @@ class Generation:
         waits = list(self.engine_waits()) if words else []
         return CallState(words, waits, False, self.broken is not None)
 
-    def overdue(self, call: Call, waits: Sequence[int]) -> None:
+    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None:
         """A call's deadline has come: finds out why, and ends the generation."""
         self._inquire(call, waits)
 
-    def differs(self, call: Call, sender: int) -> None:
+    def differs(self, call: CollectiveCall, sender: int) -> None:
         """A rank calls something else: asks what, and ends the generation."""
         self._inquire(call, (sender,))
 
-    def _inquire(self, call: Call, ranks: Sequence[int]) -> None:
+    def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
         if self._inquest is None and self.broken is None:
             self._inquest = self._loop.create_task(
                 self._find_out(call, ranks), name=f"inquest about {call.words}"
             )
 
-    async def _find_out(self, call: Call, ranks: Sequence[int]) -> None:
+    async def _find_out(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
         inquiry = Inquiry(self.rank, call.words)
         key = call.key if call.whole is None else call.whole
         question = AskCall(self.ticket, key)
@@ -203,7 +203,7 @@ class Generation:
                     await self._told
         self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
 
-    def said(self, call: Call) -> str:
+    def said(self, call: CollectiveCall) -> str:
         """What messages call a call."""
         number = number_of(call.key if call.whole is None else call.whole)
         which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
 
-from ._calls import Calls
+from ._calls import GroupCalls
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
 from ._requests import described_with
 from ._station import awaited
-from ._work import Options, Work
+from ._work import CallOptions, Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from ._forming import Wish
     from ._pending import Pending
-    from ._requests import Request
+    from ._requests import OperationRequest
 
 _SLACK: Final = 5.0
 """Seconds that forming may take beyond its patience, to say what was wrong."""
 
 
 @final
-class Group(Calls):
+class Group(GroupCalls):
     """Processes that compute together; blocks until all of them are there.
 
     Ranks of one host share memory. Of several hosts, the first rank of each speaks for
@@ -298,20 +298,20 @@ class Group(Calls):
         algorithm: str | None = None,
         compression: str | None = None,
         bytes_per_pack: int | None = None,
-    ) -> Options:
+    ) -> CallOptions:
         invited = self._invited
         seconds = positive("timeout", timeout, invited.timeout)
         packs = invited.bytes_per_pack
         if bytes_per_pack is not None:
             packs = not_negative("bytes_per_pack", bytes_per_pack)
-        return Options(seconds, tag, compression, algorithm, packs)
+        return CallOptions(seconds, tag, compression, algorithm, packs)
 
-    def _start(self, request: Request, options: Options) -> Pending[Any]:
+    def _start(self, request: OperationRequest, options: CallOptions) -> Pending[Any]:
         self._check_open()
         words = described_with(request.words, options)
         return self._work.launch(words, request.make, options, blocking=False)
 
-    def _wait(self, request: Request, options: Options) -> Any:
+    def _wait(self, request: OperationRequest, options: CallOptions) -> Any:
         self._check_open()
         words = described_with(request.words, options)
         return self._work.carry_out(words, request.make, options)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ._engine import Kind
+from ._engine import CallKind
 from ._onehost import may_take
 from ._reduction import Reduction, reduction_of
 from ._terms import ReduceOp
@@ -28,7 +28,7 @@ from ._terms import ReduceOp
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ._engine import Between, Call, Started
+    from ._engine import Between, CollectiveCall, Started
     from ._rooms import Rooms
 
 PART: Final = 4 * 2**20
@@ -38,18 +38,18 @@ AHEAD: Final = 8
 """Parts that travel at once: 32 MiB, what 25 Gb/s carry in 10 ms; what the first ranks
 keep of f16 and bf16 besides the result is bounded by it."""
 
-_KINDS: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.BARRIER)
+_KINDS: Final = (CallKind.ALL_REDUCE, CallKind.BROADCAST, CallKind.BARRIER)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """Where a rank is: which host, counted by first ranks, and which rank on it."""
 
     host: int
     place: int
 
 
-def places_of(hosts: Sequence[object]) -> tuple[list[Place], list[int]]:
+def places_of(hosts: Sequence[object]) -> tuple[list[RankPlace], list[int]]:
     """Place of each rank, and the first rank of each host; ``hosts`` is, by rank, what
     the ranks of one host have alike."""
     seen: dict[object, list[int]] = {}
@@ -57,12 +57,13 @@ def places_of(hosts: Sequence[object]) -> tuple[list[Place], list[int]]:
         seen.setdefault(host, []).append(rank)
     numbers = {host: number for number, host in enumerate(seen)}
     places = [
-        Place(numbers[host], seen[host].index(rank)) for rank, host in enumerate(hosts)
+        RankPlace(numbers[host], seen[host].index(rank))
+        for rank, host in enumerate(hosts)
     ]
     return places, [ranks[0] for ranks in seen.values()]
 
 
-class Hosts:
+class HostsEngine:
     """The engine of a group on several hosts. Gathers and exchanges, which save nothing
     by it, go by messages."""
 
@@ -70,7 +71,7 @@ class Hosts:
         self,
         rooms: Rooms,
         rank: int,
-        places: Sequence[Place],
+        places: Sequence[RankPlace],
         leaders: Sequence[int],
         between: Between,
         closed: Callable[[], object],
@@ -83,17 +84,17 @@ class Hosts:
         self._between = between
         self._is_between = False
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: CollectiveCall) -> bool:
         shares = len(self._leaders) < len(self._places)
         return shares and call.kind in _KINDS and may_take(call)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: CollectiveCall) -> None:
         rooms = self._rooms
         assert rooms is not None, "the group runs nothing after close()"
         with rooms.meeting.call(call.about, call.deadline):
-            if call.kind is Kind.ALL_REDUCE:
+            if call.kind is CallKind.ALL_REDUCE:
                 self._all_reduce(rooms, call)
-            elif call.kind is Kind.BROADCAST:
+            elif call.kind is CallKind.BROADCAST:
                 self._broadcast(rooms, call)
             else:
                 self._barrier(rooms, call)
@@ -113,7 +114,7 @@ class Hosts:
         self._rooms = None
         self._closed()
 
-    def _all_reduce(self, rooms: Rooms, call: Call) -> None:
+    def _all_reduce(self, rooms: Rooms, call: CollectiveCall) -> None:
         """Cost on the network, per host: one all-reduce of the array."""
         whole = reduction_of(call.op, call.source.dtype, len(self._places))
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
@@ -142,7 +143,7 @@ class Hosts:
         while travelling:
             hand_out(*travelling.popleft())
 
-    def _broadcast(self, rooms: Rooms, call: Call) -> None:
+    def _broadcast(self, rooms: Rooms, call: CollectiveCall) -> None:
         """Cost on the network: one broadcast of the array among the hosts."""
         root = self._places[call.root]
         is_here = root.host == self._host
@@ -172,7 +173,7 @@ class Hosts:
         while travelling:
             arrive(*travelling.popleft())
 
-    def _barrier(self, rooms: Rooms, call: Call) -> None:
+    def _barrier(self, rooms: Rooms, call: CollectiveCall) -> None:
         rooms.meeting.meet()
         if self._leads:
             self._wait(self._between.start(call, self._leaders, 0))
@@ -186,7 +187,7 @@ class Hosts:
             self._is_between = False
 
 
-def _parts(call: Call, dtype: np.dtype) -> Iterator[slice]:
+def _parts(call: CollectiveCall, dtype: np.dtype) -> Iterator[slice]:
     """At least one: there is something to agree about in an empty array, too."""
     step, size = PART // dtype.itemsize, call.source.size
     for start in range(0, max(size, 1), step):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
 
-    from ._membership import Seat
+    from ._membership import GroupSeat
     from ._station import Station
 
 
@@ -35,8 +35,8 @@ class Invitation:
     name: str
     resolver: ClusterResolver
     tasks: Sequence[str] | None
-    seats: tuple[Seat, ...]
-    seat: Seat
+    seats: tuple[GroupSeat, ...]
+    seat: GroupSeat
     timeout: float
     patience: float
     lane: str
@@ -91,7 +91,9 @@ class Invitation:
         patience = positive("timeout", timeout, self.patience)
         return self._wish(seats, generation + 1, patience)
 
-    def _wish(self, seats: tuple[Seat, ...], generation: int, patience: float) -> Wish:
+    def _wish(
+        self, seats: tuple[GroupSeat, ...], generation: int, patience: float
+    ) -> Wish:
         mine = (self.seat.job, self.seat.number)
         rank = [(each.job, each.number) for each in seats].index(mine)
         file = self.settings.choices

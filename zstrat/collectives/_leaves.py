@@ -35,7 +35,7 @@ _NUMPY: Final = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 @runtime_checkable
-class Slices(Protocol):
+class SlicesLike(Protocol):
     """`zs.IndexedSlices`, which a higher floor defines."""
 
     values: Any
@@ -46,7 +46,7 @@ class Slices(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class ArrayLeaf:
     """One array of a user. ``flat`` is ``[n]`` in C order and the machine's byte order:
     a view of the user's memory if that is so already."""
 
@@ -65,11 +65,11 @@ class Leaf:
             and self.flat.ctypes.data == origin.ctypes.data
         )
 
-    def moved(self, axis: int) -> Leaf:
+    def moved(self, axis: int) -> ArrayLeaf:
         """With this axis as the first one."""
         array = np.moveaxis(self.flat.reshape(self.shape), axis, 0)
         flat = np.ascontiguousarray(array).reshape(-1)
-        return Leaf(flat, array.shape, self.origin, self.is_jax)
+        return ArrayLeaf(flat, array.shape, self.origin, self.is_jax)
 
     @property
     def row(self) -> int:
@@ -88,17 +88,17 @@ class Leaf:
 _ARE_SLICES: Final[WeakKeyDictionary[type, bool]] = WeakKeyDictionary()
 
 
-def is_slices(node: object) -> TypeGuard[Slices]:
+def is_slices(node: object) -> TypeGuard[SlicesLike]:
     """Whether it is `zs.IndexedSlices`. Each class is asked once: to ask an array
     whether it has a protocol takes ten microseconds."""
     kind = type(node)
     found = _ARE_SLICES.get(kind)
     if found is None:
-        found = _ARE_SLICES[kind] = isinstance(node, Slices)
+        found = _ARE_SLICES[kind] = isinstance(node, SlicesLike)
     return found
 
 
-def leaf_of(origin: Any) -> Leaf:
+def leaf_of(origin: Any) -> ArrayLeaf:
     """An array, as a collective takes it.
 
     Raises:
@@ -117,7 +117,7 @@ def leaf_of(origin: Any) -> Leaf:
         raise TypeError(f"arrays of dtype {array.dtype} cannot be sent to other ranks")
     dtype = array.dtype.newbyteorder("=")
     flat = np.asarray(array, dtype, order="C").reshape(-1)
-    return Leaf(flat, array.shape, origin, is_jax)
+    return ArrayLeaf(flat, array.shape, origin, is_jax)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
@@ -130,7 +130,7 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any], str]:
     return flatten_by_jax(tree, is_slices)
 
 
-def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
+def described(leaves: Sequence[ArrayLeaf], free: Sequence[ArrayLeaf] = ()) -> str:
     """What ranks must have alike, in words: ``float32[10, 3]``; of many arrays how many
     there are, and a digest.
 
@@ -144,7 +144,7 @@ def described(leaves: Sequence[Leaf], free: Sequence[Leaf] = ()) -> str:
     return f"{len(names)} arrays such as {names[0]}, digest {digest:08x}"
 
 
-def _named(leaf: Leaf, is_free: bool) -> str:
+def _named(leaf: ArrayLeaf, is_free: bool) -> str:
     dims = [str(dim) for dim in leaf.shape]
     if is_free:
         dims[0] = "?"

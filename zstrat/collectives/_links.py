@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Security
     from zstrat.wire import Hello
 
-    from ._membership import Seat
+    from ._membership import GroupSeat
 
 
 class LinkMaker:
@@ -27,7 +27,7 @@ class LinkMaker:
 
     def __call__(
         self,
-        seat: Seat,
+        seat: GroupSeat,
         *,
         on_open: Callable[[Hello], None] = lambda hello: None,
         on_lost: Callable[[PeerLostError], None] = lambda error: None,

@@ -42,7 +42,7 @@ _RING_AGAIN: Final = 0.001
 """Seconds: some hundred times what a thread needs from its last look to its sleep."""
 
 
-class Line(NamedTuple):
+class ControlWords(NamedTuple):
     """The control words of a rank: ``words[0]`` the last step it has posted,
     ``words[1]`` and ``words[2]`` what it calls, in turn. At ``address``."""
 
@@ -51,10 +51,12 @@ class Line(NamedTuple):
     address: int
 
 
-class Meeting:
+class ShmBarrier:
     """One rank's way from step to step, on one thread; `abort` and `waits` on any."""
 
-    def __init__(self, mine: Line, others: Sequence[Line], cores: int) -> None:
+    def __init__(
+        self, mine: ControlWords, others: Sequence[ControlWords], cores: int
+    ) -> None:
         self._mine, self._others = mine, tuple(others)
         self._patience = Patience(is_crowded=len(others) >= cores)
         self.step = 0
@@ -62,7 +64,7 @@ class Meeting:
         self._calls, self._about, self._is_checked = 0, 0, True
         self._deadline = math.inf
         self._error: Exception | None = None
-        self._asleep: Line | None = None
+        self._asleep: ControlWords | None = None
 
     @contextmanager
     def call(self, about: int, deadline: float) -> Iterator[None]:
@@ -131,7 +133,7 @@ class Meeting:
             )
             ring.start()
 
-    def _ring(self, line: Line) -> None:
+    def _ring(self, line: ControlWords) -> None:
         """Wakes who sleeps on ``line`` until it has heard.
 
         Between its last look at the error and its sleep nobody can reach it: the word
@@ -142,7 +144,7 @@ class Meeting:
             wake(line.address)
             heard.wait(_RING_AGAIN)
 
-    def _wait_for(self, line: Line) -> None:
+    def _wait_for(self, line: ControlWords) -> None:
         looks = self._patience.looks()
         if looks and self._look(line, looks):
             return
@@ -160,7 +162,7 @@ class Meeting:
         finally:
             self._asleep = None
 
-    def _look(self, line: Line, looks: int) -> bool:
+    def _look(self, line: ControlWords, looks: int) -> bool:
         words, step, yields = line.words, self.step, self._patience.yields
         started, arrived = time.monotonic(), False
         for _ in range(looks):

@@ -37,7 +37,7 @@ _NAMED: Final = 8
 """Ranks that an error names; of the others it says how many they are."""
 
 
-class Seat(NamedTuple):
+class GroupSeat(NamedTuple):
     """One place in a group: a task, and where it listens."""
 
     job: str
@@ -49,7 +49,7 @@ class Seat(NamedTuple):
         return f"/job:{self.job}/task:{self.number}"
 
 
-def seat_of(member: MemberEntry) -> Seat:
+def seat_of(member: MemberEntry) -> GroupSeat:
     """Where a member sits.
 
     Raises:
@@ -60,10 +60,10 @@ def seat_of(member: MemberEntry) -> Seat:
         raise InvalidArgumentError(
             f"member {member.task!r:.80}: expected /job:NAME/task:INDEX"
         )
-    return Seat(job, int(index), member.address)
+    return GroupSeat(job, int(index), member.address)
 
 
-def rank_at(rank: int, seat: Seat) -> str:
+def rank_at(rank: int, seat: GroupSeat) -> str:
     """What messages call a rank."""
     return f"rank {rank} ({seat.task} at {seat.address})"
 
@@ -98,7 +98,7 @@ class Rendezvous(Generic[Token]):
 
     def __init__(self, group: str, draw: Callable[[], int]) -> None:
         self._group, self._draw = group, draw
-        self._seats: tuple[Seat, ...] | None = None
+        self._seats: tuple[GroupSeat, ...] | None = None
         self._choices: dict[str, PlainTree] = {}
         self._guests: list[_Guest[Token]] = []
 
@@ -113,7 +113,7 @@ class Rendezvous(Generic[Token]):
         return min((guest.due for guest in self._guests), default=float("inf"))
 
     def open(
-        self, seats: Sequence[Seat], choices: dict[str, PlainTree] | None = None
+        self, seats: Sequence[GroupSeat], choices: dict[str, PlainTree] | None = None
     ) -> list[Refused[Token]]:
         """Rank 0 knows now who is to come; it asks itself afterwards. ``choices``: what
         it has for all of them; see `GroupFormed`."""
@@ -225,7 +225,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _misfit(
-    group: str, seats: tuple[Seat, ...], request: JoinGroup
+    group: str, seats: tuple[GroupSeat, ...], request: JoinGroup
 ) -> ZstratError | None:
     who = f"rank {request.rank} ({request.member.task})"
     if request.size != len(seats):

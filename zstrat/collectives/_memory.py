@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ._hosts import Hosts, places_of
+from ._hosts import HostsEngine, places_of
 from ._onehost import OneHost
 from ._rooms import Rooms
-from ._segment import CAPACITY, Segment, arena, segment_of
+from ._segment import CAPACITY, RankMemory, arena, segment_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Arena
     from zstrat.wire import MemberEntry
 
-    from ._engine import Between, Engine
+    from ._engine import Between, CollectiveEngine
 
 
 class SharedMemory:
@@ -42,7 +42,7 @@ class SharedMemory:
 
     def attach(
         self, rank: int, members: Sequence[MemberEntry], between: Between
-    ) -> Engine:
+    ) -> CollectiveEngine:
         assert self._arena is not None, "it is closed"
         mine = self._arena.memory
         # Without memory to share a rank is a host of its own.
@@ -51,14 +51,14 @@ class SharedMemory:
         )
         me = places[rank]
         segments = [
-            Segment(i, mine) if i == rank else segment_of(i, members[i])
+            RankMemory(i, mine) if i == rank else segment_of(i, members[i])
             for i, place in enumerate(places)
             if place.host == me.host
         ]
         rooms = Rooms(me.place, segments, len(os.sched_getaffinity(0)))
         if len(leaders) == 1:
             return OneHost(rooms, self.close)
-        return Hosts(rooms, rank, places, leaders, between, self.close)
+        return HostsEngine(rooms, rank, places, leaders, between, self.close)
 
     def close(self) -> None:
         """Done by the engine's as well; the second time nothing happens."""

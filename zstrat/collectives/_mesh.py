@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from zstrat.transport import Link
     from zstrat.wire import Hello, MemberEntry, Message
 
-    from ._membership import Seat
+    from ._membership import GroupSeat
 
 
-class MakeLink(Protocol):
+class MakeMeshLink(Protocol):
     """Makes a link of this process to a task, not started."""
 
     def __call__(
         self,
-        seat: Seat,
+        seat: GroupSeat,
         *,
         on_open: Callable[[Hello], None],
         on_lost: Callable[[PeerLostError], None],
@@ -58,7 +58,7 @@ class Mesh:
         group: str,
         rank: int,
         members: Sequence[MemberEntry],
-        make_link: MakeLink,
+        make_link: MakeMeshLink,
         *,
         on_lost: Callable[[int, str, bool], None],
         on_flushed: Callable[[], None],

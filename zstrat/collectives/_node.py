@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from zstrat.wire import CallState, Hello, Message
 
     from ._choice import Choices
-    from ._membership import Seat
+    from ._membership import GroupSeat
 
 GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
 """What the owner of the endpoint hands to the node."""
@@ -64,7 +64,7 @@ _GRACE: Final = 1.0
 that lines may take when this task ends."""
 
 
-class Node:
+class GroupNode:
     """The groups of one task.
 
     Args:
@@ -158,7 +158,11 @@ class Node:
     # ---- joining ---------------------------------------------------------------------
 
     async def join(
-        self, request: JoinGroup, seats: Sequence[Seat], lane: str, choices: Choices
+        self,
+        request: JoinGroup,
+        seats: Sequence[GroupSeat],
+        lane: str,
+        choices: Choices,
     ) -> Generation:
         """Forms a generation with all ranks, and opens the ways to them.
 
@@ -215,7 +219,7 @@ class Node:
         self._desk.close()
 
     async def _join_there(
-        self, request: JoinGroup, first: Seat, make: LinkMaker, deadline: float
+        self, request: JoinGroup, first: GroupSeat, make: LinkMaker, deadline: float
     ) -> GroupFormed:
         link = make(first)
         link.start()

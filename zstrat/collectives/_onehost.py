@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, assert_never
 
-from ._engine import Kind
+from ._engine import CallKind
 from ._reduction import reduction_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._engine import Call
+    from ._engine import CollectiveCall
     from ._rooms import Rooms
 
 
@@ -26,10 +26,10 @@ class OneHost:
         self._rooms: Rooms | None = rooms
         self._closed = closed
 
-    def takes(self, call: Call) -> bool:
+    def takes(self, call: CollectiveCall) -> bool:
         return may_take(call)
 
-    def run(self, call: Call) -> None:
+    def run(self, call: CollectiveCall) -> None:
         rooms = self._rooms
         assert rooms is not None, "the group runs nothing after close()"
         with rooms.meeting.call(call.about, call.deadline):
@@ -49,29 +49,29 @@ class OneHost:
         self._closed()
 
 
-def may_take(call: Call) -> bool:
+def may_take(call: CollectiveCall) -> bool:
     """Whether shared memory is for this call, whatever its kind."""
     # Tagged calls may come in another order elsewhere: here the order is all there is.
     return call.tag is None and call.compression is None
 
 
-def carry_out(rooms: Rooms, call: Call) -> None:
+def carry_out(rooms: Rooms, call: CollectiveCall) -> None:
     """A call among the ranks of ``rooms`` alone."""
     source, target = call.source, call.target
     match call.kind:
-        case Kind.ALL_REDUCE:
+        case CallKind.ALL_REDUCE:
             reduction = reduction_of(call.op, source.dtype, rooms.size)
             rooms.all_reduce(reduction, source, target)
-        case Kind.BROADCAST:
+        case CallKind.BROADCAST:
             rooms.broadcast(call.root, source, target)
-        case Kind.ALL_GATHER:
+        case CallKind.ALL_GATHER:
             rooms.all_gather(call.sizes, source, target)
-        case Kind.REDUCE_SCATTER:
+        case CallKind.REDUCE_SCATTER:
             reduction = reduction_of(call.op, source.dtype, rooms.size)
             rooms.reduce_scatter(reduction, call.sizes, source, target)
-        case Kind.ALL_TO_ALL:
+        case CallKind.ALL_TO_ALL:
             rooms.all_to_all(call.sizes, source, target)
-        case Kind.BARRIER:
+        case CallKind.BARRIER:
             rooms.meeting.meet()
         case _:
             assert_never(call.kind)

@@ -19,15 +19,15 @@ from zstrat.transport import POOL
 
 from ._algorithms import ALGORITHMS
 from ._buckets import Bucket, buckets
-from ._engine import Call, Kind
+from ._engine import CallKind, CollectiveCall
 from ._keys import about, key_of
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
-    from ._leaves import Leaf
+    from ._leaves import ArrayLeaf
 
 Finish = Callable[[], Any]
-Steps = Generator[list[Call], None, Finish]
+Steps = Generator[list[CollectiveCall], None, Finish]
 
 ALONE: Final = 128 * 1024
 """Arrays of so many bytes travel by themselves: to copy them twice costs more than a
@@ -41,7 +41,7 @@ _LENGTHS: Final = np.dtype(np.int64)
 
 
 @dataclass(slots=True)
-class Draft:
+class CallFactory:
     """Makes the calls of one operation of one rank."""
 
     rank: int
@@ -61,7 +61,7 @@ class Draft:
 
     def call(
         self,
-        kind: Kind,
+        kind: CallKind,
         source: np.ndarray,
         target: np.ndarray,
         *,
@@ -69,10 +69,10 @@ class Draft:
         root: int = 0,
         sizes: Sequence[int] = (),
         is_frozen: bool = False,
-    ) -> Call:
+    ) -> CollectiveCall:
         """The next call of the operation."""
         part, self.parts = self.parts, self.parts + 1
-        return Call(
+        return CollectiveCall(
             key_of(self.tag, self.number, part),
             kind,
             source,
@@ -92,13 +92,13 @@ class Draft:
         )
 
 
-def _knows(kind: Kind, algorithm: str | None) -> bool:
+def _knows(kind: CallKind, algorithm: str | None) -> bool:
     """An operation may take calls of other kinds, whose algorithms are others."""
     return algorithm in ALGORITHMS[kind.value] or algorithm == "auto"
 
 
 def all_reduce(
-    draft: Draft, leaves: Sequence[Leaf], op: ReduceOp, in_place: bool
+    draft: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp, in_place: bool
 ) -> Steps:
     """Every leaf reduced over all ranks; small ones share calls, the last go first."""
     flats = [leaf.flat for leaf in leaves]
@@ -110,7 +110,7 @@ def all_reduce(
         target = _target(leaves, bucket, source, in_place)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
-            draft.call(Kind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
+            draft.call(CallKind.ALL_REDUCE, source, target, op=op, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
     yield calls
@@ -119,7 +119,7 @@ def all_reduce(
 
 
 def broadcast(
-    draft: Draft, leaves: Sequence[Leaf], root: int, in_place: bool = False
+    draft: CallFactory, leaves: Sequence[ArrayLeaf], root: int, in_place: bool = False
 ) -> Steps:
     """The root's leaves on all ranks; small ones share calls, the last go first."""
     flats = [leaf.flat for leaf in leaves]
@@ -134,7 +134,7 @@ def broadcast(
             target = POOL.empty(sum(bucket.counts), bucket.dtype)
         frozen = not bucket.is_packed and leaves[bucket.members[0]].is_jax
         calls.append(
-            draft.call(Kind.BROADCAST, target, target, root=root, is_frozen=frozen)
+            draft.call(CallKind.BROADCAST, target, target, root=root, is_frozen=frozen)
         )
         results.update(zip(bucket.members, bucket.split(target), strict=True))
     copies = _copies(leaves, results) if is_root and not in_place else {}
@@ -160,13 +160,15 @@ def broadcast(
     return finish
 
 
-def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Steps:
+def all_gather(
+    draft: CallFactory, leaves: Sequence[ArrayLeaf], axes: Sequence[int]
+) -> Steps:
     """Leaves of all ranks, one behind the other along their first axis, which is put
     where ``axes`` says in the results."""
     lengths = np.array([leaf.shape[0] for leaf in leaves], _LENGTHS)
     table = np.empty(draft.size * len(leaves), _LENGTHS)
     sizes = [len(leaves)] * draft.size
-    yield [draft.call(Kind.ALL_GATHER, lengths, table, sizes=sizes)]
+    yield [draft.call(CallKind.ALL_GATHER, lengths, table, sizes=sizes)]
     calls, results = [], []
     for at, leaf in enumerate(leaves):
         rows = [int(each) for each in table[at :: len(leaves)]]
@@ -174,7 +176,7 @@ def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Ste
         target = POOL.empty(sum(sizes), leaf.flat.dtype)
         calls.append(
             draft.call(
-                Kind.ALL_GATHER,
+                CallKind.ALL_GATHER,
                 leaf.flat,
                 target,
                 sizes=sizes,
@@ -193,7 +195,9 @@ def all_gather(draft: Draft, leaves: Sequence[Leaf], axes: Sequence[int]) -> Ste
     return finish
 
 
-def reduce_scatter(draft: Draft, leaves: Sequence[Leaf], op: ReduceOp) -> Steps:
+def reduce_scatter(
+    draft: CallFactory, leaves: Sequence[ArrayLeaf], op: ReduceOp
+) -> Steps:
     """Every leaf reduced over all ranks, and cut along its first axis: rank r keeps the
     r-th part. The first ``n mod size`` ranks have one row more."""
     calls, results = [], []
@@ -205,7 +209,7 @@ def reduce_scatter(draft: Draft, leaves: Sequence[Leaf], op: ReduceOp) -> Steps:
         sizes = [each * row for each in rows]
         calls.append(
             draft.call(
-                Kind.REDUCE_SCATTER,
+                CallKind.REDUCE_SCATTER,
                 leaf.flat,
                 target,
                 op=op,
@@ -220,7 +224,9 @@ def reduce_scatter(draft: Draft, leaves: Sequence[Leaf], op: ReduceOp) -> Steps:
     ]
 
 
-def all_to_all(draft: Draft, leaf: Leaf, splits: Sequence[int] | None) -> Steps:
+def all_to_all(
+    draft: CallFactory, leaf: ArrayLeaf, splits: Sequence[int] | None
+) -> Steps:
     """Part j of the first axis goes to rank j; the result is what came, in the order of
     ranks. ``splits``: rows for each rank; None: as many for each."""
     size, row = draft.size, leaf.row
@@ -229,12 +235,12 @@ def all_to_all(draft: Draft, leaf: Leaf, splits: Sequence[int] | None) -> Steps:
     else:
         rows = np.empty(size * size, _LENGTHS)
         mine = np.array(splits, _LENGTHS)
-        yield [draft.call(Kind.ALL_GATHER, mine, rows, sizes=[size] * size)]
+        yield [draft.call(CallKind.ALL_GATHER, mine, rows, sizes=[size] * size)]
     incoming = int(rows[draft.rank :: size].sum())
     target = POOL.empty(incoming * row, leaf.flat.dtype)
     yield [
         draft.call(
-            Kind.ALL_TO_ALL,
+            CallKind.ALL_TO_ALL,
             leaf.flat,
             target,
             sizes=[int(each) * row for each in rows],
@@ -244,10 +250,10 @@ def all_to_all(draft: Draft, leaf: Leaf, splits: Sequence[int] | None) -> Steps:
     return lambda: [leaf.back(target.reshape(incoming, *leaf.shape[1:]))]
 
 
-def barrier(draft: Draft) -> Steps:
+def barrier(draft: CallFactory) -> Steps:
     """Nobody is through before all have come."""
     nothing = np.empty(0, np.uint8)
-    yield [draft.call(Kind.BARRIER, nothing, nothing)]
+    yield [draft.call(CallKind.BARRIER, nothing, nothing)]
     return lambda: None
 
 
@@ -261,7 +267,7 @@ def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Step
     """Several operations as one: what they call at a step goes out together."""
     finishes: dict[int, Finish] = {}
     while len(finishes) < len(many):
-        calls: list[Call] = []
+        calls: list[CollectiveCall] = []
         for at, steps in enumerate(many):
             if at not in finishes:
                 try:
@@ -274,7 +280,7 @@ def together(many: Sequence[Steps], rebuild: Callable[[list[Any]], Any]) -> Step
 
 
 def _target(
-    leaves: Sequence[Leaf], bucket: Bucket, source: np.ndarray, in_place: bool
+    leaves: Sequence[ArrayLeaf], bucket: Bucket, source: np.ndarray, in_place: bool
 ) -> np.ndarray:
     """Where the reduced bucket goes: over what was packed for it, or what is ours."""
     if bucket.is_packed or _is_own(leaves, bucket, in_place):
@@ -282,14 +288,14 @@ def _target(
     return POOL.empty(source.size, source.dtype)
 
 
-def _is_own(leaves: Sequence[Leaf], bucket: Bucket, in_place: bool) -> bool:
+def _is_own(leaves: Sequence[ArrayLeaf], bucket: Bucket, in_place: bool) -> bool:
     """Whether the result of a bucket can be made where the user wants it."""
     first = leaves[bucket.members[0]]
     return in_place and not bucket.is_packed and first.is_view
 
 
 def _copies(
-    leaves: Sequence[Leaf], results: dict[int, np.ndarray]
+    leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray]
 ) -> dict[int, np.ndarray]:
     """Memory for what the root of a broadcast gets: never that which it gave, unless
     nobody can write to it."""
@@ -300,21 +306,21 @@ def _copies(
     }
 
 
-def _kept(leaf: Leaf, result: np.ndarray) -> Any:
+def _kept(leaf: ArrayLeaf, result: np.ndarray) -> Any:
     return leaf.origin if leaf.is_jax else _given(leaf, result)
 
 
-def _given(leaf: Leaf, result: np.ndarray) -> Any:
+def _given(leaf: ArrayLeaf, result: np.ndarray) -> Any:
     return leaf.back(result.reshape(leaf.shape))
 
 
 def _all_delivered(
-    leaves: Sequence[Leaf], results: dict[int, np.ndarray], in_place: bool
+    leaves: Sequence[ArrayLeaf], results: dict[int, np.ndarray], in_place: bool
 ) -> list[Any]:
     return [_delivered(leaf, results[at], in_place) for at, leaf in enumerate(leaves)]
 
 
-def _delivered(leaf: Leaf, result: np.ndarray, in_place: bool) -> Any:
+def _delivered(leaf: ArrayLeaf, result: np.ndarray, in_place: bool) -> Any:
     if not in_place:
         return _given(leaf, result)
     if not leaf.is_view or result.ctypes.data != leaf.flat.ctypes.data:

@@ -13,8 +13,8 @@ from zstrat.config import MiB
 
 from ._algorithms import algorithm_named
 from ._choice import Choices
-from ._engine import Call, Kind
-from ._progress import Progress, parts
+from ._engine import CallKind, CollectiveCall
+from ._progress import ScheduleProgress, parts
 from ._reduction import Reduction, reduction_of
 
 if TYPE_CHECKING:
@@ -35,14 +35,14 @@ _TRICKY: Final = 256 * 1024
 
 
 def progress_of(
-    call: Call,
+    call: CollectiveCall,
     rank: int,
     size: int,
     *,
     one_host: bool = False,
     compressor: Compressor | None = None,
     choices: Choices = _EXPERIENCE,
-) -> Progress:
+) -> ScheduleProgress:
     """What rank ``rank`` of ``size`` does in a call.
 
     Args:
@@ -55,17 +55,17 @@ def progress_of(
     algorithm = _algorithm(call, choices, size, one_host)
     schedule = _made(call.kind, algorithm, call.root, rank, size)
     reduction = codec = None
-    if call.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
+    if call.kind in (CallKind.ALL_REDUCE, CallKind.REDUCE_SCATTER):
         reduction = reduction_of(call.op, call.source.dtype, size)
         codec = _codec(call, compressor, reduction)
     sources, results = _blocks(call, rank, size, len(schedule.blocks))
     largest = max(
         (each.nbytes for each in (*sources, *results) if each is not None), default=0
     )
-    if call.kind is Kind.ALL_TO_ALL:  # each rank sees but its own row and column
+    if call.kind is CallKind.ALL_TO_ALL:  # each rank sees but its own row and column
         largest = max(call.sizes) * call.source.itemsize
     chunk = chunk_of(largest)
-    return Progress(
+    return ScheduleProgress(
         schedule,
         sources,
         results,
@@ -76,13 +76,15 @@ def progress_of(
     )
 
 
-def checked_algorithm(kind: Kind, name: str | None) -> None:
+def checked_algorithm(kind: CallKind, name: str | None) -> None:
     """Raises: ValueError: There is no such algorithm for the call; says which."""
     if name not in (None, "auto"):
         algorithm_named(kind.value, name)
 
 
-def _algorithm(call: Call, choices: Choices, size: int, one_host: bool) -> str:
+def _algorithm(
+    call: CollectiveCall, choices: Choices, size: int, one_host: bool
+) -> str:
     if call.algorithm not in (None, "auto"):
         return call.algorithm
     whole = max(call.source.nbytes, call.target.nbytes)
@@ -90,7 +92,7 @@ def _algorithm(call: Call, choices: Choices, size: int, one_host: bool) -> str:
 
 
 def _codec(
-    call: Call, compressor: Compressor | None, reduction: Reduction
+    call: CollectiveCall, compressor: Compressor | None, reduction: Reduction
 ) -> Codec | None:
     if compressor is None:
         return None
@@ -100,23 +102,23 @@ def _codec(
 Blocks = tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
 
 
-def _blocks(call: Call, rank: int, size: int, count: int) -> Blocks:
+def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
     """Sources and results of a schedule of ``count`` blocks."""
     match call.kind:
-        case Kind.ALL_REDUCE:
+        case CallKind.ALL_REDUCE:
             return parts(call.source, count), parts(call.target, count)
-        case Kind.REDUCE_SCATTER:
+        case CallKind.REDUCE_SCATTER:
             return split(call.source, call.sizes), _only(rank, size, call.target)
-        case Kind.ALL_GATHER:
+        case CallKind.ALL_GATHER:
             return _only(rank, size, call.source), split(call.target, call.sizes)
-        case Kind.BROADCAST:
+        case CallKind.BROADCAST:
             results = parts(call.target, count)
             if rank == call.root:
                 return parts(call.source, count), results
             return [None] * count, results
-        case Kind.ALL_TO_ALL:
+        case CallKind.ALL_TO_ALL:
             return _crossing(call, rank, size)
-        case Kind.BARRIER:
+        case CallKind.BARRIER:
             return [_NOTHING], [None]
         case _:
             assert_never(call.kind)
@@ -128,7 +130,7 @@ def _only(at: int, count: int, block: np.ndarray) -> list[np.ndarray | None]:
     return blocks
 
 
-def _crossing(call: Call, rank: int, size: int) -> Blocks:
+def _crossing(call: CollectiveCall, rank: int, size: int) -> Blocks:
     sources: list[np.ndarray | None] = [None] * (size * size)
     results: list[np.ndarray | None] = [None] * (size * size)
     row, column = slice(rank * size, (rank + 1) * size), slice(rank, None, size)
@@ -150,5 +152,5 @@ def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
 
 
 @cache
-def _made(kind: Kind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
+def _made(kind: CallKind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
     return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)

@@ -38,7 +38,7 @@ class Send(NamedTuple):
     data: np.ndarray
 
 
-class Progress:
+class ScheduleProgress:
     """Carries out one rank's schedule of one call, chunk by chunk.
 
     Args:

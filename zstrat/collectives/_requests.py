@@ -14,7 +14,7 @@ import numpy as np
 
 from . import _operations as operations
 from ._compression import Compression, Compressor
-from ._engine import Kind
+from ._engine import CallKind
 from ._leaves import described, flatten, is_slices, leaf_of
 from ._plans import checked_algorithm
 from ._reduction import reduction_of
@@ -23,19 +23,19 @@ from ._terms import ReduceOp
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from ._leaves import Leaf
-    from ._operations import Draft, Steps
-    from ._work import Options
+    from ._leaves import ArrayLeaf
+    from ._operations import CallFactory, Steps
+    from ._work import CallOptions
 
 
-class Request(NamedTuple):
+class OperationRequest(NamedTuple):
     """An operation in words, and what makes its steps."""
 
     words: str
-    make: Callable[[Draft], Steps]
+    make: Callable[[CallFactory], Steps]
 
 
-BARRIER: Final = Request("barrier()", operations.barrier)
+BARRIER: Final = OperationRequest("barrier()", operations.barrier)
 
 
 def all_reduce(
@@ -44,11 +44,11 @@ def all_reduce(
     op: ReduceOp | str,
     in_place: bool,
     densify: bool,
-    options: Options,
-) -> Request:
+    options: CallOptions,
+) -> OperationRequest:
     """See `Calls.all_reduce`."""
     op = ReduceOp.of(op)
-    checked_algorithm(Kind.ALL_REDUCE, options.algorithm)
+    checked_algorithm(CallKind.ALL_REDUCE, options.algorithm)
     found, rebuild, where = flatten(tree)
     if densify:
         found = [x.to_dense() if is_slices(x) else x for x in found]
@@ -64,7 +64,7 @@ def all_reduce(
     packs = _packs(leaves, options)
     words = _named("all_reduce", [*leaves, *rows], op.value, packs, where, free=rows)
 
-    def make(draft: Draft) -> Steps:
+    def make(draft: CallFactory) -> Steps:
         many = [operations.all_reduce(draft, leaves, op, in_place)]
         if rows:
             many.append(operations.all_gather(draft, rows, [0] * len(rows)))
@@ -83,12 +83,12 @@ def all_reduce(
             )
         return rebuild([out[at] for at in range(len(found))])
 
-    return Request(words, make)
+    return OperationRequest(words, make)
 
 
-def all_gather(tree: Any, axis: int, options: Options) -> Request:
+def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
     """See `Calls.all_gather`."""
-    checked_algorithm(Kind.ALL_GATHER, options.algorithm)
+    checked_algorithm(CallKind.ALL_GATHER, options.algorithm)
     found, rebuild, where = flatten(tree)
     leaves, axes = [], []
     for each in map(leaf_of, found):
@@ -102,23 +102,23 @@ def all_gather(tree: Any, axis: int, options: Options) -> Request:
         leaves.append(each if not axis % ndim else each.moved(axis))
     words = _named("all_gather", leaves, f"axis={axis}", where, free=leaves)
     steps = operations.all_gather
-    return Request(
+    return OperationRequest(
         words, lambda draft: operations.rebuilt(steps(draft, leaves, axes), rebuild)
     )
 
 
 def reduce_scatter(
-    size: int, tree: Any, op: ReduceOp | str, options: Options
-) -> Request:
+    size: int, tree: Any, op: ReduceOp | str, options: CallOptions
+) -> OperationRequest:
     """See `Calls.reduce_scatter`."""
-    checked_algorithm(Kind.REDUCE_SCATTER, options.algorithm)
+    checked_algorithm(CallKind.REDUCE_SCATTER, options.algorithm)
     op = ReduceOp.of(op)
     found, rebuild, where = flatten(tree)
     leaves = [leaf_of(each) for each in found]
     _check_reducible(size, op, leaves)
     _check_axis("reduce_scatter", leaves)
     words = _named("reduce_scatter", leaves, op.value, where)
-    return Request(
+    return OperationRequest(
         words,
         lambda draft: operations.rebuilt(
             operations.reduce_scatter(draft, leaves, op), rebuild
@@ -127,10 +127,10 @@ def reduce_scatter(
 
 
 def broadcast(
-    size: int, tree: Any, root: int, in_place: bool, options: Options
-) -> Request:
+    size: int, tree: Any, root: int, in_place: bool, options: CallOptions
+) -> OperationRequest:
     """See `Calls.broadcast`."""
-    checked_algorithm(Kind.BROADCAST, options.algorithm)
+    checked_algorithm(CallKind.BROADCAST, options.algorithm)
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")
     found, rebuild, where = flatten(tree)
@@ -138,7 +138,7 @@ def broadcast(
     if in_place:
         _check_writable(leaves, ())
     words = _named("broadcast", leaves, f"root={root}", _packs(leaves, options), where)
-    return Request(
+    return OperationRequest(
         words,
         lambda draft: operations.rebuilt(
             operations.broadcast(draft, leaves, root, in_place), rebuild
@@ -146,7 +146,7 @@ def broadcast(
     )
 
 
-def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> Request:
+def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> OperationRequest:
     leaf = leaf_of(array)
     _check_axis("all_to_all", [leaf])
     rows = leaf.shape[0]
@@ -163,7 +163,7 @@ def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> Request:
         )
     free = [] if splits is None else [leaf]
     words = _named("all_to_all", [leaf], free=free)
-    return Request(
+    return OperationRequest(
         words,
         lambda draft: operations.rebuilt(
             operations.all_to_all(draft, leaf, splits), lambda leaves: leaves[0]
@@ -172,7 +172,7 @@ def all_to_all(size: int, array: Any, splits: Sequence[int] | None) -> Request:
 
 
 def _check_reducible(
-    size: int, op: ReduceOp, leaves: Iterable[Leaf], compression: str | None = None
+    size: int, op: ReduceOp, leaves: Iterable[ArrayLeaf], compression: str | None = None
 ) -> None:
     for dtype in {leaf.flat.dtype for leaf in leaves}:
         reduction = reduction_of(op, dtype, size)
@@ -180,21 +180,21 @@ def _check_reducible(
             Compressor(Compression.of(compression)).codec("", reduction)
 
 
-def _packs(leaves: Sequence[Leaf], options: Options) -> str:
+def _packs(leaves: Sequence[ArrayLeaf], options: CallOptions) -> str:
     """How small arrays share calls, where that is not as for everybody."""
     packs = options.bytes_per_pack
     return f"bytes_per_pack={packs}" if packs and len(leaves) > 1 else ""
 
 
 def _named(
-    name: str, leaves: Sequence[Leaf], *more: str, free: Sequence[Leaf] = ()
+    name: str, leaves: Sequence[ArrayLeaf], *more: str, free: Sequence[ArrayLeaf] = ()
 ) -> str:
     """An operation in words; ``free`` are leaves whose first axis may differ."""
     words = ", ".join([described(leaves, free), *filter(None, more)])
     return f"{name}({words})"
 
 
-def described_with(words: str, options: Options) -> str:
+def described_with(words: str, options: CallOptions) -> str:
     """The words of an operation with what its caller wants of the way it goes."""
     extra = [
         f"{name}={value!r}"
@@ -207,13 +207,13 @@ def described_with(words: str, options: Options) -> str:
     return ", ".join([words[:-1], *extra]) + ")" if extra else words
 
 
-def _check_axis(name: str, leaves: Sequence[Leaf]) -> None:
+def _check_axis(name: str, leaves: Sequence[ArrayLeaf]) -> None:
     for leaf in leaves:
         if not leaf.shape:
             raise ValueError(f"{name}: expected arrays with an axis, got a number")
 
 
-def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
+def _check_writable(leaves: Sequence[ArrayLeaf], sparse: object) -> None:
     if sparse:
         raise TypeError("in_place: IndexedSlices change their length")
     for leaf in leaves:
@@ -228,7 +228,7 @@ def _check_writable(leaves: Sequence[Leaf], sparse: object) -> None:
         _check_apart(leaves)
 
 
-def _check_apart(leaves: Sequence[Leaf]) -> None:
+def _check_apart(leaves: Sequence[ArrayLeaf]) -> None:
     """Memory that stands in a tree twice would be written to twice."""
     spans = sorted(
         (start, start + leaf.flat.nbytes)
@@ -243,7 +243,7 @@ def _check_apart(leaves: Sequence[Leaf]) -> None:
         )
 
 
-def _check_sparse(op: ReduceOp, rows: Sequence[Leaf]) -> None:
+def _check_sparse(op: ReduceOp, rows: Sequence[ArrayLeaf]) -> None:
     if rows and op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise TypeError(
             f"{op.value} of IndexedSlices: expected SUM or MEAN; use densify=True"

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ._meeting import Meeting
+from ._meeting import ShmBarrier
 from ._segment import ROOM
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ._reduction import Reduction
-    from ._segment import Segment
+    from ._segment import RankMemory
 
 SMALL: Final = 64 * 1024
 """Bytes up to which every rank reads all and reduces for itself: one step, not two."""
@@ -36,11 +36,11 @@ _BLOCK: Final = 32 * 1024
 class Rooms:
     """The ranks of one host at their steps. ``place`` is a rank's place among them."""
 
-    def __init__(self, place: int, segments: Sequence[Segment], cores: int) -> None:
+    def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:
         self.place, self.size = place, len(segments)
         self._rooms = [segment.rooms for segment in segments]
         others = [each.line for i, each in enumerate(segments) if i != place]
-        self.meeting = Meeting(segments[place].line, others, cores)
+        self.meeting = ShmBarrier(segments[place].line, others, cores)
 
     def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
         """Where this rank writes for the next step: ``count`` elements."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.transport import Arena, Mapping
 
-from ._meeting import Line
+from ._meeting import ControlWords
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,13 +30,13 @@ _ROOMS: Final = 4096
 CAPACITY: Final = _ROOMS + 2 * ROOM
 
 
-class Segment:
+class RankMemory:
     """The memory of one rank, ours or mapped: its ``line`` and its ``rooms``
     (two of uint8 [ROOM])."""
 
     def __init__(self, rank: int, memory: np.ndarray) -> None:
         # Arrays of the memory keep it mapped; `line` has only an address.
-        self.line = Line(
+        self.line = ControlWords(
             rank,
             memory[_WORDS : _WORDS + _WORDS_BYTES].data.cast("Q"),
             memory.ctypes.data + _WORDS,
@@ -56,7 +56,7 @@ def arena() -> Arena:
     return Arena(CAPACITY)
 
 
-def segment_of(rank: int, member: MemberEntry) -> Segment:
+def segment_of(rank: int, member: MemberEntry) -> RankMemory:
     """The memory of another rank of this host.
 
     Raises:
@@ -71,4 +71,4 @@ def segment_of(rank: int, member: MemberEntry) -> Segment:
             f"the shared memory of rank {rank} ({member.task}, pid {member.pid}) "
             f"cannot be mapped: {error}"
         ) from error
-    return Segment(rank, mapping.memory)
+    return RankMemory(rank, mapping.memory)

@@ -23,7 +23,7 @@ from zstrat.transport import (
     outcome,
 )
 
-from ._node import GROUP_MESSAGES, Node
+from ._node import GROUP_MESSAGES, GroupNode
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Remote
     from zstrat.wire import Message
 
-    from ._membership import Seat
+    from ._membership import GroupSeat
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ _BINDING: Final = 30.0
 class Station:
     """A node, and how other threads reach its loop."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: GroupNode) -> None:
         self.node = node
         self.users = 0
         self._portal: Portal | None = None
@@ -109,7 +109,7 @@ class Station:
             await self._endpoint.close()
 
     @classmethod
-    def settle(cls, seat: Seat, bind: str, settings: Settings) -> Station:
+    def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> Station:
         """A station of this process's own, bound at ``bind`` ("": nowhere, for a group
         of one).
 
@@ -125,7 +125,7 @@ class Station:
 
         async def begin() -> Station:
             me = hello(seat.job, seat.number, new_incarnation())
-            station = cls(Node(me, settings, security))
+            station = cls(GroupNode(me, settings, security))
             if bind:
                 await station._open(bind, security)
             return station
@@ -140,7 +140,7 @@ class Station:
         return station
 
 
-def station_for(seat: Seat, bind: str, settings: Settings) -> Station:
+def station_for(seat: GroupSeat, bind: str, settings: Settings) -> Station:
     """The station of a task of this process, made if there is none.
 
     Blocks while it binds. Give it back with `Station.release`.
@@ -174,13 +174,13 @@ def _give_back(making: asyncio.Future[Station]) -> None:
         making.get_loop().run_in_executor(None, making.result().release)
 
 
-def announce(node: Node) -> None:
+def announce(node: GroupNode) -> None:
     """A daemon of this process has a node, and will hand it its messages."""
     with _lock:
         _daemons[node.me.job, node.me.index] = Station(node)
 
 
-def withdraw(node: Node) -> None:
+def withdraw(node: GroupNode) -> None:
     """The daemon ends."""
     with _lock, suppress(KeyError):
         if _daemons[node.me.job, node.me.index].node is node:

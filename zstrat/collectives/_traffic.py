@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     from zstrat.wire import GroupFormed
 
-    from ._engine import Call
+    from ._engine import CollectiveCall
     from ._generation import Generation
     from ._mesh import Mesh
-    from ._progress import Progress, Send
+    from ._progress import ScheduleProgress, Send
 
 EARLY: Final = 1024 * MiB
 """Bytes of hops of calls that this rank has not made yet. Nobody asks before he sends:
@@ -55,8 +55,8 @@ class Running:
 
     def __init__(
         self,
-        call: Call,
-        progress: Progress,
+        call: CollectiveCall,
+        progress: ScheduleProgress,
         ranks: Sequence[int],
         ended: Callable[[Exception | None], None],
     ) -> None:
@@ -100,7 +100,7 @@ class Traffic:
 
     def start(
         self,
-        call: Call,
+        call: CollectiveCall,
         ended: Callable[[Exception | None], None],
         ranks: Sequence[int] | None = None,
     ) -> None:
@@ -266,7 +266,7 @@ class Traffic:
         if running is not None:
             self._owner.overdue(running.call, running.waits)
 
-    def _compressor_of(self, call: Call) -> Compressor | None:
+    def _compressor_of(self, call: CollectiveCall) -> Compressor | None:
         name = call.compression
         if name is None:
             return None

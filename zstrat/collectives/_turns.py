@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Turn:
+class CallTurn:
     """A place in the order; a context manager: entered when it has come."""
 
     __slots__ = ("_bell", "_turns")
 
-    def __init__(self, turns: Turns, bell: ThreadBell | None) -> None:
+    def __init__(self, turns: CallTurns, bell: ThreadBell | None) -> None:
         self._turns, self._bell = turns, bell
 
     def __enter__(self) -> None:
@@ -42,7 +42,7 @@ class Turn:
         self._turns.pass_on()
 
 
-class Turns:
+class CallTurns:
     """Turns of one generation."""
 
     def __init__(self) -> None:
@@ -50,15 +50,15 @@ class Turns:
         self._waiting: deque[ThreadBell] = deque()
         self._is_taken = False
 
-    def draw(self) -> Turn:
+    def draw(self) -> CallTurn:
         """The next turn. It must be entered, whatever happens, and is then left."""
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
-                return Turn(self, None)
+                return CallTurn(self, None)
             bell = ThreadBell()
             self._waiting.append(bell)
-            return Turn(self, bell)
+            return CallTurn(self, bell)
 
     def pass_on(self) -> None:
         """Whoever is next has its turn."""

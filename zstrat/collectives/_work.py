@@ -13,25 +13,25 @@ from zstrat.errors import BusyError, ClosedError
 
 from ._engine import margin_of
 from ._flight import Flight, Journey, Runner
-from ._operations import Draft
+from ._operations import CallFactory
 from ._pending import Pending
-from ._turns import Turns
+from ._turns import CallTurns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._engine import Engine
+    from ._engine import CollectiveEngine
     from ._generation import Generation
     from ._operations import Steps
     from ._station import Station
-    from ._turns import Turn
+    from ._turns import CallTurn
 
 IN_FLIGHT: Final = 1024
 """Operations of one group that may be under way: each holds memory of its caller."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CallOptions:
     """What a caller says about any operation. ``timeout`` in seconds."""
 
     timeout: float
@@ -45,11 +45,11 @@ class Work:
     """A generation, and what carries its operations out."""
 
     def __init__(
-        self, station: Station, generation: Generation, engine: Engine | None
+        self, station: Station, generation: Generation, engine: CollectiveEngine | None
     ) -> None:
         self.generation, self.engine, self._station = generation, engine, station
         self._lock = threading.Lock()
-        self._turns = Turns()
+        self._turns = CallTurns()
         self._runner = Runner(f"zstrat group {generation.group}")
         self._tagged: Counter[str] = Counter()
         self._in_flight = 0
@@ -60,8 +60,8 @@ class Work:
     def launch(
         self,
         words: str,
-        make: Callable[[Draft], Steps],
-        options: Options,
+        make: Callable[[CallFactory], Steps],
+        options: CallOptions,
         *,
         blocking: bool,
     ) -> Pending[Any]:
@@ -106,7 +106,7 @@ class Work:
         return pending
 
     def carry_out(
-        self, words: str, make: Callable[[Draft], Steps], options: Options
+        self, words: str, make: Callable[[CallFactory], Steps], options: CallOptions
     ) -> Any:
         """Begins an operation and waits for its result.
 
@@ -137,7 +137,9 @@ class Work:
             with self._turns.draw():
                 self.engine.close()
 
-    def _number(self, words: str, options: Options) -> tuple[Draft, Turn | None]:
+    def _number(
+        self, words: str, options: CallOptions
+    ) -> tuple[CallFactory, CallTurn | None]:
         generation, tag = self.generation, options.tag
         deadline = time.monotonic() + options.timeout - margin_of(options.timeout)
         with self._lock:
@@ -161,7 +163,7 @@ class Work:
                     self._station.call_soon(generation.check_begun, number)
                 if self.engine is not None:
                     turn = self._turns.draw()
-        draft = Draft(
+        draft = CallFactory(
             generation.rank,
             generation.size,
             number,
@@ -175,13 +177,15 @@ class Work:
         )
         return draft, turn
 
-    def _over(self, draft: Draft) -> None:
+    def _over(self, draft: CallFactory) -> None:
         with self._lock:
             self._in_flight -= 1
         if draft.tag is None:
             self.generation.end(draft.number)
 
-    def _give_up(self, draft: Draft, turn: Turn | None, error: BaseException) -> None:
+    def _give_up(
+        self, draft: CallFactory, turn: CallTurn | None, error: BaseException
+    ) -> None:
         """The operation has a number, and the other ranks wait for it."""
         what = ClosedError(f"{draft.words}: {type(error).__name__}: {error}")
         self._station.call_soon(self.generation.abort_by, what)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._lane import Lane
+    from ._lane import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -39,7 +39,10 @@ class Arrival:
     the session. On the loop thread."""
 
     def __init__(
-        self, ps: Sequence[Lane], workers: Sequence[Lane], call_later: CallLater
+        self,
+        ps: Sequence[TaskSession],
+        workers: Sequence[TaskSession],
+        call_later: CallLater,
     ) -> None:
         self._ps, self._workers, self._call_later = ps, workers, call_later
         self._timer: Cancellable | None = None
@@ -53,7 +56,7 @@ class Arrival:
             self._timer = None
 
     @property
-    def awaited(self) -> list[Lane]:
+    def awaited(self) -> list[TaskSession]:
         """The tasks that connecting waits for now; one of the workers will do."""
         ps = [lane for lane in self._ps if not lane.is_ready]
         if any(lane.is_ready for lane in self._workers):

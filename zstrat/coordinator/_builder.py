@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Final, final
 from zstrat.errors import PeerLostError, StaleSessionError
 from zstrat.wire import BuildResource, Message, ResourceBuilt
 
-from ._members import Members, State
+from ._members import Members, MemberState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._engine import Engine
+    from ._engine import ClosureEngine
     from ._resources import Record
-    from ._seat import Seat
+    from ._seat import WorkerChannel
 
 BUILD_DEADLINE: Final = 600.0
 """Seconds for one resource: a dataset function may read or download a lot."""
@@ -32,9 +32,9 @@ class Builder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ClosureEngine,
         members: Members,
-        seats: list[Seat],
+        seats: list[WorkerChannel],
         turn_soon: Callable[[], None],
     ) -> None:
         self._engine, self._members, self._seats = engine, members, seats
@@ -63,7 +63,7 @@ class Builder:
         """Builds it on every worker that is there, and later on the others."""
         self._records[record.number] = record
         for seat in self._seats:
-            if seat.member.state in (State.OPEN, State.BUILDING):
+            if seat.member.state in (MemberState.OPEN, MemberState.BUILDING):
                 self._members.build(seat.member.index)
                 self._build(seat, record)
             else:
@@ -102,7 +102,7 @@ class Builder:
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
 
-    def rebuild(self, seat: Seat) -> None:
+    def rebuild(self, seat: WorkerChannel) -> None:
         """The worker (re)joined: all resources from the beginning, then it is open."""
         records = list(self._records.values())
         self._members.build(seat.member.index, len(records))
@@ -113,14 +113,14 @@ class Builder:
             self._build(seat, record)
         self._built(seat, seat.member.epoch, 0)
 
-    def abort(self, seat: Seat, reason: str) -> None:
+    def abort(self, seat: WorkerChannel, reason: str) -> None:
         """The worker is gone, and its resources with it. Lock held."""
         for record in self._records.values():
             record.aborted(seat.member.index, seat.member.name, reason)
 
     # ---- private ---------------------------------------------------------------------
 
-    def _build(self, seat: Seat, record: Record) -> None:
+    def _build(self, seat: WorkerChannel, record: Record) -> None:
         seat.resources.add(record.number)
         loop = asyncio.get_running_loop()
         epoch = seat.member.epoch
@@ -136,7 +136,11 @@ class Builder:
         future.add_done_callback(lambda f: self._answered(seat, epoch, record, f))
 
     def _answered(
-        self, seat: Seat, epoch: int, record: Record, answer: asyncio.Future[Message]
+        self,
+        seat: WorkerChannel,
+        epoch: int,
+        record: Record,
+        answer: asyncio.Future[Message],
     ) -> None:
         if answer.cancelled():
             return
@@ -158,7 +162,7 @@ class Builder:
             self._engine.notify()
         self._built(seat, epoch, 1)
 
-    def _built(self, seat: Seat, epoch: int, count: int) -> None:
+    def _built(self, seat: WorkerChannel, epoch: int, count: int) -> None:
         self._members.built(seat.member.index, epoch, count)
-        if seat.member.state is State.OPEN:
+        if seat.member.state is MemberState.OPEN:
             self._turn_soon()

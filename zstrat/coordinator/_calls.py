@@ -49,7 +49,7 @@ class Code:
         self.code, self.digest = code, digest(code)
 
 
-class Arguments:
+class PickledArguments:
     """Pickled ``(args, kwargs)`` with a number. When the last closure and the cache
     have let go of them, the number is retired, and the workers may forget it."""
 
@@ -67,7 +67,7 @@ class Arguments:
         weakref.finalize(self, retired.append, self.number).atexit = False
 
 
-class Call:
+class ScheduledCall:
     """What a closure runs.
 
     The per-worker resources among its arguments are held weakly: a call is remembered,
@@ -80,7 +80,7 @@ class Call:
         self,
         result: Result,
         function: Code,
-        arguments: Arguments | None,
+        arguments: PickledArguments | None,
         resources: Sequence[PerWorker],
     ) -> None:
         self.result, self.function, self.arguments = result, function, arguments
@@ -92,7 +92,7 @@ class Call:
         return tuple([claim() for claim in self._claims]) if self._claims else ()
 
 
-class _Known:
+class _KnownFunction:
     """A function that was scheduled before. Does not keep it alive."""
 
     __slots__ = ("calls", "code", "pickled", "reference")
@@ -105,10 +105,10 @@ class _Known:
     ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
         self.code = Code(function.within(strategy).code)
-        self.calls: OrderedDict[Hashable, Call] = OrderedDict()
-        self.pickled: OrderedDict[bytes, Arguments] = OrderedDict()
+        self.calls: OrderedDict[Hashable, ScheduledCall] = OrderedDict()
+        self.pickled: OrderedDict[bytes, PickledArguments] = OrderedDict()
 
-    def same(self, arguments: Arguments) -> Arguments:
+    def same(self, arguments: PickledArguments) -> PickledArguments:
         """The arguments that gave the same bytes before, else these."""
         known = self.pickled.pop(arguments.code, arguments)
         self.pickled[arguments.code] = known
@@ -117,7 +117,7 @@ class _Known:
         return known
 
 
-class Calls:
+class CallTable:
     """Makes calls and finds them again.
 
     Args:
@@ -128,14 +128,14 @@ class Calls:
 
     def __init__(self, strategy: CoordinatedStrategy, retired: deque[int]) -> None:
         self._strategy, self._retired = strategy, retired
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _KnownFunction] = {}
 
     def find(
         self,
         function: object,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> Call | None:
+    ) -> ScheduledCall | None:
         """The same call of before, in microseconds; None if it must be made."""
         known = self._known.get(id(function))
         if known is None or known.reference() is not function:
@@ -150,7 +150,7 @@ class Calls:
         function: object,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> Call:
+    ) -> ScheduledCall:
         """Checks, traces and pickles a call.
 
         Raises:
@@ -172,13 +172,13 @@ class Calls:
         known = self._know(function)
         arguments = None
         if positional or named:
-            made = arguments = Arguments(positional, named)
+            made = arguments = PickledArguments(positional, named)
             # An eager step may change its arguments, and is not traced.
             if not function.eager and not _has_arrays((positional, named)):
                 arguments = known.same(made)
             if arguments is made:
                 arguments.retire_to(self._retired)
-        call = Call(result, known.code, arguments, resources)
+        call = ScheduledCall(result, known.code, arguments, resources)
         if function.eager or result.treedef is not None:
             self._remember(known, args, kwargs, call)
         return call
@@ -221,21 +221,23 @@ class Calls:
         self._strategy.require_known(plan)
         return plan.out_structure.treedef
 
-    def _know(self, function: Function) -> _Known:
+    def _know(self, function: Function) -> _KnownFunction:
         number = id(function)
         known = self._known.get(number)
         if known is None or known.reference() is not function:
             table = self._known
-            known = _Known(function, self._strategy, partial(_pop, table, number))
+            known = _KnownFunction(
+                function, self._strategy, partial(_pop, table, number)
+            )
             table[number] = known
         return known
 
     def _remember(
         self,
-        known: _Known,
+        known: _KnownFunction,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-        call: Call,
+        call: ScheduledCall,
     ) -> None:
         try:
             key = _key_of(args, kwargs)
@@ -315,6 +317,6 @@ def _resources(tree: Any) -> list[PerWorker]:
     return list({leaf.resource: leaf for leaf in _per_worker(tree)}.values())
 
 
-def _pop(table: dict[int, _Known], number: int, _: object) -> None:
-    """Forgets a function that is gone; the table may not keep its `Calls` alive."""
+def _pop(table: dict[int, _KnownFunction], number: int, _: object) -> None:
+    """Forgets a function that is gone; the table may not keep its `CallTable` alive."""
     table.pop(number, None)

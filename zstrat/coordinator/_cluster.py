@@ -29,7 +29,7 @@ from zstrat.wire import (
 
 from ._arrival import Arrival
 from ._fences import Fences
-from ._lane import Lane, MakeLink
+from ._lane import MakeTaskLink, TaskSession
 from ._rest import Rest
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Cluster:
         ps: Sequence[str],
         workers: Mapping[int, str],
         timeouts: Timeouts,
-        make_link: MakeLink,
+        make_link: MakeTaskLink,
         prefetch: int = 0,
         *,
         writer: int | None = None,
@@ -83,14 +83,14 @@ class Cluster:
         self._closing = False
         count, addresses = len(workers), list(ps)
 
-        def lane(job: str, task: int, index: int, address: str) -> Lane:
+        def lane(job: str, task: int, index: int, address: str) -> TaskSession:
             known = addresses if job == "worker" else []
             opening: OpenSession | JoinSession
             if joins:
                 opening = JoinSession(session, [], [], timeouts.request)
             else:
                 opening = OpenSession(session, index, count, known, prefetch)
-            return Lane(
+            return TaskSession(
                 job,
                 task,
                 index,
@@ -189,7 +189,7 @@ class Cluster:
 
     # ---- told by the lanes -----------------------------------------------------------
 
-    def ready(self, lane: Lane) -> None:
+    def ready(self, lane: TaskSession) -> None:
         if id(lane) not in self._ps_lanes:
             self._compare(lane)
             if self.dispatcher is not None:
@@ -200,7 +200,7 @@ class Cluster:
             self.dispatcher.engine.mend()
             self.dispatcher.turn_soon()
 
-    def lost(self, lane: Lane, reason: str) -> None:
+    def lost(self, lane: TaskSession, reason: str) -> None:
         if self._closing:
             return
         if id(lane) not in self._ps_lanes:
@@ -211,7 +211,7 @@ class Cluster:
         if self.dispatcher is not None and (broken := self.broken) is not None:
             self.dispatcher.engine.fail(broken, lasting=True)
 
-    def heard(self, lane: Lane, message: Message) -> None:
+    def heard(self, lane: TaskSession, message: Message) -> None:
         if self.dispatcher is not None and id(lane) not in self._ps_lanes:
             self.dispatcher.heard(lane, message)
 
@@ -226,7 +226,7 @@ class Cluster:
     # ---- private ---------------------------------------------------------------------
 
     async def _any_worker(self, deadline: float) -> None:
-        async def outcome(lane: Lane) -> Exception | None:
+        async def outcome(lane: TaskSession) -> Exception | None:
             try:
                 await lane.wait_ready(deadline)
             except Exception as error:  # goes to the caller, if no worker comes
@@ -255,7 +255,7 @@ class Cluster:
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
 
-    def _compare(self, lane: Lane) -> None:
+    def _compare(self, lane: TaskSession) -> None:
         if self._fixed is None or lane.opened is None:
             return
         planned, has = self._fixed.devices, lane.opened.devices
@@ -270,7 +270,7 @@ class Cluster:
             )
 
 
-def _alike(workers: Sequence[Lane]) -> SessionOpened | None:
+def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
     """What all workers that are there say about their devices.
 
     Raises:

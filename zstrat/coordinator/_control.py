@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat.errors import ClosedError
 
-from ._calls import Arguments, Call, Calls, Code
+from ._calls import CallTable, Code, PickledArguments, ScheduledCall
 from ._dispatch import Dispatcher
-from ._engine import Engine
+from ._engine import ClosureEngine
 from ._queue import MAX_ATTEMPTS, MAX_QUEUED, Queue
 from ._resources import Record
 from ._strategy import CoordinatedStrategy
@@ -65,7 +65,7 @@ class Control:
             self.session.next_step,
         )
         errands = _Errands(portal, self.session.settings.timeouts.request)
-        self.engine = Engine(
+        self.engine = ClosureEngine(
             queue,
             wake=lambda: portal.call_soon(errands.dispatcher_turn),
             cancel=lambda: portal.call_soon(errands.dispatcher_cancel),
@@ -85,7 +85,7 @@ class Control:
                 WORKER_WAIT if worker_wait_timeout is None else worker_wait_timeout
             ),
         )
-        self.calls = Calls(strategy, self.dispatcher.retired)
+        self.calls = CallTable(strategy, self.dispatcher.retired)
         self._on_loop(self.session.cluster.attach, self.dispatcher)
         self._finalizer = weakref.finalize(
             self, portal.call_soon, self.dispatcher.stop, "the coordinator is gone"
@@ -99,7 +99,7 @@ class Control:
         function: object,
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
-    ) -> Call:
+    ) -> ScheduledCall:
         """The call, checked, traced and pickled; from the cache if it is there."""
         found = self.calls.find(function, args, kwargs)
         return found or self.calls.make(function, args, kwargs)
@@ -111,7 +111,7 @@ class Control:
         purpose: str,
         name: str,
         maker: Code,
-        arguments: Arguments | None = None,
+        arguments: PickledArguments | None = None,
     ) -> Record:
         """Has something built on every worker; returns before it is."""
         record = Record(

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from zstrat.program import StepIterator, dump_code, rebuild
 from zstrat.variables import recorder
 
-from ._calls import Arguments, Code
+from ._calls import Code, PickledArguments
 from ._values import Claim, PerWorker, PerWorkerValues
 
 if TYPE_CHECKING:
-    from zstrat.wire import Layout
+    from zstrat.wire import LayoutMessage
 
     from ._control import Control
     from ._resources import Record
@@ -179,7 +179,9 @@ def make_resources(
     kwargs: Mapping[str, Any] | None,
 ) -> PerWorkerValues:
     """Has ``fn`` run once on every worker, and again on one that returns."""
-    arguments = Arguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
+    arguments = (
+        PickledArguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
+    )
     if arguments is not None:
         arguments.retire_to(control.dispatcher.retired)
     record = control.create_resource(
@@ -188,7 +190,7 @@ def make_resources(
     return _values(control, record)
 
 
-def spec_of(layout: Layout) -> Any:
+def spec_of(layout: LayoutMessage) -> Any:
     """The element that the layout describes, with `jax.ShapeDtypeStruct` as leaves."""
     leaf: Any = jax.ShapeDtypeStruct  # it has no types of its own
     leaves = [

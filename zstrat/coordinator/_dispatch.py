@@ -35,16 +35,16 @@ from ._marking import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
-from ._seat import Seat
+from ._seat import WorkerChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     import numpy as np
 
-    from ._engine import Engine
+    from ._engine import ClosureEngine
     from ._fences import Fences
-    from ._lane import Lane
+    from ._lane import TaskSession
     from ._values import Kept
 
 log = logging.getLogger("zstrat.coordinator")
@@ -61,11 +61,11 @@ class Dispatcher:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ClosureEngine,
         session: int,
-        workers: Iterable[Lane],
+        workers: Iterable[TaskSession],
         fences: Fences,
-        servers: Sequence[Lane] = (),
+        servers: Sequence[TaskSession] = (),
         *,
         closures_in_flight: int | None,
         prefetch: int,
@@ -76,7 +76,7 @@ class Dispatcher:
         names = [lane.name for lane in lanes]
         self.members = Members(names, closures_in_flight, prefetch)
         self.seats = [
-            Seat(session, lane, member)
+            WorkerChannel(session, lane, member)
             for lane, member in zip(lanes, self.members.members, strict=True)
         ]
         self.retired: deque[int] = deque()
@@ -171,7 +171,7 @@ class Dispatcher:
 
     # ---- told by the lanes -----------------------------------------------------------
 
-    def ready(self, lane: Lane) -> None:
+    def ready(self, lane: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
         if self._stopped:
             return
@@ -183,7 +183,7 @@ class Dispatcher:
         self._say(seat, CancelSteps(self._session))
         self.builder.rebuild(seat)
 
-    def lost(self, lane: Lane, reason: str) -> None:
+    def lost(self, lane: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
         now, seat = self._now(), self.seats[lane.index]
         orphans = self.members.lost(lane.index, reason, now)
@@ -204,7 +204,7 @@ class Dispatcher:
             )
         self.turn_soon()
 
-    def heard(self, lane: Lane, message: Message) -> None:
+    def heard(self, lane: TaskSession, message: Message) -> None:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
@@ -258,7 +258,7 @@ class Dispatcher:
 
     def _dispatch(
         self,
-        seat: Seat,
+        seat: WorkerChannel,
         closures: list[Closure],
         low_water: int,
         now: float,
@@ -286,7 +286,7 @@ class Dispatcher:
         except Exception as error:  # goes to the closures, which would wait for ever
             self._end(seat, [Ended(closure, error) for closure in unsent])
 
-    def _ship(self, seat: Seat, closures: list[Closure]) -> list[Closure]:
+    def _ship(self, seat: WorkerChannel, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""
         checked: dict[int, Exception | None] = {}
         good: list[Closure] = []
@@ -304,7 +304,7 @@ class Dispatcher:
             self._end(seat, bad)
         return good
 
-    def _end(self, seat: Seat, bad: list[Ended]) -> None:
+    def _end(self, seat: WorkerChannel, bad: list[Ended]) -> None:
         """Ends closures that did not get as far as their worker."""
         with self.engine.lock:
             for item in bad:
@@ -338,14 +338,14 @@ class Dispatcher:
             except PeerLostError as error:
                 self.lost(seat.lane, error.reason)
 
-    def _say(self, seat: Seat, message: CancelSteps | DropResults) -> None:
+    def _say(self, seat: WorkerChannel, message: CancelSteps | DropResults) -> None:
         try:
             seat.lane.link.notify(message)
         except (PeerLostError, BusyError) as error:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
             log.info("%s: %s", seat.lane.name, error)
 
-    def _has_errands(self, seat: Seat) -> bool:
+    def _has_errands(self, seat: WorkerChannel) -> bool:
         """Whether a turn has something to do though no closure waits. What is found in
         neither place can wait for the next turn."""
         return bool(

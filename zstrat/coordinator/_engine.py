@@ -24,7 +24,7 @@ from ._values import Kept, RemoteValue, RemoteValueStatus
 if TYPE_CHECKING:
     import numpy as np
 
-    from ._calls import Call
+    from ._calls import ScheduledCall
 
 T = TypeVar("T")
 Ready = Callable[[], bool]
@@ -35,7 +35,7 @@ Attempt = Callable[[], Ready | None]
 _NOT_READY = RemoteValueStatus.NOT_READY
 
 
-class Engine:
+class ClosureEngine:
     """The queue with its lock, and all who wait for it.
 
     Args:
@@ -73,7 +73,7 @@ class Engine:
 
     # ---- calls of the user -----------------------------------------------------------
 
-    def put(self, call: Call) -> RemoteValue:
+    def put(self, call: ScheduledCall) -> RemoteValue:
         """Queues the call; blocks while the queue is full or an error is drained."""
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims())
@@ -81,7 +81,7 @@ class Engine:
             self._block(partial(self._try_put, closure), None, "schedule")
         return value
 
-    async def put_async(self, call: Call) -> RemoteValue:
+    async def put_async(self, call: ScheduledCall) -> RemoteValue:
         value = RemoteValue(self, call.result)
         closure = Closure(call, value, call.result.name, call.claims())
         if not self.put_nowait(closure):

@@ -26,7 +26,7 @@ from ._queue import Effect
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from ._lane import Lane
+    from ._lane import TaskSession
 
 log = logging.getLogger("zstrat.coordinator")
 
@@ -49,7 +49,7 @@ class Fences:
     def __init__(
         self,
         session: int,
-        ps: Sequence[Lane],
+        ps: Sequence[TaskSession],
         absent: Mapping[int, str],
         patience: float,
     ) -> None:
@@ -140,7 +140,7 @@ class Fences:
         return "; ".join(words)
 
     async def _one(
-        self, lane: Lane, low_water: int, over: list[StepRun], asked: list[int]
+        self, lane: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
         """Which of the steps asked about a server has applied."""
         deadline = asyncio.get_running_loop().time() + self._patience
@@ -156,7 +156,9 @@ class Fences:
             applied += await self._answer(lane, message, deadline)
         return applied
 
-    async def _answer(self, lane: Lane, fence: Fence, deadline: float) -> list[int]:
+    async def _answer(
+        self, lane: TaskSession, fence: Fence, deadline: float
+    ) -> list[int]:
         """Asks again if the line was cut: saying it twice is as good as once. It stays
         behind updates of the program that wait for the line."""
         way = lane.line or lane.link
@@ -172,7 +174,7 @@ class Fences:
                 raise ProtocolError(f"{lane.name} answered {type(answer).__name__}")
             return answer.applied
 
-    async def _returned(self, lane: Lane, deadline: float) -> None:
+    async def _returned(self, lane: TaskSession, deadline: float) -> None:
         """Waits a moment for a server whose line was cut.
 
         Raises:

@@ -11,10 +11,10 @@ from zstrat.wire import JoinSession, SessionOpened
 from ._servers import ANSWERING
 
 if TYPE_CHECKING:
-    from ._lane import MakeLink
+    from ._lane import MakeTaskLink
 
 
-async def session_of(make_link: MakeLink, address: str, timeout: float) -> int:
+async def session_of(make_link: MakeTaskLink, address: str, timeout: float) -> int:
     """The number of the session that ps 0 serves, once there is one whose program is
     alive.
 

@@ -26,7 +26,14 @@ from zstrat.errors import (
     PeerLostError,
     ZstratError,
 )
-from zstrat.wire import Hello, JoinSession, Layout, Message, OpenSession, SessionOpened
+from zstrat.wire import (
+    Hello,
+    JoinSession,
+    LayoutMessage,
+    Message,
+    OpenSession,
+    SessionOpened,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +71,7 @@ class TaskLink(Protocol):
     async def close(self) -> None: ...
 
 
-class MakeLink(Protocol):
+class MakeTaskLink(Protocol):
     """Makes the link to one task; it is not started yet."""
 
     def __call__(
@@ -82,20 +89,20 @@ class MakeLink(Protocol):
 class LaneEvents(Protocol):
     """Who is told what happens to a lane, on the loop thread."""
 
-    def ready(self, lane: Lane) -> None:
+    def ready(self, lane: TaskSession) -> None:
         """The task is in our session."""
         ...
 
-    def lost(self, lane: Lane, reason: str) -> None:
+    def lost(self, lane: TaskSession, reason: str) -> None:
         """It is not, any more."""
         ...
 
-    def heard(self, lane: Lane, message: Message) -> None:
+    def heard(self, lane: TaskSession, message: Message) -> None:
         """A notice of a task that is in our session."""
         ...
 
 
-class Lane:
+class TaskSession:
     """The way to one task.
 
     Args:
@@ -116,7 +123,7 @@ class Lane:
         index: int,
         address: str,
         opening: OpenSession | JoinSession,
-        make_link: MakeLink,
+        make_link: MakeTaskLink,
         events: LaneEvents,
         *,
         one_life: bool = False,
@@ -127,7 +134,7 @@ class Lane:
         self.hello: Hello | None = None
         self.opened: SessionOpened | None = None
         """The answer of the task while it is in our session."""
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, LayoutMessage] = {}
         """Of results, by number: the task tells each once after it has entered, to
         whichever coordinator of the session is there."""
         self.refusal: ZstratError | None = None

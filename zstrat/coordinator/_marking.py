@@ -14,7 +14,7 @@ from zstrat.wire import RaiseMark
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._lane import Lane
+    from ._lane import TaskSession
 
 INTERVAL: Final = 0.25
 """Seconds between two words to each server, while closures end. In so long the quickest
@@ -25,7 +25,7 @@ ones are some ten thousand, a hundredth of what a server can remember."""
 class Marking:
     """To the servers of these lanes. On the loop."""
 
-    def __init__(self, session: int, lanes: Sequence[Lane]) -> None:
+    def __init__(self, session: int, lanes: Sequence[TaskSession]) -> None:
         self._session, self._lanes = session, lanes
         self._next_at = 0.0
 

@@ -42,7 +42,7 @@ come in bursts: a rate is a sum of closures over a sum of seconds, never a mean 
 quotients, which one short interval would blow up."""
 
 
-class State(enum.Enum):
+class MemberState(enum.Enum):
     """What one worker can do for us."""
 
     CONNECTING = "connecting"
@@ -62,7 +62,7 @@ class Member:
     fixed_depth: int | None = None
     prefetch: int = 0
     """Steps that it pulls while one runs, if it has them by then."""
-    state: State = State.CONNECTING
+    state: MemberState = MemberState.CONNECTING
     reason: str = "not connected yet"
     """Why it is not there, for the words of an error."""
     epoch: int = 0
@@ -97,7 +97,7 @@ class Member:
     @property
     def free(self) -> int:
         """How many more closures it may get now."""
-        if self.state is not State.OPEN or self.alone:
+        if self.state is not MemberState.OPEN or self.alone:
             return 0
         return max(0, self.depth - len(self.in_flight))
 
@@ -137,7 +137,11 @@ class Members:
 
     @property
     def usable(self) -> list[Member]:
-        return [m for m in self.members if m.state in (State.OPEN, State.BUILDING)]
+        return [
+            m
+            for m in self.members
+            if m.state in (MemberState.OPEN, MemberState.BUILDING)
+        ]
 
     @property
     def in_flight(self) -> int:
@@ -158,9 +162,9 @@ class Members:
     def connected(self, index: int) -> int:
         """The worker is in our session and builds its resources; returns its epoch."""
         member = self.members[index]
-        assert member.state in (State.CONNECTING, State.LOST), member
+        assert member.state in (MemberState.CONNECTING, MemberState.LOST), member
         assert not member.in_flight, member
-        member.state, member.reason = State.BUILDING, ""
+        member.state, member.reason = MemberState.BUILDING, ""
         member.epoch += 1
         member.building, member.alone, member.avoided = 0, False, False
         member._count = member._seconds = 0.0
@@ -170,34 +174,34 @@ class Members:
     def build(self, index: int, count: int = 1) -> None:
         """So many resources are being built there: no closure goes there before."""
         member = self.members[index]
-        assert member.state in (State.OPEN, State.BUILDING), member
+        assert member.state in (MemberState.OPEN, MemberState.BUILDING), member
         member.building += count
-        member.state = State.BUILDING
+        member.state = MemberState.BUILDING
 
     def built(self, index: int, epoch: int, count: int = 1) -> None:
         """So many of them are built (or failed, for good); the last one opens it."""
         member = self.members[index]
-        if member.epoch != epoch or member.state is not State.BUILDING:
+        if member.epoch != epoch or member.state is not MemberState.BUILDING:
             return
         assert member.building >= count, member
         member.building -= count
         if member.building == 0:
-            member.state = State.OPEN
+            member.state = MemberState.OPEN
 
     def leaving(self, index: int, reason: str, now: float) -> None:
         """The worker shuts down: it takes no more closures."""
         member = self.members[index]
-        if member.state in (State.OPEN, State.BUILDING):
-            member.state, member.reason = State.LEAVING, reason
+        if member.state in (MemberState.OPEN, MemberState.BUILDING):
+            member.state, member.reason = MemberState.LEAVING, reason
             self._missing(member, now)
 
     def lost(self, index: int, reason: str, now: float) -> list[Closure]:
         """The worker is gone; returns what it had in flight, in order of dispatch."""
         member = self.members[index]
-        if member.state in (State.CONNECTING, State.LOST):
+        if member.state in (MemberState.CONNECTING, MemberState.LOST):
             member.reason = reason
             return []
-        member.state, member.reason = State.LOST, reason
+        member.state, member.reason = MemberState.LOST, reason
         member.losses += 1
         member.building, member.alone = 0, False
         orphans = list(member.in_flight.values())
@@ -210,7 +214,7 @@ class Members:
     def grants(self, ordinary: int, suspects: int) -> list[Grant]:
         """Who gets how many of the closures that wait, the least loaded first."""
         grants = self._grant_alone(suspects)
-        sound = any(m.state is State.OPEN and not m.avoided for m in self.members)
+        sound = any(m.state is MemberState.OPEN and not m.avoided for m in self.members)
         takers = [
             m
             for m in self.members
@@ -230,7 +234,7 @@ class Members:
         alone: bool = False,
     ) -> None:
         """The closures are on their way to the member."""
-        assert member.state is State.OPEN, member
+        assert member.state is MemberState.OPEN, member
         assert not member.alone, member
         assert not (alone and member.in_flight), member
         member.alone = alone
@@ -268,8 +272,8 @@ class Members:
             self._reserved = None
             return []
         chosen = self._reserved
-        if chosen is None or chosen.state is not State.OPEN:
-            candidates = [m for m in self.members if m.state is State.OPEN]
+        if chosen is None or chosen.state is not MemberState.OPEN:
+            candidates = [m for m in self.members if m.state is MemberState.OPEN]
             if not candidates:
                 return []
             chosen = min(candidates, key=lambda m: len(m.in_flight))

@@ -27,9 +27,9 @@ from ._values import Kept, RemoteValue
 if TYPE_CHECKING:
     from collections import deque
 
-    from ._engine import Engine
+    from ._engine import ClosureEngine
     from ._members import Members
-    from ._seat import Seat
+    from ._seat import WorkerChannel
 
 OK: Final = int(Outcome.OK)
 FAILED: Final = int(Outcome.FAILED)
@@ -49,7 +49,7 @@ class Outcomes:
     """
 
     def __init__(
-        self, engine: Engine, members: Members, unfetched: deque[Kept]
+        self, engine: ClosureEngine, members: Members, unfetched: deque[Kept]
     ) -> None:
         self._engine, self._members, self._unfetched = engine, members, unfetched
         self._troubles: dict[tuple[int, str], Trouble] = {}
@@ -59,7 +59,7 @@ class Outcomes:
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
 
-    def take(self, seat: Seat, message: Completions, now: float) -> bool:
+    def take(self, seat: WorkerChannel, message: Completions, now: float) -> bool:
         """Ends the closures of the message, or has them tried again.
 
         Returns:
@@ -112,7 +112,7 @@ class Outcomes:
 
     def _failed(
         self,
-        seat: Seat,
+        seat: WorkerChannel,
         closure: Closure,
         completion: Completion,
         error: Exception | None,

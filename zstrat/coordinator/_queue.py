@@ -44,7 +44,7 @@ from ._steps import Steps
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ._calls import Call
+    from ._calls import ScheduledCall
     from ._values import RemoteValue
 
 MAX_QUEUED: Final = 262_144
@@ -77,7 +77,7 @@ class Closure:
     """One scheduled call. ``call`` says what to run and ``value`` who wants to know;
     the queue looks into neither."""
 
-    call: Call
+    call: ScheduledCall
     value: RemoteValue
     name: str = "closure"
     claims: tuple[object, ...] = ()

@@ -18,10 +18,10 @@ from zstrat.errors import ClosureAbortedError, ClosureInputError
 from ._values import RemoteValue, RemoteValueStatus, Result
 
 if TYPE_CHECKING:
-    from zstrat.wire import Layout
+    from zstrat.wire import LayoutMessage
 
-    from ._calls import Arguments, Code
-    from ._engine import Engine
+    from ._calls import Code, PickledArguments
+    from ._engine import ClosureEngine
 
 _numbers: Final = itertools.count(1)
 READY: Final = RemoteValueStatus.READY
@@ -38,18 +38,18 @@ class Record:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ClosureEngine,
         workers: int,
         *,
         name: str,
         purpose: str,
         maker: Code,
-        arguments: Arguments | None = None,
+        arguments: PickledArguments | None = None,
     ) -> None:
         self.number = next(_numbers)
         self.name, self.purpose = name, purpose
         self.maker, self.arguments = maker, arguments
-        self.layout: Layout | None = None
+        self.layout: LayoutMessage | None = None
         """Of an element (or of the value), once a worker has told."""
         self.values = tuple(
             RemoteValue(engine, Result(name, None)) for _ in range(workers)
@@ -78,7 +78,7 @@ class Record:
         """The worker starts to build it."""
         self.values[worker]._begin_again()
 
-    def built(self, worker: int, layout: Layout) -> None:
+    def built(self, worker: int, layout: LayoutMessage) -> None:
         self.layout = self.layout or layout
         self.values[worker]._settle_built()
 

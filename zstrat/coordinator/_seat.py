@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Iterable
 
-    from ._calls import Arguments, Call, Code
-    from ._lane import Lane
+    from ._calls import Code, PickledArguments, ScheduledCall
+    from ._lane import TaskSession
     from ._members import Member
     from ._queue import Closure
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class WorkerChannel:
     """One worker, as the dispatcher sees it."""
 
     session: int
-    lane: Lane
+    lane: TaskSession
     member: Member
     codes: set[bytes] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Seat:
         self.lane.link.submit(message).add_done_callback(self._told)
         self.codes.add(code.digest)
 
-    def put_arguments(self, arguments: Arguments | None) -> int:
+    def put_arguments(self, arguments: PickledArguments | None) -> int:
         """Ships the arguments, unless they are there; returns their number."""
         if arguments is None:
             return 0
@@ -78,7 +78,7 @@ class Seat:
             self.arguments.add(number)
         return number
 
-    def ship(self, call: Call) -> Exception | None:
+    def ship(self, call: ScheduledCall) -> Exception | None:
         """Ships what the call needs. Returns why its closures cannot run here, if so.
 
         Raises:
@@ -99,7 +99,7 @@ class Seat:
     def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
         """Sends closures whose calls were shipped, all in one message."""
         batches: list[Batch] = []
-        call: Call | None = None
+        call: ScheduledCall | None = None
         attempt = 0
         steps: list[int] = []
         for closure in closures:

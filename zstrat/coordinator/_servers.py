@@ -55,7 +55,7 @@ _PIECE: Final = 4 * 2**20
 
 
 @final
-class Servers:
+class ParameterServers:
     """All methods raise what a lost parameter server raises, and what the servers say.
 
     Where another program holds the session, what is to be created is waited for, for

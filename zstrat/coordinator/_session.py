@@ -17,7 +17,7 @@ from zstrat.wire import Job
 
 from ._cluster import Cluster
 from ._joining import session_of
-from ._servers import ANSWERING, Servers, initializing_timeout
+from ._servers import ANSWERING, ParameterServers, initializing_timeout
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableSpec
     from zstrat.wire import InitialEntry, UpdateOp
 
-    from ._lane import MakeLink
+    from ._lane import MakeTaskLink
     from ._rest import Cut
     from ._servers import SpecUpdate
 
@@ -53,7 +53,7 @@ class ClusterSession:
     def __init__(self, cluster: Cluster, portal: Portal, settings: Settings) -> None:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
-        self.servers = Servers(cluster, settings.timeouts.request)
+        self.servers = ParameterServers(cluster, settings.timeouts.request)
         self.faces: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.next_step = 1
@@ -63,7 +63,7 @@ class ClusterSession:
 
     @staticmethod
     def connect(
-        spec: ClusterSpec, settings: Settings, *, make_link: MakeLink | None = None
+        spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
     ) -> ClusterSession:
         """Takes the cluster: all its parameter servers, and a worker at least.
 
@@ -90,7 +90,7 @@ class ClusterSession:
 
     @staticmethod
     def hold(
-        spec: ClusterSpec, settings: Settings, *, make_link: MakeLink | None = None
+        spec: ClusterSpec, settings: Settings, *, make_link: MakeTaskLink | None = None
     ) -> ClusterSession:
         """Takes the parameter servers for several programs, of which this one creates
         the variables: what is there stays when it ends.
@@ -112,7 +112,7 @@ class ClusterSession:
         settings: Settings,
         index: int,
         *,
-        make_link: MakeLink | None = None,
+        make_link: MakeTaskLink | None = None,
     ) -> ClusterSession:
         """Joins the session of the program that has called `hold`, and waits for it.
 
@@ -435,7 +435,7 @@ def _prefetch(settings: Settings, workers: Mapping[int, str]) -> int:
     return 1 if len(workers) > 1 else 0
 
 
-def _links(job: Job, index: int, incarnation: int, settings: Settings) -> MakeLink:
+def _links(job: Job, index: int, incarnation: int, settings: Settings) -> MakeTaskLink:
     """Links over ZeroMQ, with the key of the job if there are keys."""
     keys = None if settings.keys is None else Security.load(settings.keys, job, index)
     me = hello(job, index, incarnation)

@@ -19,14 +19,14 @@ import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
 from zstrat.program import Resource, _joined, rebuild
-from zstrat.wire import Layout, dtype_named
+from zstrat.wire import LayoutMessage, dtype_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
 
     from zstrat.transport import Bell
 
-    from ._engine import Engine
+    from ._engine import ClosureEngine
 
 
 class RemoteValueStatus(enum.Enum):
@@ -48,12 +48,12 @@ class Kept:
     __slots__ = ("epoch", "layout", "step", "worker")
 
     def __init__(
-        self, worker: int, epoch: int, step: int, layout: Layout | None
+        self, worker: int, epoch: int, step: int, layout: LayoutMessage | None
     ) -> None:
         self.worker, self.epoch, self.step, self.layout = worker, epoch, step, layout
 
 
-class Run(NamedTuple):
+class ClosureRun(NamedTuple):
     """One run of a step: the ``attempt``-th, on ``worker``."""
 
     step: int
@@ -89,7 +89,7 @@ class RemoteValue:
         "state",
     )
 
-    def __init__(self, engine: Engine, expected: Result) -> None:
+    def __init__(self, engine: ClosureEngine, expected: Result) -> None:
         self._engine, self._expected = engine, expected
         self.state = _NOT_READY
         self._bells: list[Bell] | None = None
@@ -115,7 +115,7 @@ class RemoteValue:
         return self._error
 
     @property
-    def run(self) -> Run | None:
+    def run(self) -> ClosureRun | None:
         """The run that this is the result, or the error, of; None if it has not ended,
         or was not ended by a worker.
 
@@ -123,7 +123,7 @@ class RemoteValue:
         effects happened once, but some may be those of an earlier run, which computed
         with other data and other values, where this result is of the last one.
         """
-        return None if self._run is None else Run(*self._run)
+        return None if self._run is None else ClosureRun(*self._run)
 
     def fetch(self, timeout: float | None = None) -> Any:
         """The result with numpy arrays as leaves; those of rank 0 are numpy scalars.
@@ -165,7 +165,7 @@ class RemoteValue:
 
     # ---- the engine settles values, with its lock held -------------------------------
 
-    def _settle(self, layout: Layout | None, data: bytes) -> None:
+    def _settle(self, layout: LayoutMessage | None, data: bytes) -> None:
         self._result = _Inline(layout, data)
         self._ready(_READY)
 
@@ -239,18 +239,20 @@ class RemoteValue:
 class _Inline:
     __slots__ = ("data", "layout")
 
-    def __init__(self, layout: Layout | None, data: bytes) -> None:
+    def __init__(self, layout: LayoutMessage | None, data: bytes) -> None:
         self.layout, self.data = layout, data
 
 
 class _Opened:
     __slots__ = ("layout", "leaves")
 
-    def __init__(self, leaves: Sequence[np.ndarray], layout: Layout | None) -> None:
+    def __init__(
+        self, leaves: Sequence[np.ndarray], layout: LayoutMessage | None
+    ) -> None:
         self.leaves, self.layout = leaves, layout
 
 
-def cut(layout: Layout | None, data: bytes) -> list[np.ndarray]:
+def cut(layout: LayoutMessage | None, data: bytes) -> list[np.ndarray]:
     """The leaves that ``data`` holds one after the other, as read-only arrays."""
     leaves, offset = [], 0
     for name, shape in zip(layout.dtypes, layout.shapes, strict=True) if layout else ():

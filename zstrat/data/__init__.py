@@ -16,7 +16,7 @@ from ._dataset import AUTOTUNE as AUTOTUNE
 from ._dataset import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from ._dataset import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
 from ._dataset import Dataset as Dataset
-from ._elements import Closing as Closing
+from ._elements import ClosingIterator as ClosingIterator
 from ._elements import Elements as Elements
 from ._elements import ending as ending
 from ._leaves import dense as dense

@@ -233,7 +233,7 @@ class Dataset:
                 f"index must be between 0 and {num_shards - 1} (currently index "
                 f"= {index}, num_shards = {num_shards})."
             )
-        return Dataset(passes.Sliced(self._recipe, start=index, step=num_shards))
+        return Dataset(passes.SlicedPass(self._recipe, start=index, step=num_shards))
 
     def map(self, map_func: Callable[..., Any]) -> Dataset:
         """``map_func`` of each element, in numpy; a plain tuple is spread over its
@@ -245,7 +245,7 @@ class Dataset:
         """
         if not callable(map_func):
             raise TypeError(f"`map_func` must be callable; got {map_func!r:.100}")
-        return Dataset(passes.Mapped(self._recipe, map_func))
+        return Dataset(passes.MappedPass(self._recipe, map_func))
 
     def prefetch(self, buffer_size: int) -> Dataset:
         """Makes up to ``buffer_size`` elements ahead, on a thread of its own that ends
@@ -267,7 +267,7 @@ class Dataset:
         if count == -1:
             return self
         _at_least("count", count, 0)
-        return Dataset(passes.Sliced(self._recipe, stop=count))
+        return Dataset(passes.SlicedPass(self._recipe, stop=count))
 
     def skip(self, count: int) -> Dataset:
         """All but the first ``count`` elements; -1: none.
@@ -278,7 +278,7 @@ class Dataset:
         if count == -1:
             return self.take(0)
         _at_least("count", count, 0)
-        return Dataset(passes.Sliced(self._recipe, start=count))
+        return Dataset(passes.SlicedPass(self._recipe, start=count))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Pairs ``(number, element)``, the number an int64."""

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @runtime_checkable
-class Closing(Protocol):
+class ClosingIterator(Protocol):
     """An iterator that holds something open: a generator, a prefetching thread."""
 
     def close(self) -> None: ...
@@ -46,7 +46,7 @@ def ending(iterator: Iterator[T]) -> Iterator[Iterator[T]]:
     garbage collector's whim.
     """
     # Asked now: at the end of the interpreter nobody can answer any more.
-    closing = iterator if isinstance(iterator, Closing) else None
+    closing = iterator if isinstance(iterator, ClosingIterator) else None
     try:
         yield iterator
     finally:
@@ -122,7 +122,7 @@ class Elements(Generic[T]):
             return
         self._closed = True
         self._ready.clear()
-        if isinstance(self._source, Closing):
+        if isinstance(self._source, ClosingIterator):
             self._source.close()
 
     def _advance(self) -> T:

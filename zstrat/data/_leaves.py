@@ -51,7 +51,7 @@ class Typed(Protocol):
 
 
 @runtime_checkable
-class Slices(Protocol):
+class RowSlices(Protocol):
     """Rows of a larger array, or numbers at places of one, with their indices."""
 
     @property
@@ -239,4 +239,4 @@ _TUPLES: Final = ("SparseTensorValue", "RaggedTensorValue")
 def _is_sparse(node: object) -> bool:
     if isinstance(node, tuple) and type(node).__name__ not in _TUPLES:
         return False  # a structure of somebody's own, whatever its fields are called
-    return isinstance(node, Slices | Ragged | Densable)
+    return isinstance(node, RowSlices | Ragged | Densable)

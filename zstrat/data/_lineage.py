@@ -27,7 +27,7 @@ from ._passes import (
     Recipe,
     Reordered,
     Rows,
-    Sliced,
+    SlicedPass,
 )
 from ._shuffle import Shuffled
 from ._tree import leaves
@@ -158,7 +158,7 @@ def for_hint(recipe: Recipe, workers: int, worker: int) -> Recipe:
 
     def sharded(hint: Recipe) -> Recipe:
         assert isinstance(hint, Hinted)
-        return Sliced(hint.source, start=worker, step=workers)
+        return SlicedPass(hint.source, start=worker, step=workers)
 
     return _rewritten(recipe, lambda each: isinstance(each, Hinted), sharded)
 

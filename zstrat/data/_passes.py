@@ -3,8 +3,8 @@
 A `Recipe` yields *items*; ``one`` makes the element of an item and ``many`` the batch
 of several. Over arrays in memory an item is only a row number, so that shuffling,
 repeating and sharding move integers, and a batch is one gather per array instead of
-hundreds of slices and a stack. Whatever looks at elements (`Mapped`, `Batched`) makes
-them first; from there on an item is its own element.
+hundreds of slices and a stack. Whatever looks at elements (`MappedPass`, `Batched`)
+makes them first; from there on an item is its own element.
 
 The law: a pass is begun once, by `Recipe.begun`, in the thread that asks for it; it
 shares nothing with other passes but the count that gave it its number, and is the same
@@ -169,7 +169,7 @@ class Generated(Recipe):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Mapped(Derived):
+class MappedPass(Derived):
     source: Recipe
     function: Callable[..., Any]
 
@@ -249,7 +249,7 @@ class Repeated(Reordered):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Sliced(Reordered):
+class SlicedPass(Reordered):
     """Items ``start``, ``start + step``, … before ``stop``: take, skip and shard."""
 
     source: Recipe

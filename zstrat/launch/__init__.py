@@ -15,7 +15,7 @@ from ._observe import Sight as Sight
 from ._observe import observe as observe
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef
-from ._task import Place as Place
 from ._task import Task as Task
+from ._task import TaskPlace as TaskPlace
 from ._task import serve as serve
 from ._units import write_units as write_units

@@ -90,10 +90,10 @@ async def run_copies(copies: Copies, write: Write) -> int:
     Cancellation: ends all copies, then is raised.
     """
     with _addresses(copies) as addresses:
-        return await _Run(copies, addresses, write).whole()
+        return await _CopiesRun(copies, addresses, write).whole()
 
 
-class _Run:
+class _CopiesRun:
     def __init__(self, copies: Copies, addresses: Sequence[str], write: Write) -> None:
         self._copies, self._write = copies, write
         self._cluster = {"worker": list(addresses)}

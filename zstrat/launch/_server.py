@@ -11,7 +11,7 @@ from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
 from zstrat.transport import run as run_loop
 
-from ._task import Place, Task
+from ._task import Task, TaskPlace
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -151,8 +151,8 @@ class Server:
         finally:
             await task.stop()
 
-    def _place(self) -> Place:
-        return Place(self._def.job_name, self._def.task_index, self._def.address)
+    def _place(self) -> TaskPlace:
+        return TaskPlace(self._def.job_name, self._def.task_index, self._def.address)
 
 
 def _define(

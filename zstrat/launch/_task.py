@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from zstrat.collectives import GROUP_MESSAGES, Node, announce, withdraw
+from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
@@ -57,7 +57,7 @@ Served = tuple[Service, Callable[[], Awaitable[None]], "Absorber | None"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TaskPlace:
     """Which task this is, and the address that it binds."""
 
     job: str
@@ -75,7 +75,7 @@ class Task:
 
     def __init__(
         self,
-        place: Place,
+        place: TaskPlace,
         settings: Settings,
         incarnation: int | None = None,
         *,
@@ -98,7 +98,7 @@ class Task:
         self._end: asyncio.Future[str] = self._loop.create_future()
         make = self._make_worker if place.job == Job.WORKER else self._make_ps
         self._service, self._close_service, absorb = make()
-        self._node = Node(self.hello, settings, self._security)
+        self._node = GroupNode(self.hello, settings, self._security)
         self._endpoint = Endpoint(
             self.hello,
             self._handle,
@@ -263,7 +263,7 @@ def load_keys(folder: Path | None, job: str, index: int) -> Security | None:
 
 
 @contextlib.asynccontextmanager
-async def serve(place: Place, settings: Settings) -> AsyncIterator[Task]:
+async def serve(place: TaskPlace, settings: Settings) -> AsyncIterator[Task]:
     """Serves one task: bound on entry, drained and closed on exit.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
-from zstrat.collectives import ALGORITHMS, Kind, Measurement
+from zstrat.collectives import ALGORITHMS, CallKind, Measurement
 from zstrat.config import MiB
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
     Raises:
         ZstratError: A rank is lost; see `Group.all_reduce`.
     """
-    for kind in Kind:
+    for kind in CallKind:
         algorithms = ALGORITHMS[kind.value]
         if len(algorithms) == 1:
             continue
@@ -42,7 +42,7 @@ def timings(group: Group, sizes: Sequence[int]) -> Iterator[list[Measurement]]:
                 yield [Measurement(*what, each) for each in seconds]
 
 
-def timed(group: Group, kind: Kind, algorithm: str, nbytes: int) -> list[float]:
+def timed(group: Group, kind: CallKind, algorithm: str, nbytes: int) -> list[float]:
     """Seconds from when all ranks are there until the last one has its result."""
     once = _operation(group, kind, algorithm, nbytes)
     for _ in range(_WARM):
@@ -58,22 +58,22 @@ def timed(group: Group, kind: Kind, algorithm: str, nbytes: int) -> list[float]:
 
 
 def _operation(
-    group: Group, kind: Kind, algorithm: str, nbytes: int
+    group: Group, kind: CallKind, algorithm: str, nbytes: int
 ) -> Callable[[], object]:
     """The call on an array of so many bytes in all, as a table counts them."""
     count = max(nbytes // 4, 1)
     whole = np.ones(count, np.float32)
     match kind:
-        case Kind.ALL_REDUCE:
+        case CallKind.ALL_REDUCE:
             return partial(group.all_reduce, whole, algorithm=algorithm)
-        case Kind.REDUCE_SCATTER:
+        case CallKind.REDUCE_SCATTER:
             return partial(group.reduce_scatter, whole, algorithm=algorithm)
-        case Kind.BROADCAST:
+        case CallKind.BROADCAST:
             return partial(group.broadcast, whole, algorithm=algorithm)
-        case Kind.ALL_GATHER:
+        case CallKind.ALL_GATHER:
             mine = whole[: -(-count // group.size)]
             return partial(group.all_gather, mine, algorithm=algorithm)
-        case Kind.ALL_TO_ALL | Kind.BARRIER:
+        case CallKind.ALL_TO_ALL | CallKind.BARRIER:
             raise ValueError(f"{kind.value} has one algorithm: nothing to compare")
         case _:
             assert_never(kind)

@@ -16,7 +16,7 @@ from ._execute import Prepared as Prepared
 from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._feeds import Discovery as Discovery
-from ._feeds import Feed as Feed
+from ._feeds import TraceFeed as TraceFeed
 from ._function import Function as Function
 from ._function import function as function
 from ._gradients import grad as grad

@@ -17,9 +17,9 @@ A lookup names rows of a table. Its ids are an output of the program and its row
 input, so that it is found out only in the plan which of them can be asked for when.
 
 A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
-its own with a `Feed` that reads from the outer one, and hands the inner one's updates
-on as explicit outputs. In it, the value of a variable of which each replica has a copy
-is that copy; outside of it, all copies are known, and the value is the first one.
+its own with a `TraceFeed` that reads from the outer one, and hands the inner one's
+updates on as explicit outputs. In it, the value of a variable of which each replica has
+a copy is that copy; outside of it, all copies are known, and the value is the first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import GradientCall, Optimizer, Table, Variable
 
-    from ._feeds import Feed
+    from ._feeds import TraceFeed
     from ._iterator import StepIterator
 
 MAX_DRAWS: Final = 1024
@@ -83,7 +83,7 @@ class Capture:
 
     def __init__(
         self,
-        feed: Feed,
+        feed: TraceFeed,
         iterators: Sequence[StepIterator] = (),
         *,
         is_region: bool = False,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._results import StepResult
 
 
-class Program:
+class CompiledProgram:
     """Compiled when it first runs, for one signature.
 
     Calling it takes the array leaves of the arguments, those of the drawn elements, and

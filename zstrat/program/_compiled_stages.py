@@ -15,7 +15,7 @@ from ._compile import own
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._cross import Channel, Kind
+    from ._cross import Channel, CrossKind
     from ._stages import Crossing, Stage
 
 
@@ -29,7 +29,7 @@ class Compiled:
     given_up: tuple[int, ...]
     kept: tuple[int, ...]
     dead: tuple[int, ...]
-    calls: tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]
+    calls: tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]
 
 
 def compiled(
@@ -89,9 +89,9 @@ def _jitted(
 
 def _calls(
     crossings: Sequence[Crossing],
-) -> tuple[tuple[Channel, Kind, tuple[Crossing, ...]], ...]:
+) -> tuple[tuple[Channel, CrossKind, tuple[Crossing, ...]], ...]:
     """Those that can be done as one, in the order of the program."""
-    groups: dict[tuple[Channel, Kind], list[Crossing]] = {}
+    groups: dict[tuple[Channel, CrossKind], list[Crossing]] = {}
     for each in crossings:
         groups.setdefault((each.channel, each.kind), []).append(each)
     return tuple([(*key, tuple(found)) for key, found in groups.items()])

@@ -86,7 +86,7 @@ class Collective(Protocol):
         ...
 
 
-class Kind(enum.Enum):
+class CrossKind(enum.Enum):
     """What becomes of the arrays of all processes."""
 
     SUM = enum.auto()
@@ -141,7 +141,7 @@ class Channel:
         """A program that was traced under another one is not used."""
         return self.rank, self.size
 
-    def carry_out(self, kind: Kind, arrays: Sequence[Any]) -> list[Any]:
+    def carry_out(self, kind: CrossKind, arrays: Sequence[Any]) -> list[Any]:
         """Does it, for several arrays together; waits for all processes.
 
         Raises:
@@ -152,11 +152,11 @@ class Channel:
         if self.options is not None:
             collective = collective.under(self.options)
         match kind:
-            case Kind.SUM:
+            case CrossKind.SUM:
                 return list(collective.all_reduce(given, "sum"))
-            case Kind.GATHER:
+            case CrossKind.GATHER:
                 return list(collective.all_gather(given, 0))
-            case Kind.FIRST:
+            case CrossKind.FIRST:
                 return list(collective.broadcast(given, 0))
 
 
@@ -167,7 +167,7 @@ def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The arrays of rank 0."""
-    return _bound(channel, Kind.FIRST, here(), arrays)
+    return _bound(channel, CrossKind.FIRST, here(), arrays)
 
 
 def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -184,22 +184,24 @@ crossing.multiple_results = True
 
 
 def _abstract(
-    *operands: Any, channel: Channel, kind: Kind, where: str
+    *operands: Any, channel: Channel, kind: CrossKind, where: str
 ) -> list[jax.core.ShapedArray]:
     del where
     return [_result(operand, channel, kind) for operand in operands]
 
 
-def _result(operand: Any, channel: Channel, kind: Kind) -> jax.core.ShapedArray:
+def _result(operand: Any, channel: Channel, kind: CrossKind) -> jax.core.ShapedArray:
     shape = tuple(operand.shape)
-    if kind is Kind.GATHER:
+    if kind is CrossKind.GATHER:
         shape = (shape[0] * channel.size, *shape[1:])
     made: Any = jax.core.ShapedArray  # untyped
     result: jax.core.ShapedArray = made(shape, operand.dtype)
     return result
 
 
-def _now(*operands: Any, channel: Channel, kind: Kind, where: str) -> list[jax.Array]:
+def _now(
+    *operands: Any, channel: Channel, kind: CrossKind, where: str
+) -> list[jax.Array]:
     del where
     return [jnp.asarray(x) for x in channel.carry_out(kind, operands)]
 
@@ -209,7 +211,7 @@ crossing.def_impl(_now)
 
 
 def _bound(
-    channel: Channel, kind: Kind, where: str, arrays: Sequence[Any]
+    channel: Channel, kind: CrossKind, where: str, arrays: Sequence[Any]
 ) -> list[jax.Array]:
     if not arrays:
         return []
@@ -222,15 +224,15 @@ def _bound(
     return list(found)
 
 
-def _mapped(kind: Kind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The collective inside of XLA."""
     match kind:
-        case Kind.SUM:
+        case CrossKind.SUM:
             summed: list[jax.Array] = _psum(list(arrays), PROCESS)
             return summed
-        case Kind.GATHER:
+        case CrossKind.GATHER:
             return [jax.lax.all_gather(x, PROCESS, tiled=True) for x in arrays]
-        case Kind.FIRST:
+        case CrossKind.FIRST:
             # A select, because 0 * nan of another rank is nan.
             is_mine = jax.lax.axis_index(PROCESS) == 0
             mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
@@ -240,7 +242,7 @@ def _mapped(kind: Kind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _differentiable(channel: Channel, where: str) -> Any:
     def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_bound(channel, Kind.SUM, where, arrays))
+        return tuple(_bound(channel, CrossKind.SUM, where, arrays))
 
     summed = jax.custom_vjp(reduced)
     summed.defvjp(
@@ -252,10 +254,10 @@ def _differentiable(channel: Channel, where: str) -> Any:
 
 def _gathering(channel: Channel, where: str) -> Any:
     def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_bound(channel, Kind.GATHER, where, arrays))
+        return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
 
     def mine(_: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
-        whole = _bound(channel, Kind.SUM, where, gradients)
+        whole = _bound(channel, CrossKind.SUM, where, gradients)
         size, rank = channel.size, channel.rank
         return (tuple(jnp.split(x, size)[rank] for x in whole),)
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from ._capture import Recorded
     from ._iterator import Element, StepIterator
-    from ._signature import Call
+    from ._signature import CutCall
     from ._structure import Structure
 
 
 def discover(
     step: str,
     fn: Callable[..., Any],
-    call: Call,
+    call: CutCall,
     supply: Callable[[int, StepIterator], Element],
 ) -> tuple[Plan, Template | Traced | Staged]:
     """Traces the body, once or, if it looks rows up or is cut into stages, twice; and
@@ -141,7 +141,7 @@ def _emptied(call: GradientCall) -> GradientCall:
     return call.with_arrays([None] * len(call.arrays))
 
 
-def _gaps(call: Call) -> tuple[int, ...]:
+def _gaps(call: CutCall) -> tuple[int, ...]:
     """Where among the leaves the inputs stand: both are in the same order."""
     gaps: list[int] = []
     for number, leaf in enumerate(call.leaves):

@@ -17,7 +17,7 @@ import numpy as np
 from zstrat.variables import Binds, apply_now, read_all, read_parts, update_all
 
 from . import _joined
-from ._compile import Program
+from ._compile import CompiledProgram
 from ._eager import Immediate
 from ._held import Outdated
 from ._narrow import require_fitting
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from zstrat.variables import Home, VariableSpec
 
     from ._plan import Plan
-    from ._programs import Draws, Programs
+    from ._programs import CompiledPrograms, Draws
 
 
-class Step(Protocol):
+class ExecutedFunction(Protocol):
     """What is run: a `Function`, as far as it matters here."""
 
     name: str
     eager: bool
     body: Callable[..., Any]
-    programs: Programs
+    programs: CompiledPrograms
 
 
 def prepare(
-    function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Prepared:
     """Draws the elements of one step and finds its program; traces it if it is new.
 
@@ -87,7 +87,7 @@ class Prepared:
     __slots__ = ("_draws", "_given", "_lookups", "_program", "plan", "wanted")
 
     def __init__(
-        self, program: Program | RowsProgram, inputs: list[Any], draws: Draws
+        self, program: CompiledProgram | RowsProgram, inputs: list[Any], draws: Draws
     ) -> None:
         self.plan: Plan = program.plan
         self._program = program
@@ -133,7 +133,7 @@ class Prepared:
         """Starts the computation; the arrays may not be ready yet."""
         if self._lookups is not None:
             return self._lookups.compute(values)
-        assert isinstance(self._program, Program)
+        assert isinstance(self._program, CompiledProgram)
         elements, given = _leaves(self._draws), list(values)
         results, operands = self._program(self._given, elements, given)
         return Computed(results, operands, lambda: _outgoing(self.plan, operands))
@@ -163,7 +163,7 @@ class Prepared:
 
 
 def run_eager(
-    function: Step,
+    function: ExecutedFunction,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     home: Home | None = None,
@@ -198,7 +198,9 @@ def run_eager(
     return StepResult(leaves, layout, [])
 
 
-def run_here(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_here(
+    function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Runs a step in this process, through the home of each variable.
 
     Returns what the body returns, its arrays as ``jax.Array``.
@@ -293,7 +295,9 @@ def _leaves(draws: Draws) -> list[Any]:
     return [leaf for element in draws.elements for leaf in element.leaves]
 
 
-def _called(function: Step, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _called(
+    function: ExecutedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """The body's result. It is given jax arrays, as a captured step is, and containers
     of its own: other calls share these arguments."""
     tell_of_arguments(function.name, args, kwargs, function.programs.said)

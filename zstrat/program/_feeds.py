@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ._moves import SlotsKey
 
 
-class Feed(Protocol):
+class TraceFeed(Protocol):
     """Where the values come from that the trace meets."""
 
     def value(self, spec: VariableSpec) -> jax.Array:

@@ -11,7 +11,7 @@ from zstrat.variables import is_staging, recorder
 from . import _code, _refusals
 from ._bound import bound_functions
 from ._execute import run_here
-from ._programs import Programs
+from ._programs import CompiledPrograms
 from ._scoped import ScopedBody
 from ._signature import cut
 
@@ -44,7 +44,7 @@ class Function:
     def _init_caches(self) -> None:
         # Not the attributes of a callable object: they would replace our own.
         functools.update_wrapper(self, self.body, updated=())
-        self.programs = Programs(self.name, self.body)
+        self.programs = CompiledPrograms(self.name, self.body)
         self._shipped: tuple[bytes, bytes] | None = None
 
     @property

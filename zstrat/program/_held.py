@@ -32,7 +32,7 @@ class Outdated(Exception):
     Nothing was done; the program is to be found again."""
 
 
-class Held:
+class PlannedVariables:
     """The variables of one plan: those it reads, those it moves, and their slots."""
 
     def __init__(

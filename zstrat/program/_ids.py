@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ._retrace import Traced
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """Where the rows of a lookup are: in which block of which level, from where."""
 
     level: int
@@ -30,10 +30,10 @@ class Place(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Inputs:
+class TraceInputs:
     """Where the inputs of the trace are, by number, among ``given`` and ``blocks``."""
 
-    def __init__(self, traced: Traced, places: Sequence[Place]) -> None:
+    def __init__(self, traced: Traced, places: Sequence[RowPlace]) -> None:
         self.data = traced.inputs
         self._first = traced.inputs + traced.reads
         self._values = {
@@ -72,7 +72,7 @@ class Ids:
     """The ids of one level: taken from the batch, or computed by a program."""
 
     def __init__(
-        self, level: Level, flow: Flow, first: int, inputs: Inputs, name: str
+        self, level: Level, flow: Flow, first: int, inputs: TraceInputs, name: str
     ) -> None:
         self._taken: list[int | None] = []
         computed: dict[Any, list[int]] = {}
@@ -109,7 +109,7 @@ class Ids:
 
 
 def _compiled(
-    flow: Flow, computed: dict[Any, list[int]], inputs: Inputs, name: str
+    flow: Flow, computed: dict[Any, list[int]], inputs: TraceInputs, name: str
 ) -> Callable[..., Any]:
     """A program that gives the ids of each dtype as one vector."""
     outputs = [output for same in computed.values() for output in same]

@@ -28,7 +28,7 @@ from typing import (
 import jax
 import numpy as np
 
-from zstrat.data import Closing, is_steady, own
+from zstrat.data import ClosingIterator, is_steady, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
@@ -174,7 +174,7 @@ class StepIterator:
 
     def close(self) -> None:
         """Ends the pass and closes its source, if it can be closed."""
-        if isinstance(self._source, Closing):
+        if isinstance(self._source, ClosingIterator):
             self._source.close()
 
 

@@ -50,7 +50,7 @@ class PlannedLookup:
         return int(np.prod(self.shape, dtype=np.int64))
 
 
-class Segment(NamedTuple):
+class IdSegment(NamedTuple):
     """The ids of one table in the level: ``[start, stop)`` of the vector. Its rows are
     numbered from ``base``; its components are those from ``first``."""
 
@@ -62,19 +62,19 @@ class Segment(NamedTuple):
     first: int
 
 
-class Block(NamedTuple):
+class LookupBlock(NamedTuple):
     """Segments whose rows are alike: ids ``[start, stop)``, components ``[first,
     last)``."""
 
     kind: Kind
-    segments: tuple[Segment, ...]
+    segments: tuple[IdSegment, ...]
     start: int
     stop: int
     first: int
     last: int
 
 
-class Asked(NamedTuple):
+class LevelRequest(NamedTuple):
     """What one step wants of a level. ``cuts[c]`` is where the rows of component c
     begin among ``found.unique``; ``rows`` are those of components that have some.
     ``left_out`` says which ids are `ABSENT`, if any: they are in none of the runs."""
@@ -91,7 +91,7 @@ class Level:
 
     def __init__(self, lookups: Sequence[tuple[int, PlannedLookup]]) -> None:
         self._planned = dict(lookups)
-        self.blocks: tuple[Block, ...] = _blocks(lookups)
+        self.blocks: tuple[LookupBlock, ...] = _blocks(lookups)
         segments = [segment for block in self.blocks for segment in block.segments]
         self.order: tuple[int, ...] = tuple(
             [number for segment in segments for number in segment.lookups]
@@ -109,7 +109,7 @@ class Level:
         self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
         self._dealt = [s for s in self._full if s.table.layout is TableLayout.MOD]
 
-    def ask(self, ids: np.ndarray) -> Asked:
+    def ask(self, ids: np.ndarray) -> LevelRequest:
         """What is wanted for ids ``[size]``, int64.
 
         Raises:
@@ -131,10 +131,10 @@ class Level:
             )
             if start < stop
         ]
-        return Asked(found, cuts, tuple(wanted), left_out)
+        return LevelRequest(found, cuts, tuple(wanted), left_out)
 
     def assembled(
-        self, asked: Asked, answers: Sequence[np.ndarray]
+        self, asked: LevelRequest, answers: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Per block the rows ``[n, *row]`` for its ids, in their order.
 
@@ -165,7 +165,7 @@ class Level:
             blocks.append(rows)
         return blocks
 
-    def runs_of(self, asked: Asked, segments: Sequence[Segment]) -> Runs:
+    def runs_of(self, asked: LevelRequest, segments: Sequence[IdSegment]) -> Runs:
         """The runs of the ids of neighbouring segments of a block, where the first of
         these ids and the first of their runs are number 0."""
         first, last = segments[0], segments[-1]
@@ -182,7 +182,9 @@ class Level:
             found.counts[low:high],
         )
 
-    def parts_of(self, asked: Asked, segments: Sequence[Segment]) -> list[list[Part]]:
+    def parts_of(
+        self, asked: LevelRequest, segments: Sequence[IdSegment]
+    ) -> list[list[Part]]:
         """For each of the segments, which of these runs are those of which component,
         and for which of its rows."""
         first, rows = asked.cuts[segments[0].first], asked.rows
@@ -226,7 +228,7 @@ def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
     return found._replace(order=np.flatnonzero(some)[found.order])
 
 
-def _inverse(asked: Asked, size: int) -> np.ndarray:
+def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
     """For each id of the level its place among the unique ones; some place, if it is
     left out."""
     if asked.left_out is None:
@@ -237,7 +239,7 @@ def _inverse(asked: Asked, size: int) -> np.ndarray:
     return inverse
 
 
-def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[Block, ...]:
+def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[LookupBlock, ...]:
     kinds: dict[Kind, dict[Table, list[int]]] = {}
     planned = dict(lookups)
     for number, lookup in lookups:
@@ -249,15 +251,15 @@ def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[Block, ...]:
         segments = []
         for table, numbers in tables.items():
             stop = at + sum(planned[number].size for number in numbers)
-            segments.append(Segment(table, tuple(numbers), at, stop, base, component))
+            segments.append(IdSegment(table, tuple(numbers), at, stop, base, component))
             at, base = stop, base + table.shape[0]
             component += len(table.components)
         start, first = segments[0].start, segments[0].first
-        blocks.append(Block(kind, tuple(segments), start, at, first, component))
+        blocks.append(LookupBlock(kind, tuple(segments), start, at, first, component))
     return tuple(blocks)
 
 
-def _require_answers(asked: Asked, answers: Sequence[np.ndarray]) -> None:
+def _require_answers(asked: LevelRequest, answers: Sequence[np.ndarray]) -> None:
     for wanted, answer in zip(asked.rows, answers, strict=True):
         expected = (len(wanted.indices), *wanted.spec.shape[1:])
         if answer.shape != expected or answer.dtype != wanted.spec.numpy_dtype:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import GradientCall, SlotRule, Table, Variable
 
-    from ._feeds import Feed
+    from ._feeds import TraceFeed
     from ._writes import Recorded
 
 SlotsKey = tuple[int, int]
@@ -55,7 +55,7 @@ class Moves:
     the order of the body.
     """
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: TraceFeed) -> None:
         self.values: dict[int, tuple[Variable, jax.Array]] = {}
         self.slots: dict[SlotsKey, tuple[Variable, SlotRule, list[Any]]] = {}
         self.notes: list[tuple[tuple[Any, ...], UpdateOp]] = []

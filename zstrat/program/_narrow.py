@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ._iterator import Element
     from ._plan import Plan
-    from ._signature import Call
+    from ._signature import CutCall
 
 _MARK: Final = "zstrat rows"
 
@@ -39,7 +39,7 @@ def marked(indices: jax.Array) -> jax.Array:
 
 
 def wide_leaves(
-    call: Call, gaps: Sequence[int], elements: Sequence[Element]
+    call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
 ) -> dict[int, str]:
     """The leaves of inputs and elements, by number, that jax would take for integers of
     fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""

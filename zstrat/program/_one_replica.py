@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._collective import Team
-    from ._feeds import Feed
+    from ._feeds import TraceFeed
     from ._iterator import Element, StepIterator
     from ._spread import Spread
 
@@ -39,7 +39,7 @@ class OneReplica:
     """The recorder inside a replica function: updates are brought together with those
     of the other replicas, and noted by a capture of this region."""
 
-    def __init__(self, feed: Feed, team: Team) -> None:
+    def __init__(self, feed: TraceFeed, team: Team) -> None:
         self.capture = Capture(feed, is_region=True)
         self._team = team
 

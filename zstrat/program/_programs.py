@@ -1,9 +1,9 @@
 """The programs of one step function, by what its calls look like.
 
-A call is named by its arguments (`Call.key`), then by the elements that it draws and,
-if the body asked for it, by the worker's context. Each name is traced once. A function
-that is traced again and again is slow in silence, so it is counted and warned about,
-with words that say what changed.
+A call is named by its arguments (`CutCall.key`), then by the elements that it draws
+and, if the body asked for it, by the worker's context. Each name is traced once. A
+function that is traced again and again is slow in silence, so it is counted and warned
+about, with words that say what changed.
 
 Law of the file: programs are found and added under one lock; a lookup takes none.
 """
@@ -16,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from ._compile import Program
+from ._compile import CompiledProgram
 from ._context import surrounding, worker_context
 from ._discover import discover
 from ._held import Outdated
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ._iterator import StepIterator
     from ._plan import Plan, Template
-    from ._signature import Call
+    from ._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
 """Signatures of one function. Each keeps an executable of about a megabyte; a function
@@ -42,7 +42,7 @@ with more is traced anew by mistake, and was warned about long before."""
 HereProgram = StagedProgram | WholeProgram
 """Of variables that live here, or of several processes."""
 
-AnyProgram = Program | RowsProgram | HereProgram
+AnyProgram = CompiledProgram | RowsProgram | HereProgram
 
 WARN_AT: Final = (5, 10, 20, 50, 100, 200, 500, 1000)
 """Numbers of traces at which it is said (TF warns at the fifth); then at each multiple
@@ -167,7 +167,7 @@ class Draws:
                 self._iterators[ordinal].unread(raw)
 
 
-class Programs:
+class CompiledPrograms:
     """All programs of one function."""
 
     def __init__(self, step: str, fn: Callable[..., Any]) -> None:
@@ -183,7 +183,7 @@ class Programs:
         self._lock = threading.RLock()
 
     def find(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: CutCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[AnyProgram, Draws]:
         """The program for a call, and the elements that it draws.
 
@@ -198,7 +198,7 @@ class Programs:
                 pass  # while it was traced; each variable is parted once
 
     def _found(
-        self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, call: CutCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[AnyProgram, Draws]:
         draws = Draws(call.iterators)
         program = self._known(call, draws)
@@ -210,7 +210,7 @@ class Programs:
                     program = self._traced(call, args, kwargs, draws)
         return program, draws
 
-    def _known(self, call: Call, draws: Draws) -> AnyProgram | None:
+    def _known(self, call: CutCall, draws: Draws) -> AnyProgram | None:
         signature = self._signatures.get(call.key)
         if signature is None:
             return None
@@ -218,7 +218,7 @@ class Programs:
 
     def _traced(
         self,
-        call: Call,
+        call: CutCall,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         draws: Draws,
@@ -247,7 +247,7 @@ class Programs:
         if isinstance(body, Traced):
             return RowsProgram(plan, body)
         if not isinstance(body, Staged):
-            return Program(plan, body)
+            return CompiledProgram(plan, body)
         mesh = body.mesh or body.held.mesh
         if mesh is not None:
             return WholeProgram(plan, body, mesh)

@@ -19,7 +19,7 @@ from jax import tree_util
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE: written in Python
 
 
-class Way(enum.Enum):
+class RegisteredPytree(enum.Enum):
     """How a class was registered."""
 
     DATACLASS = "register_dataclass"
@@ -33,7 +33,7 @@ class Registration(NamedTuple):
     """A class, how to register it, and its fields if it is a dataclass."""
 
     cls: type
-    way: Way
+    way: RegisteredPytree
     data: tuple[str, ...] = ()
     meta: tuple[str, ...] = ()
 
@@ -48,16 +48,23 @@ class Registration(NamedTuple):
             return []
         if "tree_unflatten" in dir(cls):
             with_keys = "tree_flatten_with_keys" in dir(cls)
-            return [Registration(cls, Way.KEYS_CLASS if with_keys else Way.NODE_CLASS)]
+            return [
+                Registration(
+                    cls,
+                    RegisteredPytree.KEYS_CLASS
+                    if with_keys
+                    else RegisteredPytree.NODE_CLASS,
+                )
+            ]
         if _is_static(cls):
-            return [Registration(cls, Way.STATIC)]
+            return [Registration(cls, RegisteredPytree.STATIC)]
         data = _data_fields(cls)
         if data is not None:
             names = [f.name for f in dataclasses.fields(cls) if f.init]
             meta = tuple(name for name in names if name not in data)
-            return [Registration(cls, Way.DATACLASS, data, meta)]
+            return [Registration(cls, RegisteredPytree.DATACLASS, data, meta)]
         if _may_register_itself(cls):
-            return [Registration(cls, Way.ITSELF)]
+            return [Registration(cls, RegisteredPytree.ITSELF)]
         raise TypeError(_unknown(cls))
 
 
@@ -71,16 +78,16 @@ def register(registration: Registration) -> None:
     if _is_registered(cls):
         return
     match registration.way:
-        case Way.DATACLASS:
+        case RegisteredPytree.DATACLASS:
             data, meta = list(registration.data), list(registration.meta)
             tree_util.register_dataclass(cls, data_fields=data, meta_fields=meta)
-        case Way.NODE_CLASS:
+        case RegisteredPytree.NODE_CLASS:
             tree_util.register_pytree_node_class(cls)
-        case Way.KEYS_CLASS:
+        case RegisteredPytree.KEYS_CLASS:
             tree_util.register_pytree_with_keys_class(cls)
-        case Way.STATIC:
+        case RegisteredPytree.STATIC:
             tree_util.register_static(cls)
-        case Way.ITSELF:
+        case RegisteredPytree.ITSELF:
             raise TypeError(_unknown(cls))
 
 

@@ -43,7 +43,7 @@ def in_stages(
     device, and may be given as ``own`` again; what it returns second is the same on
     all.
     """
-    store = _Store(in_order)
+    store = _RegionValues(in_order)
     for number in itertools.count():
         parts, alike, found = _mapped_part(one, mapped, rows, shared, store, number)
         if found.is_last:
@@ -62,7 +62,7 @@ def in_stages(
 
 
 @dataclass(slots=True)
-class _Store:
+class _RegionValues:
     """Values by number: those of which each device has its own, and the others."""
 
     in_order: bool
@@ -75,15 +75,15 @@ def _mapped_part(
     mapped: Callable[..., Any],
     rows: Sequence[Any],
     shared: int,
-    store: _Store,
+    store: _RegionValues,
     number: int,
-) -> tuple[list[Any], list[Any], _Part]:
-    seen: list[_Part] = []
+) -> tuple[list[Any], list[Any], _StagePart]:
+    seen: list[_StagePart] = []
 
     def part(values: Any, everywhere: Any, mine: Any) -> Any:
         fixed = len(mine) - len(store.own)
         args = values, everywhere[:shared], mine[:fixed]
-        seen[:] = [_Part.of(one, args, number, store.in_order)]
+        seen[:] = [_StagePart.of(one, args, number, store.in_order)]
         known = dict(zip(store.own, mine[fixed:], strict=True))
         known.update(zip(store.whole, everywhere[shared:], strict=True))
         return seen[0].run(known)
@@ -93,7 +93,7 @@ def _mapped_part(
     return parts, alike, seen[0]
 
 
-class _Part:
+class _StagePart:
     """One stage, in the map that it runs in."""
 
     def __init__(
@@ -113,13 +113,15 @@ class _Part:
         self._shape = shape
 
     @staticmethod
-    def of(one: Callable[..., Any], args: Any, number: int, in_order: bool) -> _Part:
+    def of(
+        one: Callable[..., Any], args: Any, number: int, in_order: bool
+    ) -> _StagePart:
         """Traces the function and cuts this stage out."""
         closed, shape = jax.make_jaxpr(one, return_shape=True)(*args)
         cut, constants = stages(closed, in_order=in_order)
         store = dict(enumerate(jax.tree.leaves(args)))
         store.update(constants)
-        return _Part(cut, number, store, shape)
+        return _StagePart(cut, number, store, shape)
 
     def run(self, known: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """What each device has of its own, and what is the same on all: at the end

@@ -19,7 +19,7 @@ from . import _refusals
 from ._capture import Capture
 from ._feeds import Replay
 from ._flow import Flow
-from ._held import Held
+from ._held import PlannedVariables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ._iterator import Element
     from ._plan import Plan, Template
-    from ._signature import Call
+    from ._signature import CutCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Staged:
     """The body of a step of variables that live here, or of several processes, as a
     function to be traced.
 
-    ``held`` are the variables, and ``mark`` is that of `Held` from before anything was
-    asked about how they lie: if it is still that one, all answers are.
+    ``held`` are the variables, and ``mark`` is that of `PlannedVariables` from before
+    anything was asked about how they lie: if it is still that one, all answers are.
 
     ``body(inputs, leaves, values, slots)`` takes the inputs, the leaves of elements,
     the values of the plan's reads, and the slots of each optimizer. It returns arrays
@@ -66,7 +66,7 @@ class Staged:
     body: Callable[..., Any]
     inputs: list[Any]
     leaves: list[Any]
-    held: Held
+    held: PlannedVariables
     mark: Hashable
     values_like: list[Any]
     slots_like: list[Any]
@@ -81,7 +81,7 @@ class Staged:
 
 
 def retraced(
-    plan: Plan, template: Template, call: Call, elements: Sequence[Element]
+    plan: Plan, template: Template, call: CutCall, elements: Sequence[Element]
 ) -> Any:
     """The body as a program: from inputs, leaves of elements, values of the plan's
     reads and rows of its lookups to results, operands of updates, and ids."""
@@ -128,7 +128,7 @@ def leveled(plan: Plan, closed: Any) -> tuple[Plan, Traced]:
 def staged(
     plan: Plan,
     template: Template,
-    call: Call,
+    call: CutCall,
     elements: Sequence[Element],
     found: Capture,
     mesh: Mesh | None,
@@ -156,7 +156,7 @@ def staged(
         )
 
     changing = [variable for variable, _ in found.moves.values.values()]
-    held = Held(plan, changing, list(kept.values()))
+    held = PlannedVariables(plan, changing, list(kept.values()))
     return Staged(
         body,
         call.inputs,

@@ -22,14 +22,14 @@ from zstrat.rows import sums
 from . import _refusals
 from ._compile import own
 from ._flow import Flow
-from ._ids import Ids, Inputs, Place
+from ._ids import Ids, RowPlace, TraceInputs
 from ._lookups import Level
 from ._row_updates import SUMMED, outgoing, parted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from ._lookups import Asked, Block
+    from ._lookups import LevelRequest, LookupBlock
     from ._plan import Plan
     from ._results import StepResult, StepUpdate
     from ._retrace import Traced
@@ -40,7 +40,7 @@ class Shared(NamedTuple):
     the very ids that were looked up: their rows leave as one array."""
 
     level: int
-    block: Block
+    block: LookupBlock
     first: int
     last: int
     updates: tuple[int, ...]
@@ -61,7 +61,7 @@ class RowsProgram:
         self.levels = [_level(plan, number) for number in range(plan.levels)]
         flow = Flow(traced.closed)
         self._operands = _operands(plan)
-        inputs = Inputs(traced, _places(self.levels, plan))
+        inputs = TraceInputs(traced, _places(self.levels, plan))
         first = len(traced.closed.jaxpr.outvars) - len(plan.lookups)
         self._ids = [
             None if level is None else Ids(level, flow, first, inputs, self._name)
@@ -88,7 +88,7 @@ class RowsProgram:
         return outputs
 
     def updates(
-        self, outputs: Outputs, asked: Sequence[Asked | None]
+        self, outputs: Outputs, asked: Sequence[LevelRequest | None]
     ) -> list[StepUpdate]:
         """What the step wants done, in the order of the body.
 
@@ -109,7 +109,7 @@ class RowsProgram:
             found[number] = outgoing(self.plan.updates[number], operands)
         return [step for number in sorted(found) for step in found[number]]
 
-    def _compiled(self, flow: Flow, inputs: Inputs) -> Callable[..., Any]:
+    def _compiled(self, flow: Flow, inputs: TraceInputs) -> Callable[..., Any]:
         together = {number for shared in self._shared for number in shared.updates}
         results = range(len(self.plan.out_specs))
         alone = {
@@ -163,14 +163,14 @@ def _operands(plan: Plan) -> dict[int, list[int]]:
     return found
 
 
-def _places(levels: Sequence[Level | None], plan: Plan) -> list[Place]:
-    places: dict[int, Place] = {}
+def _places(levels: Sequence[Level | None], plan: Plan) -> list[RowPlace]:
+    places: dict[int, RowPlace] = {}
     for number, level in enumerate(levels):
         for place, block in enumerate(level.blocks if level is not None else ()):
             at = 0
             for lookup in (n for s in block.segments for n in s.lookups):
                 planned = plan.lookups[lookup]
-                places[lookup] = Place(number, place, at, planned.shape)
+                places[lookup] = RowPlace(number, place, at, planned.shape)
                 at += planned.size
     return [places[number] for number in range(len(plan.lookups))]
 
@@ -211,7 +211,7 @@ def _shared(
 
 
 def _neighbours(
-    level: int, block: Block, matched: Sequence[int | None]
+    level: int, block: LookupBlock, matched: Sequence[int | None]
 ) -> Iterator[Shared]:
     """One group for each unbroken row of segments that have an update."""
     start = 0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._lookups import Asked
+    from ._lookups import LevelRequest
     from ._rows_program import RowsProgram
 
 
@@ -31,7 +31,7 @@ class Lookups:
     def __init__(self, program: RowsProgram, given: list[Any]) -> None:
         self._program = program
         self._given = given
-        self._asked: list[Asked | None] = []
+        self._asked: list[LevelRequest | None] = []
         self._blocks: list[list[np.ndarray]] = []
 
     def first(self) -> Wanted:

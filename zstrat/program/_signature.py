@@ -58,7 +58,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CutCall:
     """The arguments of one call, cut.
 
     ``key`` is ``treedef``, a mark per leaf, settings of jax, and the strategy around
@@ -75,7 +75,7 @@ class Call:
 
 
 _NO_ARGUMENTS: Final = jax.tree.structure(((), {}))
-_bare_calls: Final[dict[Hashable, Call]] = {}
+_bare_calls: Final[dict[Hashable, CutCall]] = {}
 
 _SETTINGS: Final = ("jax_enable_x64", "jax_default_prng_impl")
 """What programs compute depends on them: types, and random numbers. (jax keeps them per
@@ -84,7 +84,7 @@ thread; to read others here would cost each call.)"""
 _settings: Final = operator.attrgetter(*_SETTINGS)
 
 
-def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     """Cuts the arguments.
 
     Raises:
@@ -131,15 +131,15 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
     except TypeError:
         _refuse_unhashable(args, kwargs)
         raise
-    return Call(key, treedef, leaves, inputs, iterators)
+    return CutCall(key, treedef, leaves, inputs, iterators)
 
 
-def _bare(settings: Hashable) -> Call:
+def _bare(settings: Hashable) -> CutCall:
     """The call without arguments, which is the same one each time."""
     found = _bare_calls.get(settings)
     if found is None:
         key = (_NO_ARGUMENTS, (), settings, None)
-        found = _bare_calls[settings] = Call(key, _NO_ARGUMENTS, [], [], [])
+        found = _bare_calls[settings] = CutCall(key, _NO_ARGUMENTS, [], [], [])
     return found
 
 

@@ -16,7 +16,7 @@ import jax
 
 from . import _refusals
 from ._compiled_stages import compiled, shared
-from ._cross import Kind
+from ._cross import CrossKind
 from ._held import Outdated, cut_at
 from ._settled import is_waited_for, settled
 from ._stages import stages
@@ -269,12 +269,12 @@ def _lose_what_is_gone(given_up: Sequence[jax.Array]) -> None:
 
 
 def _require_same(
-    kind: Kind, operands: Sequence[Any], results: Sequence[Any], channel: Channel
+    kind: CrossKind, operands: Sequence[Any], results: Sequence[Any], channel: Channel
 ) -> None:
     """What comes back has the shape that the rest of the step is compiled for."""
     for operand, result in zip(operands, results, strict=True):
         shape = operand.shape
-        if kind is Kind.GATHER:
+        if kind is CrossKind.GATHER:
             shape = (shape[0] * channel.size, *shape[1:])
         if tuple(result.shape) != tuple(shape):
             raise ValueError(

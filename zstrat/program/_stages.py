@@ -29,7 +29,7 @@ from ._opened import crosses, opened
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._cross import Channel, Kind
+    from ._cross import Channel, CrossKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Crossing:
     ``where`` is the user's line."""
 
     channel: Channel
-    kind: Kind
+    kind: CrossKind
     operands: tuple[int, ...]
     results: tuple[int, ...]
     where: str

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ._iterator import Element
     from ._plan import Plan
-    from ._signature import Call
+    from ._signature import CutCall
 
 
 class Watch:
@@ -75,7 +75,7 @@ class Watch:
 
 
 def watch(
-    plan: Plan, call: Call, elements: Sequence[Element], said: set[str]
+    plan: Plan, call: CutCall, elements: Sequence[Element], said: set[str]
 ) -> Watch | None:
     """Who looks at the leaves of a program; None if there is nothing to look at.
 
@@ -129,7 +129,7 @@ def words(place: str, leaf: Any, lost: str) -> str:
     )
 
 
-def _in_words(plan: Plan, call: Call, elements: Sequence[Element]) -> list[str]:
+def _in_words(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
     """The places of inputs and leaves of elements, in words."""
     args, kwargs = call.treedef.unflatten(call.leaves)
     named = iter(places_of(args, kwargs))

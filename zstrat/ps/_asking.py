@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @final
-class Call(Generic[T]):
+class ServerCall(Generic[T]):
     """``outcome`` of so many messages: what ``result`` returns when all have been
     answered, or the first error."""
 
@@ -36,7 +36,9 @@ class Call(Generic[T]):
         if not messages:
             self.outcome.set_result(result())
 
-    def send(self, line: ServerLine, part: Part[Any], deadline: float | None) -> None:
+    def send(
+        self, line: ServerLine, part: CallPart[Any], deadline: float | None
+    ) -> None:
         """Sends a message, unless another has failed already."""
         if self.outcome.done():
             return
@@ -47,7 +49,7 @@ class Call(Generic[T]):
         else:
             reply.add_done_callback(partial(self._replied, line, part, deadline))
 
-    def take(self, take: Callable[[M], object], answer: M, part: Part[Any]) -> None:
+    def take(self, take: Callable[[M], object], answer: M, part: CallPart[Any]) -> None:
         """An answer came. The call fails if ``take`` finds that it is none."""
         try:
             take(answer)
@@ -70,7 +72,7 @@ class Call(Generic[T]):
     def _replied(
         self,
         line: ServerLine,
-        part: Part[Any],
+        part: CallPart[Any],
         deadline: float | None,
         reply: asyncio.Future[Message],
     ) -> None:
@@ -88,7 +90,7 @@ class Call(Generic[T]):
 
 
 @final
-class Part(Generic[M]):
+class CallPart(Generic[M]):
     """One message of a call, to the server ``ps``. ``take`` is given the answer; it
     raises ValueError or StopIteration if that is none."""
 

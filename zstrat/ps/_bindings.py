@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
-    from ._plans import Held
+    from ._plans import HeldVariable
 
 MOST: Final = 64
 """Trees of one optimizer."""
@@ -82,7 +82,7 @@ class Bindings:
         """What moves the variable with this key."""
         return self._bound.get(key)
 
-    def has(self, data: bytes, find: Callable[[int], Held | None]) -> bool:
+    def has(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> bool:
         """Whether all variables of this very binding that are here are bound.
 
         Raises:
@@ -98,7 +98,7 @@ class Bindings:
             return False
         return all(key in self._bound or find(key) is None for key in keys)
 
-    def trace(self, data: bytes, find: Callable[[int], Held | None]) -> Tree:
+    def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
         """Cost: as tracing the transformation three times, and more for each leaf.
 
         Raises:
@@ -138,7 +138,7 @@ class Bindings:
         for key in keys:
             self._bound.pop(key, None)
 
-    def _leaf(self, rule: LeafRule, held: Held, *, is_part: bool) -> TracedLeaf:
+    def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
         """What is asked of the rule later is found out now."""
         try:
             digest, _ = rule.digest, rule.row_dependence
@@ -151,7 +151,7 @@ class Bindings:
         operands = tuple([(tuple(kind.shape), np.dtype(kind.dtype)) for kind in kinds])
         return TracedLeaf(rule, digest, operands, is_part)
 
-    def _require_same(self, held: Held, leaf: TracedLeaf) -> None:
+    def _require_same(self, held: HeldVariable, leaf: TracedLeaf) -> None:
         old = self._bound.get(held.entry.key)
         if old is None or old.leaf.is_moved_as(leaf):
             return
@@ -169,7 +169,9 @@ def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _require_fit(rule: LeafRule, here: Sequence[Held], *, is_part: bool) -> None:
+def _require_fit(
+    rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
+) -> None:
     """
     Raises:
         InvalidArgumentError: A leaf does not look like the variable that it is.

@@ -34,7 +34,7 @@ from zstrat.wire import (
     Withdraw,
 )
 
-from ._asking import Call, Part
+from ._asking import CallPart, ServerCall
 from ._exchange_client import exchange
 from ._known import Known
 from ._line import PATIENCE, ServerLine
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-    from ._line import Link
+    from ._line import LineLink
     from ._parts import EagerRun
     from ._pushing import PsUpdate
 
@@ -79,7 +79,7 @@ class PsClient(SnapshotCalls):
 
     def __init__(
         self,
-        links: Sequence[Link],
+        links: Sequence[LineLink],
         session: int,
         *,
         writer: int = 0,
@@ -129,7 +129,7 @@ class PsClient(SnapshotCalls):
         self._forget_restarted()
         reading = Reading(refs, rows, self._known)
         parts = [
-            Part(asked.ps, asked.message(self._session), Pulled, asked.take)
+            CallPart(asked.ps, asked.message(self._session), Pulled, asked.take)
             for asked in reading.messages()
         ]
         return self._ask(parts, reading.result, deadline)
@@ -199,7 +199,7 @@ class PsClient(SnapshotCalls):
         step, attempt, low_water = run
         pushing = Pushing(self._session, step, part, low_water, updates)
         parts = [
-            Part(ps, named(push, attempt, names), Pushed, pushing.take)
+            CallPart(ps, named(push, attempt, names), Pushed, pushing.take)
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result)
@@ -221,7 +221,7 @@ class PsClient(SnapshotCalls):
 
         message = AskParts(self._session, run.step, run.attempt)
         servers = range(len(self._links))
-        parts = [Part(ps, message, AppliedParts, take) for ps in servers]
+        parts = [CallPart(ps, message, AppliedParts, take) for ps in servers]
         return self._ask(parts, lambda: found)
 
     def exchange(
@@ -267,13 +267,13 @@ class PsClient(SnapshotCalls):
         mine: dict[int, list[tuple[VariableEntry, np.ndarray]]] = {}
         for ps, entry, value in variables:
             mine.setdefault(ps, []).append((entry, value))
-        parts: list[Part[object]] = []
+        parts: list[CallPart[object]] = []
         for ps, pairs in mine.items():
             for at in range(0, len(pairs), BATCH):
                 some = pairs[at : at + BATCH]
                 entries, arrays = [e for e, _ in some], tuple(a for _, a in some)
                 message = CreateVariables(self._session, entries, arrays)
-                parts.append(Part(ps, message, object, _nothing))
+                parts.append(CallPart(ps, message, object, _nothing))
         await self._ask(parts, _nothing)
 
     async def initialize(
@@ -303,12 +303,12 @@ class PsClient(SnapshotCalls):
         mine: dict[int, list[InitialEntry]] = {}
         for ps, entry in variables:
             mine.setdefault(ps, []).append(entry)
-        parts: list[Part[object]] = []
+        parts: list[CallPart[object]] = []
         for ps, entries in mine.items():
             for at in range(0, len(entries), BATCH):
                 some = entries[at : at + BATCH]
                 message = InitializeVariables(self._session, some, code)
-                parts.append(Part(ps, message, object, _nothing))
+                parts.append(CallPart(ps, message, object, _nothing))
         await self._ask(parts, _nothing, deadline)
 
     async def delete(self, refs: Sequence[Ref]) -> None:
@@ -326,7 +326,7 @@ class PsClient(SnapshotCalls):
             self._known.drop(ref)
         await self._ask(
             [
-                Part(ps, DeleteVariables(self._session, keys), object, _nothing)
+                CallPart(ps, DeleteVariables(self._session, keys), object, _nothing)
                 for ps, keys in mine.items()
             ],
             _nothing,
@@ -343,7 +343,9 @@ class PsClient(SnapshotCalls):
         Cancellation: it may have been registered.
         """
         message = CreateOptimizer(self._session, optimizer, name, code)
-        parts = [Part(ps, message, object, _nothing) for ps in range(len(self._links))]
+        parts = [
+            CallPart(ps, message, object, _nothing) for ps in range(len(self._links))
+        ]
         await self._ask(parts, _nothing)
 
     async def bind(
@@ -372,7 +374,7 @@ class PsClient(SnapshotCalls):
         told = range(len(self._links)) if servers is None else servers
         arrays = (np.frombuffer(data, np.uint8),)
         message = BindOptimizer(self._session, optimizer, arrays)
-        parts = [Part(ps, message, object, _nothing) for ps in told]
+        parts = [CallPart(ps, message, object, _nothing) for ps in told]
         await self._ask(parts, _nothing, deadline)
 
     async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
@@ -393,7 +395,9 @@ class PsClient(SnapshotCalls):
             self._known.drop(ref)
         await self._ask(
             [
-                Part(ps, Withdraw(self._session, keys, everywhere), object, _nothing)
+                CallPart(
+                    ps, Withdraw(self._session, keys, everywhere), object, _nothing
+                )
                 for ps, keys in mine.items()
             ],
             _nothing,
@@ -413,7 +417,7 @@ class PsClient(SnapshotCalls):
             answers[ps] = answer.values
 
         parts = [
-            Part(ps, Inspect(), Statistics, partial(take, ps))
+            CallPart(ps, Inspect(), Statistics, partial(take, ps))
             for ps in range(len(self._links))
         ]
         return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
@@ -441,7 +445,7 @@ class PsClient(SnapshotCalls):
         """
         answers: dict[int, M] = {}
         parts = [
-            Part(ps, message, want, partial(answers.__setitem__, place))
+            CallPart(ps, message, want, partial(answers.__setitem__, place))
             for place, (ps, message) in enumerate(messages)
         ]
         return await self._ask(
@@ -450,19 +454,19 @@ class PsClient(SnapshotCalls):
 
     def _ask(
         self,
-        parts: Sequence[Part[Any]],
+        parts: Sequence[CallPart[Any]],
         result: Callable[[], T],
         deadline: float | None = None,
     ) -> asyncio.Future[T]:
         """Sends all parts; done with the last answer or the first error."""
-        call = Call(len(parts), result)
+        call = ServerCall(len(parts), result)
         for part in parts:
             call.send(self.lines[part.ps], part, deadline)
         return call.outcome
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [
-            Part(ps, push, Pushed, pushing.take)
+            CallPart(ps, push, Pushed, pushing.take)
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result, deadline)

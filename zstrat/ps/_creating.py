@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import InitialEntry, VariableEntry
 
-    from ._plans import Held
+    from ._plans import HeldVariable
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class InitializePlan:
 def create_plan(
     entries: Sequence[VariableEntry],
     arrays: Sequence[np.ndarray],
-    variables: Mapping[int, Held],
+    variables: Mapping[int, HeldVariable],
     task: str,
     generation: int,
 ) -> CreatePlan:
@@ -108,7 +108,7 @@ def initialize_plan(
     entries: Sequence[InitialEntry],
     code: bytes,
     load_code: Callable[[bytes], object],
-    variables: Mapping[int, Held],
+    variables: Mapping[int, HeldVariable],
     task: str,
     generation: int,
 ) -> InitializePlan:
@@ -139,7 +139,7 @@ def _is_new(
     entry: VariableEntry | InitialEntry,
     shape: tuple[int, ...],
     dtype: np.dtype,
-    variables: Mapping[int, Held],
+    variables: Mapping[int, HeldVariable],
     task: str,
 ) -> bool:
     held = variables.get(entry.key)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
-class Disk:
+class DiskThread:
     """The thread that touches files. ``task`` names the server in errors."""
 
     def __init__(self, thread: ComputeThread, task: str) -> None:
@@ -91,7 +91,9 @@ class Disk:
 class NewFile:
     """A file of tensors that is being written; all methods are jobs of the disk."""
 
-    def __init__(self, disk: Disk, path: str, tensors: Sequence[TensorInfo]) -> None:
+    def __init__(
+        self, disk: DiskThread, path: str, tensors: Sequence[TensorInfo]
+    ) -> None:
         self._disk, self._path, self._tensors = disk, path, tensors
         self._writer: TensorWriter | None = None
         self.digests: list[str] = []

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ._bindings import Bound
-    from ._plans import Held
+    from ._plans import HeldVariable
     from ._row_calls import Ready
-    from ._slots import Ahead, RowStep, Slots, Step
-    from ._xla import Programs
+    from ._slots import Ahead, RowStep, Slots, SlotStep
+    from ._xla import UpdatePrograms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,9 +50,9 @@ class Registered:
     name: str
     digest: bytes
     bindings: Bindings
-    programs: Programs
+    programs: UpdatePrograms
 
-    def prepare(self, steps: Sequence[Step], ahead: Ahead) -> None:
+    def prepare(self, steps: Sequence[SlotStep], ahead: Ahead) -> None:
         """Compiles what `apply` will need, and makes slots, unless an earlier update of
         the push comes in between (`complete`); changes no value.
 
@@ -65,13 +65,13 @@ class Registered:
             self.programs.prepare(step, ahead)
 
     def complete(
-        self, steps: Sequence[Step], rows: Sequence[RowStep], ahead: Ahead
+        self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
     ) -> None:
         """Makes what `prepare` left for later: the turn of these updates has come."""
         self.programs.complete(steps)
         self.programs.rows.complete(rows, ahead)
 
-    def make_slots(self, held: Held) -> Slots | None:
+    def make_slots(self, held: HeldVariable) -> Slots | None:
         """New slots for a variable, if it is known yet what moves it.
 
         Raises:
@@ -86,7 +86,7 @@ class Registered:
         """Gives leaves, by their places, other dtypes."""
         self.programs.retype(slots, dtypes)
 
-    def is_prepared(self, steps: Sequence[Step]) -> bool:
+    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
         """Whether `prepare` for such steps would have nothing to do."""
         for step in steps:
             mine = step.slots.get(self.optimizer)
@@ -94,7 +94,7 @@ class Registered:
                 return False
         return True
 
-    def apply(self, steps: Sequence[Step]) -> None:
+    def apply(self, steps: Sequence[SlotStep]) -> None:
         """Applies one gradient to each variable (which occurs once), and waits."""
         self.programs.apply(steps)
 
@@ -157,7 +157,7 @@ class OptimizerEngine:
         """
         from zstrat.optimizers import checked
 
-        from ._xla import Programs
+        from ._xla import UpdatePrograms
 
         if optimizer <= 0:
             raise InvalidArgumentError(
@@ -167,7 +167,10 @@ class OptimizerEngine:
             transformation = checked(self.load_code(code))
         except TypeError as error:
             raise InvalidArgumentError(f"optimizer {name!r}: {error}") from error
-        bindings, programs = Bindings(name, transformation), Programs(optimizer, name)
+        bindings, programs = (
+            Bindings(name, transformation),
+            UpdatePrograms(optimizer, name),
+        )
         return Registered(optimizer, name, digest_of(code), bindings, programs)
 
     def get(self, optimizer: int) -> Registered:
@@ -217,7 +220,7 @@ class OptimizerEngine:
         self,
         optimizer: int,
         op: UpdateOp,
-        held: Held,
+        held: HeldVariable,
         arrays: Sequence[np.ndarray],
         operands: Sequence[np.ndarray] | None,
     ) -> Checked:

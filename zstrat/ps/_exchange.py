@@ -18,7 +18,7 @@ from zstrat.errors import InvalidArgumentError, to_wire
 from zstrat.wire import Again, Exchange, Exchanged, Pulled, Push, Pushed
 
 from ._plans import PushPlan, RowsPlan
-from ._requests import Pending, pulled, pushed
+from ._requests import PendingRequest, pulled, pushed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ class Exchanges:
 
     def begin(
         self, message: Exchange, fold: Fold | None
-    ) -> Exchanged | Again | Pending:
+    ) -> Exchanged | Again | PendingRequest:
         """Serves both parts, or says what has to be computed first; or neither, if the
         push has to come again.
 
@@ -70,7 +70,9 @@ class Exchanges:
         except Exception as error:  # goes to the caller, as the outcome of the push
             return self._pull(message, operands, False, self._refuse(error))
         if isinstance(done, PushPlan):
-            return Pending(done, partial(self._computed_push, message, operands, done))
+            return PendingRequest(
+                done, partial(self._computed_push, message, operands, done)
+            )
         if isinstance(done, Again):
             return done
         assert isinstance(done, Pushed)
@@ -82,7 +84,7 @@ class Exchanges:
         operands: int,
         plan: PushPlan,
         error: BaseException | None,
-    ) -> Exchanged | Pending:
+    ) -> Exchanged | PendingRequest:
         if error is None:
             try:
                 self._store.commit(plan)
@@ -93,7 +95,7 @@ class Exchanges:
 
     def _pull(
         self, message: Exchange, operands: int, applied: bool, push_error: PlainTree
-    ) -> Exchanged | Pending:
+    ) -> Exchanged | PendingRequest:
         reads, rows, arrays = message.reads, message.rows, message.arrays
         try:
             self._check(message.session)  # it may have ended while the push computed
@@ -102,7 +104,7 @@ class Exchanges:
             return Exchanged(applied, push_error, self._refuse(error), [], ())
         if isinstance(done, RowsPlan):
             then = partial(self._computed_pull, applied, push_error, done)
-            return Pending(done, then)
+            return PendingRequest(done, then)
         assert isinstance(done, Pulled)
         return Exchanged(applied, push_error, None, done.versions, done.arrays)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from zstrat.errors import from_wire
 from zstrat.wire import Exchange, Exchanged, Pulled, Pushed
 
-from ._asking import Call, Part
+from ._asking import CallPart, ServerCall
 
 if TYPE_CHECKING:
     import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from ._line import ServerLine
     from ._pushing import Pushing
-    from ._reading import Asked, Reading
+    from ._reading import Reading, ServerPull
 
 MOST: Final = 2048
 """Variables of one exchange: what it says of them fits a header by far. Beyond, the two
@@ -44,8 +44,8 @@ def exchange(
     both = _Both(
         session,
         pushing,
-        Call(len(left), pushing.result),
-        Call(len(asked), reading.result),
+        ServerCall(len(left), pushing.result),
+        ServerCall(len(asked), reading.result),
         deadline,
     )
     for ps in left.keys() - {each.ps for each in asked}:
@@ -68,26 +68,26 @@ class _Both:
         self,
         session: int,
         pushing: Pushing,
-        pushed: Call[bool],
-        pulled: Call[list[np.ndarray]],
+        pushed: ServerCall[bool],
+        pulled: ServerCall[list[np.ndarray]],
         deadline: float | None,
     ) -> None:
         self._session, self._pushing, self._deadline = session, pushing, deadline
         self.pushed, self.pulled = pushed, pulled
 
     def send_push(self, line: ServerLine, ps: int, push: Push) -> None:
-        part = Part(ps, push, Pushed, self._pushing.take)
+        part = CallPart(ps, push, Pushed, self._pushing.take)
         self.pushed.send(line, part, self._deadline)
 
-    def send_pull(self, line: ServerLine, asked: Asked) -> None:
-        part = Part(asked.ps, asked.message(self._session), Pulled, asked.take)
+    def send_pull(self, line: ServerLine, asked: ServerPull) -> None:
+        part = CallPart(asked.ps, asked.message(self._session), Pulled, asked.take)
         self.pulled.send(line, part, self._deadline)
 
-    def send_apart(self, line: ServerLine, push: Push, asked: Asked) -> None:
+    def send_apart(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
         self.send_push(line, asked.ps, push)
         self.send_pull(line, asked)
 
-    def send(self, line: ServerLine, push: Push, asked: Asked) -> None:
+    def send(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
         if self.pushed.outcome.done() or self.pulled.outcome.done():
             self.send_apart(line, push, asked)
             return
@@ -108,11 +108,14 @@ class _Both:
         except Exception as error:  # goes to the callers, as if the server had said it
             self._fail(error)
         else:
-            part = Part(asked.ps, message, Exchanged, asked.take)
+            part = CallPart(asked.ps, message, Exchanged, asked.take)
             reply.add_done_callback(partial(self._replied, line, part))
 
     def _replied(
-        self, line: ServerLine, part: Part[Exchanged], reply: asyncio.Future[Message]
+        self,
+        line: ServerLine,
+        part: CallPart[Exchanged],
+        reply: asyncio.Future[Message],
     ) -> None:
         try:
             answer = part.answer(reply)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import ArraySpec, Message
 
-    from ._plans import Held
+    from ._plans import HeldVariable
 
 LEAST: Final = 4 * 2**20
 """Bytes below which the loop adds by itself, when all is there, as fast."""
@@ -44,7 +44,7 @@ _UFUNCS: Final = {int(UpdateOp.ADD): np.add, int(UpdateOp.SUB): np.subtract}
 class Fold:
     """The new value of ``held``, as far as it is computed; lives on the loop."""
 
-    held: Held
+    held: HeldVariable
     ufunc: np.ufunc
     source: np.ndarray
     """The value that is added to, read only while the variable has this ``version``."""
@@ -100,7 +100,7 @@ class Folded:
 def fold_of(
     message: Push | Exchange,
     specs: Sequence[ArraySpec],
-    find: Callable[[int], Held | None],
+    find: Callable[[int], HeldVariable | None],
 ) -> Fold | None:
     """A fold for the body of a push, if that is one array that a variable can be folded
     with; everything else goes, or is refused, the plain way."""

@@ -46,7 +46,7 @@ _ORDER: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _WaitingJoin:
     """Who asked for what, and what ends it if that does not come."""
 
     peer: object
@@ -59,7 +59,7 @@ class Joining:
 
     def __init__(self, task: str, ownership: Ownership, store: Store) -> None:
         self._task, self._ownership, self._store = task, ownership, store
-        self._waiting: dict[asyncio.Future[Message], _Waiting] = {}
+        self._waiting: dict[asyncio.Future[Message], _WaitingJoin] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -83,7 +83,7 @@ class Joining:
         waiting: asyncio.Future[Message] = loop.create_future()
         seconds = min(max(0.0, message.patience), _LONGEST)
         timer = loop.call_later(seconds, self._late, waiting)
-        self._waiting[waiting] = _Waiting(peer, message, timer)
+        self._waiting[waiting] = _WaitingJoin(peer, message, timer)
         return waiting
 
     def look(self) -> None:

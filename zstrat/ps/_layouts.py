@@ -1,7 +1,8 @@
 """What slots look like, numbered, so that variables which look alike share programs.
 
-One `Layouts` belongs to one optimizer. It knows what the transformation keeps beside a
-variable (by shapes alone, nothing is computed) and says in whose name a failure is.
+One `SlotLayouts` belongs to one optimizer. It knows what the transformation keeps
+beside a variable (by shapes alone, nothing is computed) and says in whose name a
+failure is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from zstrat.errors import BusyError, InvalidArgumentError
 
-from ._slots import LAYOUTS, Leaf, Slots
+from ._slots import LAYOUTS, SlotArray, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,14 +31,14 @@ Context = contextlib.AbstractContextManager[object]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """What the slots of a variable look like, and the rule that moves it, of all that
     are moved alike."""
 
     value: Shape
     rule: LeafRule
     leaves: tuple[Shape, ...]
-    about: tuple[Leaf, ...]
+    about: tuple[SlotArray, ...]
 
     @property
     def by_rows(self) -> bool:
@@ -50,17 +51,17 @@ class Layout:
         return self.rule.tree.wide
 
 
-class Layouts:
+class SlotLayouts:
     """The layouts of one optimizer, by number."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._device = jax.local_devices(backend="cpu")[0]
-        self._numbers: dict[Layout, int] = {}
-        self._layouts: list[Layout] = []
+        self._numbers: dict[SlotLayout, int] = {}
+        self._layouts: list[SlotLayout] = []
         self._initial: dict[tuple[LeafRule, tuple[int, ...], np.dtype], int] = {}
 
-    def __getitem__(self, number: int) -> Layout:
+    def __getitem__(self, number: int) -> SlotLayout:
         return self._layouts[number]
 
     def initial(self, rule: LeafRule, cell: Cell) -> int:
@@ -75,8 +76,8 @@ class Layouts:
         if number is None:
             with precision(rule.tree.wide), self.words(cell), self.here():
                 kinds = rule.kinds(cell.shape[0] if cell.shape else None)
-            about = tuple([Leaf(slot.name, slot.rows) for slot in rule.slots])
-            layout = Layout(spec(cell), rule, tuple(map(spec, kinds)), about)
+            about = tuple([SlotArray(slot.name, slot.rows) for slot in rule.slots])
+            layout = SlotLayout(spec(cell), rule, tuple(map(spec, kinds)), about)
             number = self._initial[key] = self.number(layout)
         return number
 
@@ -91,10 +92,10 @@ class Layouts:
         wanted = [(leaf, tuple(s.shape), np.dtype(s.dtype)) for leaf, s in pairs]
         cells = unbound.taken(wanted, f"optimizer {self.name!r}")
         leaves = tuple(map(spec, cells))
-        number = self.number(Layout(layout.value, rule, leaves, layout.about))
+        number = self.number(SlotLayout(layout.value, rule, leaves, layout.about))
         return Slots(cells, layout.about, number)
 
-    def number(self, layout: Layout) -> int:
+    def number(self, layout: SlotLayout) -> int:
         """
         Raises:
             BusyError: Too many shapes have been compiled for.

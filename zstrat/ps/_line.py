@@ -52,7 +52,7 @@ MOST: Final = 16384
 """Requests that wait: as many as one peer may have open."""
 
 
-class Link(Protocol):
+class LineLink(Protocol):
     """What a line needs of `zstrat.transport.Link`."""
 
     @property
@@ -82,7 +82,7 @@ class ServerLine:
         "_broken", "_flows", "_later", "_link", "_loss", "_patience", "_task", "_waits",
     )  # fmt: skip
 
-    def __init__(self, link: Link, task: str, patience: float) -> None:
+    def __init__(self, link: LineLink, task: str, patience: float) -> None:
         self._link, self._task, self._patience = link, task, patience
         self._broken: list[_Held] = []
         self._later: list[_Held] = []
@@ -95,7 +95,7 @@ class ServerLine:
     def submit(
         self, message: Message, *, deadline: float | None = None
     ) -> asyncio.Future[Message]:
-        """`Link.submit`, or later if the server is away."""
+        """`LineLink.submit`, or later if the server is away."""
         if self._flows:
             reply = self._link.submit(message, deadline=deadline)
             if not reply.done():

@@ -19,7 +19,7 @@ import numpy as np
 from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
 
 from ._arithmetic import is_floating
-from ._slots import Leaf
+from ._slots import SlotArray
 from ._unbound import Unbound
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ._cell import Cell
     from ._engine import Registered
-    from ._plans import Held
+    from ._plans import HeldVariable
     from ._slots import Slots
 
 
@@ -46,7 +46,7 @@ class Move(NamedTuple):
     an optimizer; whole to what does not have the variable's rows. ``rows``: whether it
     has them, as whoever stored it says."""
 
-    held: Held
+    held: HeldVariable
     optimizer: Registered | None
     leaf: str
     at: int
@@ -118,7 +118,7 @@ class Loading:
     """
 
     moves: Sequence[Move]
-    anew: Sequence[tuple[Held, int]] = ()
+    anew: Sequence[tuple[HeldVariable, int]] = ()
     _targets: list[_Target] = field(default_factory=list)
 
     @property
@@ -227,7 +227,7 @@ def _make_room(move: Move, slots: Unbound) -> None:
     rows, shape = move.rows and bool(cell.shape), source.shape
     if rows:
         shape = (cell.shape[0], *shape[1:])
-    slots.make_room(Leaf(move.leaf, rows), shape, source.dtype, move.who)
+    slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, move.who)
 
 
 def _place_of(move: Move, slots: Slots) -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zstrat.wire import StoreEntry
 
-    from ._disk import Disk
+    from ._disk import DiskThread
     from ._snapshot_write import Turn
     from ._store import Store
     from ._thread import ComputeThread
@@ -48,7 +48,7 @@ class Loads:
         turn: Turn,
         check: Callable[[int], None],
         compute: ComputeThread,
-        disk: Disk,
+        disk: DiskThread,
     ) -> None:
         self._task, self._store = task, store
         self._turn, self._check = turn, check

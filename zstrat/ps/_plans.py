@@ -19,7 +19,7 @@ from ._arithmetic import SCATTERS, compute
 from ._creating import CreatePlan, InitializePlan
 from ._engine import Checked, OptimizerEngine, Registered, fitting
 from ._rows import gather
-from ._slots import Ahead, RowStep, Slots, Step, lose
+from ._slots import Ahead, RowStep, Slots, SlotStep, lose
 from ._writes import Write
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldVariable:
     """One variable: its value, its version and, per optimizer, its slots."""
 
     entry: VariableEntry
@@ -48,8 +48,8 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedUpdate:
-    held: Held
+class ServerUpdate:
+    held: HeldVariable
     op: UpdateOp
     operands: Sequence[np.ndarray]
     checked: Checked | None = None
@@ -83,21 +83,21 @@ class PlannedUpdate:
 
 
 @dataclass(slots=True)
-class Run:
+class UpdateRun:
     """Updates that may be made in any order: those of one optimizer, of whole variables
     and of rows, or plain ones (in their order)."""
 
     optimizer: Registered | None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[SlotStep] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
-    plain: list[PlannedUpdate] = field(default_factory=list)
+    plain: list[ServerUpdate] = field(default_factory=list)
     ready: list[Ready] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
 
     @property
     def is_late(self) -> bool:
         """Whether slots may have to be made, or changed, when its turn comes."""
-        steps: list[Step | RowStep] = [*self.steps, *self.rows]
+        steps: list[SlotStep | RowStep] = [*self.steps, *self.rows]
         return any(step.late for step in steps)
 
     def look(self) -> None:
@@ -160,9 +160,9 @@ class PushPlan:
 
     generation: int
     push: Push
-    updates: Sequence[PlannedUpdate]
+    updates: Sequence[ServerUpdate]
     work: int
-    runs: Sequence[Run]
+    runs: Sequence[UpdateRun]
 
     def compute(self) -> None:
         """Applies the updates in order. What can fail comes before the first is
@@ -211,9 +211,9 @@ class PushPlan:
             cell.reserve(writes)
 
 
-def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
+def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
     """Neighbours of one optimizer on different variables, and what is between them."""
-    found = [Run(None)]
+    found = [UpdateRun(None)]
     seen = set[int]()
     before = set[int]()  # keys that an earlier run, or a plain update, has changed
     for update in updates:
@@ -221,7 +221,7 @@ def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
         checked = update.checked
         optimizer = None if checked is None else checked.optimizer
         if optimizer is not run.optimizer or key in seen:
-            run = Run(optimizer)
+            run = UpdateRun(optimizer)
             found.append(run)
             before |= seen
             seen.clear()
@@ -234,7 +234,7 @@ def runs_of(updates: Iterable[PlannedUpdate]) -> list[Run]:
         gradient = fitting(update.operands[-1], checked.bound)
         rule, operands = checked.bound.alike, checked.operands
         if update.op is UpdateOp.OPTIMIZE:
-            step = Step(held.cell, held.slots, rule, gradient, operands, late)
+            step = SlotStep(held.cell, held.slots, rule, gradient, operands, late)
             run.steps.append(step)
         else:
             indices = update.operands[0].astype(np.intp, copy=False)
@@ -251,7 +251,7 @@ class RowsPlan:
     generation: int
     versions: list[int]
     leases: Sequence[np.ndarray]
-    wanted: Sequence[tuple[Held, np.ndarray]]
+    wanted: Sequence[tuple[HeldVariable, np.ndarray]]
     work: int
     rows: list[np.ndarray] = field(default_factory=list)
 
@@ -289,7 +289,7 @@ class BindPlan:
     generation: int
     optimizer: Registered
     data: bytes
-    find: Callable[[int], Held | None]
+    find: Callable[[int], HeldVariable | None]
     tree: Tree | None = None
 
     def compute(self) -> None:
@@ -301,7 +301,7 @@ class BindPlan:
 Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindPlan
 
 
-def work_of(op: UpdateOp, held: Held, operands: Sequence[np.ndarray]) -> int:
+def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
     """Bytes moved, roughly, by numpy in the same time: a scatter costs its rows, and
     all if it must copy; Adam with what XLA takes to start is 16 times an addition, and
     on rows half a scatter, which goes through fresh memory."""

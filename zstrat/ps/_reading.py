@@ -49,7 +49,7 @@ class RowsRef(NamedTuple):
     indices: np.ndarray
 
 
-class Asked(NamedTuple):
+class ServerPull(NamedTuple):
     """What one message of the pull asks one server for. ``take`` is given the answer;
     it raises ValueError or StopIteration if that is none."""
 
@@ -78,7 +78,7 @@ class Reading:
         self._refs, self._rows, self._known = refs, rows, known
         self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
 
-    def messages(self) -> Iterator[Asked]:
+    def messages(self) -> Iterator[ServerPull]:
         """What to ask: one message per server, more of thousands of variables."""
         refs, rows = self._refs, self._rows
         mine: dict[int, tuple[list[int], list[int]]] = {}
@@ -101,7 +101,7 @@ class Reading:
         """The values of the variables in order, then the rows, when all is here."""
         return [value for value in self._values if value is not None]
 
-    def _asked(self, ps: int, whole: list[int], parts: list[int]) -> Asked:
+    def _asked(self, ps: int, whole: list[int], parts: list[int]) -> ServerPull:
         refs, rows, known = self._refs, self._rows, self._known
         values = [known.get(refs[place]) for place in whole]
         reads = [
@@ -110,7 +110,7 @@ class Reading:
         ]
         keys = [rows[place].key for place in parts]
         indices = tuple([rows[place].indices for place in parts])
-        return Asked(
+        return ServerPull(
             ps, reads, keys, indices, partial(self._take, whole, values, parts)
         )
 

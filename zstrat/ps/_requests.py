@@ -1,8 +1,8 @@
 """What requests mean to the store: which names each one uses, and how it is begun.
 
-Decides without I/O. What takes long is handed back as a `Pending`: a plan that any
-thread may compute, and how to go on when it has; whoever gets it sees to it that nobody
-else uses the request's names meanwhile (`zstrat.ps._serving`).
+Decides without I/O. What takes long is handed back as a `PendingRequest`: a plan that
+any thread may compute, and how to go on when it has; whoever gets it sees to it that
+nobody else uses the request's names meanwhile (`zstrat.ps._serving`).
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ Request = Stored | Folded
 Outcome = Done | Pushed | Pulled | Again
 
 
-class Pending(NamedTuple):
+class PendingRequest(NamedTuple):
     """``plan`` has to be computed elsewhere. ``then`` is to be called with None, or the
     error if that failed; it answers, has more to compute, or raises."""
 
     plan: Plan
-    then: Callable[[BaseException | None], Message | Pending]
+    then: Callable[[BaseException | None], Message | PendingRequest]
 
 
-def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
+def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | PendingRequest:
     """Serves a request on the spot, or says what has to be computed for it.
 
     Raises:
@@ -112,7 +112,7 @@ def begin(store: Store, message: Plain, fold: Fold | None) -> Outcome | Pending:
             assert_never(message)
     if isinstance(plan, Outcome):
         return plan
-    return Pending(plan, partial(_computed, store, plan))
+    return PendingRequest(plan, partial(_computed, store, plan))
 
 
 def pushed(store: Store, push: Push, fold: Fold | None) -> Outcome | PushPlan:

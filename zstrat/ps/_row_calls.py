@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from ._layouts import precision
-from ._rows import Piece, pack
+from ._rows import RowRun, pack
 from ._slots import RowStep, Slots, lose
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from ._row_kinds import Kind, RowKinds, RowProgram
+    from ._row_kinds import RowKind, RowKinds, RowProgram
 
 
 class Open(NamedTuple):
@@ -30,7 +30,7 @@ class Open(NamedTuple):
 class Ready(NamedTuple):
     """Updates that go into the same calls, and need nothing beforehand."""
 
-    kind: Kind
+    kind: RowKind
     opened: list[Open]
 
     @property
@@ -44,7 +44,7 @@ class Ready(NamedTuple):
         return all(size in programs for size in self.kind.sizes(rows))
 
 
-def together(kind: Kind, slots: Slots, number: int) -> object:
+def together(kind: RowKind, slots: Slots, number: int) -> object:
     """Updates of a kind for which this is equal share a call: those with equal slots
     without rows, and each by itself (``number``) if these are computed from rows."""
     if not kind.is_apart:
@@ -53,7 +53,7 @@ def together(kind: Kind, slots: Slots, number: int) -> object:
 
 
 def calls(
-    optimizer: int, kinds: RowKinds, kind: Kind, opened: Sequence[Open]
+    optimizer: int, kinds: RowKinds, kind: RowKind, opened: Sequence[Open]
 ) -> list[np.ndarray]:
     """Updates the rows of all; returns the new slots without rows."""
     steps = [step for step, _ in opened]
@@ -79,7 +79,9 @@ def calls(
     return new
 
 
-def _fill(program: RowProgram, pieces: Sequence[Piece], opened: Sequence[Open]) -> None:
+def _fill(
+    program: RowProgram, pieces: Sequence[RowRun], opened: Sequence[Open]
+) -> None:
     """Gathers the rows of one call; the padding is zero, where nothing overflows."""
     at = 0
     for update, start, stop in pieces:
@@ -95,7 +97,7 @@ def _fill(program: RowProgram, pieces: Sequence[Piece], opened: Sequence[Open]) 
 
 
 def _scatter(
-    pieces: Sequence[Piece], opened: Sequence[Open], fresh: Sequence[np.ndarray]
+    pieces: Sequence[RowRun], opened: Sequence[Open], fresh: Sequence[np.ndarray]
 ) -> None:
     at = 0
     for update, start, stop in pieces:

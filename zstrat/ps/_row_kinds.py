@@ -17,7 +17,7 @@ import numpy as np
 
 from zstrat.rows import aligned
 
-from ._layouts import Layouts, Shape, precision, shape, spec
+from ._layouts import Shape, SlotLayouts, precision, shape, spec
 from ._row_layouts import (
     RowLayout,
     arguments_of,
@@ -81,7 +81,7 @@ class RowProgram:
 
 
 @dataclass(slots=True)
-class Kind:
+class RowKind:
     """All updates whose rows look alike.
 
     ``is_apart``: the slots without rows are computed without looking at any row.
@@ -102,10 +102,10 @@ class Kind:
 class RowKinds:
     """The kinds and programs of one optimizer."""
 
-    def __init__(self, layouts: Layouts) -> None:
+    def __init__(self, layouts: SlotLayouts) -> None:
         self.layouts = layouts
-        self._kinds: dict[tuple[int, np.dtype], Kind] = {}
-        self._alike: dict[RowLayout, Kind] = {}
+        self._kinds: dict[tuple[int, np.dtype], RowKind] = {}
+        self._alike: dict[RowLayout, RowKind] = {}
         self._steady: dict[tuple[int, np.dtype], int] = {}
         self._initials: dict[tuple[LeafRule, Shape, int], Any] = {}
 
@@ -116,11 +116,11 @@ class RowKinds:
             len(kind.programs) for kind in list(self._alike.values())
         )
 
-    def get(self, layout: int, gradient: np.dtype) -> Kind | None:
+    def get(self, layout: int, gradient: np.dtype) -> RowKind | None:
         """The kind of updates of variables with such slots, if it is known."""
         return self._kinds.get((layout, gradient))
 
-    def kind(self, number: int, gradient: np.dtype, cell: Cell) -> Kind:
+    def kind(self, number: int, gradient: np.dtype, cell: Cell) -> RowKind:
         """The same; slots of this layout keep their dtypes (`steady`)."""
         key = (number, gradient)
         kind = self._kinds.get(key)
@@ -132,7 +132,7 @@ class RowKinds:
             self._kinds[key] = kind
         return kind
 
-    def program(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
+    def program(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
         """The program for ``size`` rows; ``cell`` is named if it cannot be compiled."""
         program = kind.programs.get(size)
         if program is None:
@@ -189,16 +189,16 @@ class RowKinds:
             number = self.layouts.number(replace(layout, leaves=tuple(after)))
         raise TypeError("the dtypes of its state change with every update")
 
-    def _new(self, layout: RowLayout, cell: Cell) -> Kind:
+    def _new(self, layout: RowLayout, cell: Cell) -> RowKind:
         most = _most(layout.gathered)
         memory = [aligned((most * nbytes_of(row),), _BYTE) for row in layout.gathered]
         with precision(layout.is_wide), self.layouts.words(cell):
             jaxpr = jax.make_jaxpr(update_of(layout))(
                 *arguments_of(layout, FEWEST)
             ).jaxpr
-        return Kind(layout, is_apart(jaxpr, layout), most, memory)
+        return RowKind(layout, is_apart(jaxpr, layout), most, memory)
 
-    def _compile(self, kind: Kind, size: int, cell: Cell) -> RowProgram:
+    def _compile(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
         layout = kind.layout
         update = update_of(layout)
         with (

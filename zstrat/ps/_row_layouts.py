@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax.extend.core
 import numpy as np
 
-from ._layouts import Layout, Shape, operands_of, shape
+from ._layouts import Shape, SlotLayout, operands_of, shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -109,7 +109,7 @@ def arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
     return value, rows, layout.shared, operands, gradient, [value, *rows]
 
 
-def row_layout(layout: Layout, gradient: np.dtype) -> RowLayout:
+def row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
     """
     Raises:
         TypeError: Rows are not moved one by one.

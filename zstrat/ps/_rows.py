@@ -88,7 +88,7 @@ def sizes(rows: int, most: int) -> list[int]:
     return [most] * calls + last
 
 
-class Piece(NamedTuple):
+class RowRun(NamedTuple):
     """Rows ``start`` to ``stop`` of the update number ``update``."""
 
     update: int
@@ -96,12 +96,12 @@ class Piece(NamedTuple):
     stop: int
 
 
-def pack(counts: Sequence[int], most: int) -> list[list[Piece]]:
+def pack(counts: Sequence[int], most: int) -> list[list[RowRun]]:
     """Fills calls of at most ``most`` rows with updates of so many rows each, in order.
 
     At least one call, though it may be empty: an update of no rows counts as well.
     """
-    calls: list[list[Piece]] = [[]]
+    calls: list[list[RowRun]] = [[]]
     room = most
     for update, count in enumerate(counts):
         start = 0
@@ -110,7 +110,7 @@ def pack(counts: Sequence[int], most: int) -> list[list[Piece]]:
                 calls.append([])
                 room = most
             stop = min(count, start + room)
-            calls[-1].append(Piece(update, start, stop))
+            calls[-1].append(RowRun(update, start, stop))
             room -= stop - start
             start = stop
     return calls

@@ -19,8 +19,8 @@ from zstrat.wire import Done, Exchange, Message, Push
 
 from ._exchange import Exchanges
 from ._fold import Folded
-from ._requests import Pending, Request, Stored, begin, names_of
-from ._turns import Ticket, Turns
+from ._requests import PendingRequest, Request, Stored, begin, names_of
+from ._turns import RequestTurns, Ticket
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting:
+class _WaitingRequest:
     """A request that is not answered yet; without a message: somebody who takes turns
     by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
 
@@ -68,9 +68,11 @@ class Serving:
         self._store, self._thread = store, thread
         self._check, self._admit = check, admit
         self._exchanges = Exchanges(task, store, check)
-        self._turns: Turns[_Waiting] = Turns()
+        self._turns: RequestTurns[_WaitingRequest] = RequestTurns()
         self._failed = 0
-        self._watches: list[tuple[set[Ticket[_Waiting]], asyncio.Future[None]]] = []
+        self._watches: list[
+            tuple[set[Ticket[_WaitingRequest]], asyncio.Future[None]]
+        ] = []
         self.idle = asyncio.Event()
         """Set while nobody waits for an answer."""
         self.idle.set()
@@ -95,7 +97,7 @@ class Serving:
         if turns and not turns.are_free(names_of(message)):
             return self._enter(message).request.answer
         served = self._begin(message)
-        while isinstance(served, Pending):
+        while isinstance(served, PendingRequest):
             try:
                 ticket = self._enter(message)
             except ZstratError as error:
@@ -147,7 +149,7 @@ class Serving:
         finally:
             self._watches.remove(watch)
 
-    def _begin(self, message: Request) -> Message | Pending:
+    def _begin(self, message: Request) -> Message | PendingRequest:
         if isinstance(message, Folded):
             fold: Fold | None = message.fold
             stored: Stored = message.message
@@ -157,19 +159,19 @@ class Serving:
             return self._exchanges.begin(stored, fold)
         return begin(self._store, stored, fold)
 
-    def _enter(self, message: Request) -> Ticket[_Waiting]:
+    def _enter(self, message: Request) -> Ticket[_WaitingRequest]:
         self._admit()
         return self._queue(message, names_of(message))
 
     def _queue(
         self, message: Request | None, names: Sequence[Hashable]
-    ) -> Ticket[_Waiting]:
+    ) -> Ticket[_WaitingRequest]:
         answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        ticket = self._turns.enter(_Waiting(message, answer), names)
+        ticket = self._turns.enter(_WaitingRequest(message, answer), names)
         self.idle.clear()
         return ticket
 
-    def _resume(self, ticket: Ticket[_Waiting]) -> None:
+    def _resume(self, ticket: Ticket[_WaitingRequest]) -> None:
         """The turn of a request has come that had to wait."""
         message, turn = ticket.request.message, ticket.request.answer
         if message is None:
@@ -186,10 +188,12 @@ class Serving:
         else:
             self._go_on(ticket, served)
 
-    def _go_on(self, ticket: Ticket[_Waiting], served: Message | Pending) -> None:
+    def _go_on(
+        self, ticket: Ticket[_WaitingRequest], served: Message | PendingRequest
+    ) -> None:
         """Until the thread has something to do, or the answer is there."""
         try:
-            while isinstance(served, Pending):
+            while isinstance(served, PendingRequest):
                 try:
                     done = self._thread.submit(served.plan.compute)
                 except ZstratError as error:
@@ -203,7 +207,10 @@ class Serving:
             self._finish(ticket, served)
 
     def _computed(
-        self, ticket: Ticket[_Waiting], pending: Pending, done: asyncio.Future[None]
+        self,
+        ticket: Ticket[_WaitingRequest],
+        pending: PendingRequest,
+        done: asyncio.Future[None],
     ) -> None:
         try:
             served = pending.then(done.exception())
@@ -213,7 +220,7 @@ class Serving:
             self._go_on(ticket, served)
 
     def _finish(
-        self, ticket: Ticket[_Waiting], outcome: Message | BaseException
+        self, ticket: Ticket[_WaitingRequest], outcome: Message | BaseException
     ) -> None:
         answer = ticket.request.answer
         if isinstance(outcome, BaseException):
@@ -224,7 +231,7 @@ class Serving:
             answer.set_result(outcome)
         self._leave(ticket)
 
-    def _leave(self, ticket: Ticket[_Waiting]) -> None:
+    def _leave(self, ticket: Ticket[_WaitingRequest]) -> None:
         loop = asyncio.get_running_loop()
         for left, settled in self._watches:
             left.discard(ticket)

@@ -22,7 +22,7 @@ LAYOUTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class SlotArray:
     """One array of an optimizer's state beside a variable.
 
     ``name`` is its path in that state (".mu", "[0].count"). ``rows``: its first axis is
@@ -44,7 +44,7 @@ class Slots:
     """
 
     cells: tuple[Cell, ...]
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[SlotArray, ...]
     layout: int
     with_rows: tuple[Cell, ...] = field(init=False)
     shared: tuple[Cell, ...] = field(init=False)
@@ -64,7 +64,7 @@ class Slots:
         return sum(cell.nbytes for cell in self.cells)
 
 
-class Step(NamedTuple):
+class SlotStep(NamedTuple):
     """One gradient for one variable. ``slots`` is the variable's, by optimizer.
     ``rule`` stands for all that are moved alike (`zstrat.ps._bindings`), ``operands``
     are what it takes besides.
@@ -93,7 +93,7 @@ class RowStep(NamedTuple):
     operands: tuple[np.ndarray, ...] = ()
     mixed: bool = False
     late: bool = False
-    """As of `Step`."""
+    """As of `SlotStep`."""
 
     def distinct(self) -> RowStep:
         """The same sorted, the gradients of one row summed."""
@@ -115,7 +115,9 @@ class Ahead:
     """To a slot, by the `id` of its cell."""
 
 
-def lose(optimizer: int, steps: Sequence[Step | RowStep], error: BaseException) -> None:
+def lose(
+    optimizer: int, steps: Sequence[SlotStep | RowStep], error: BaseException
+) -> None:
     """Values and slots that were being written when something failed."""
     for step in steps:
         step.cell.lose(str(error))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ._pins import Pin
-    from ._plans import Held
+    from ._plans import HeldVariable
 
 MOST: Final = 16
 """Snapshots at a time: each one may hold memory of the size of all that it pins."""
@@ -29,26 +29,26 @@ PIECE: Final = 4 * 2**20
 the hand-over to the writing thread does not show."""
 
 
-class Pinned(NamedTuple):
+class SnapshotTensor(NamedTuple):
     """One tensor of a snapshot."""
 
     entry: TensorEntry
     pin: Pin
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Bytes ``[start, stop)`` of a tensor."""
 
-    tensor: Pinned
+    tensor: SnapshotTensor
     start: int
     stop: int
 
 
 @dataclass(eq=False, slots=True)
-class Snapshot:
+class ServerSnapshot:
     """``is_released``: whoever still works with it has to stop."""
 
-    tensors: Sequence[Pinned]
+    tensors: Sequence[SnapshotTensor]
     is_released: bool = False
 
     def release(self) -> None:
@@ -63,7 +63,7 @@ class Snapshots:
 
     def __init__(self, task: str) -> None:
         self._task = task
-        self._held: dict[int, Snapshot] = {}
+        self._held: dict[int, ServerSnapshot] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -78,8 +78,8 @@ class Snapshots:
         )
 
     def pin(
-        self, number: int, variables: Sequence[Held], optimizers: Sequence[int]
-    ) -> Snapshot:
+        self, number: int, variables: Sequence[HeldVariable], optimizers: Sequence[int]
+    ) -> ServerSnapshot:
         """Pins values, and the slots that are there, or nothing.
 
         Raises:
@@ -94,7 +94,7 @@ class Snapshots:
                 f"{self._task} holds {MOST} snapshots already: release those that are "
                 "not needed any more"
             )
-        snapshot = Snapshot([])
+        snapshot = ServerSnapshot([])
         try:
             snapshot.tensors = [
                 tensor for held in variables for tensor in _pinned(held, optimizers)
@@ -105,7 +105,7 @@ class Snapshots:
         self._held[number] = snapshot
         return snapshot
 
-    def get(self, number: int) -> Snapshot:
+    def get(self, number: int) -> ServerSnapshot:
         """
         Raises:
             NotFoundError: It was released, or its coordinator was lost meanwhile.
@@ -118,7 +118,7 @@ class Snapshots:
             )
         return snapshot
 
-    def tensor(self, number: int, place: int) -> Pinned:
+    def tensor(self, number: int, place: int) -> SnapshotTensor:
         """
         Raises:
             NotFoundError: There is no such snapshot, or it has no such tensor.
@@ -142,10 +142,10 @@ class Snapshots:
             self.release(number)
 
 
-def cut(tensors: Sequence[Pinned]) -> Iterator[list[Part]]:
+def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
     """All bytes in order, at most `PIECE` at a time: large tensors in pieces of whole
     rows, small ones together."""
-    piece: list[Part] = []
+    piece: list[TensorPart] = []
     room = PIECE
     for tensor in tensors:
         pin, start = tensor.pin, 0
@@ -155,19 +155,19 @@ def cut(tensors: Sequence[Pinned]) -> Iterator[list[Part]]:
         size = max(1, PIECE // max(1, pin.width)) * pin.width
         size = min(size, PIECE)
         while pin.nbytes - start > room:
-            yield [Part(tensor, start, start + size)]
+            yield [TensorPart(tensor, start, start + size)]
             start += size
         if pin.nbytes > start:
-            piece.append(Part(tensor, start, pin.nbytes))
+            piece.append(TensorPart(tensor, start, pin.nbytes))
             room -= pin.nbytes - start
     if piece:
         yield piece
 
 
-def _pinned(held: Held, optimizers: Sequence[int]) -> Iterator[Pinned]:
+def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotTensor]:
     key, cell = held.entry.key, held.cell
     name, shape = cell.dtype.name, list(cell.shape)
-    yield Pinned(TensorEntry(key, 0, "", name, shape, bool(shape)), cell.pin())
+    yield SnapshotTensor(TensorEntry(key, 0, "", name, shape, bool(shape)), cell.pin())
     for optimizer in optimizers:
         slots = held.slots.get(optimizer)
         if slots is None:
@@ -177,4 +177,4 @@ def _pinned(held: Held, optimizers: Sequence[int]) -> Iterator[Pinned]:
         for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
             name, shape = cell.dtype.name, list(cell.shape)
             entry = TensorEntry(key, optimizer, leaf.name, name, shape, leaf.rows)
-            yield Pinned(entry, cell.pin())
+            yield SnapshotTensor(entry, cell.pin())

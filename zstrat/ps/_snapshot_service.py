@@ -28,7 +28,7 @@ from zstrat.wire import (
     WriteSnapshot,
 )
 
-from ._disk import Disk
+from ._disk import DiskThread
 from ._loads import Loads
 from ._snapshot import PIECE, Snapshots
 from ._snapshot_write import SnapshotWrite
@@ -76,7 +76,7 @@ class SnapshotService:
         self._task, self._store = task, store
         self._turn, self._check = turn, check
         self._thread = ComputeThread(f"disk {task}")
-        self._disk = Disk(self._thread, task)
+        self._disk = DiskThread(self._thread, task)
         self._loads = Loads(task, store, turn, check, compute, self._disk)
         self._snapshots = Snapshots(task)
         self._epoch = 0

@@ -22,13 +22,13 @@ from zstrat.rows import aligned
 from zstrat.wire import SnapshotWritten
 
 from ._disk import NewFile
-from ._snapshot import PIECE, Part, Pinned, Snapshot, cut
+from ._snapshot import PIECE, ServerSnapshot, SnapshotTensor, TensorPart, cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from contextlib import AbstractAsyncContextManager
 
-    from ._disk import Disk
+    from ._disk import DiskThread
 
     Turn = Callable[[Sequence[Hashable]], AbstractAsyncContextManager[None]]
     """Names that the body has for itself."""
@@ -43,17 +43,17 @@ class SnapshotWrite:
         turn: What holds off updates of variables.
     """
 
-    def __init__(self, snapshot: Snapshot, disk: Disk, turn: Turn) -> None:
+    def __init__(self, snapshot: ServerSnapshot, disk: DiskThread, turn: Turn) -> None:
         self._snapshot, self._disk, self._turn = snapshot, disk, turn
         self._free: deque[np.ndarray] = deque()
         self._writes: deque[asyncio.Future[None]] = deque()
 
     async def run(
-        self, path: str, tensors: Sequence[Pinned], names: Sequence[str]
+        self, path: str, tensors: Sequence[SnapshotTensor], names: Sequence[str]
     ) -> SnapshotWritten:
         """Creates the file, fills it and syncs it.
 
-        Raises: What `Disk.blamed` says, and then there is no file of ours.
+        Raises: What `DiskThread.blamed` says, and then there is no file of ours.
             NotFoundError: The snapshot was released meanwhile.
 
         Cancellation: the file is removed.
@@ -82,7 +82,7 @@ class SnapshotWrite:
             raise
         return SnapshotWritten(file.digests, file.size)
 
-    async def _write(self, file: NewFile, parts: list[Part], path: str) -> None:
+    async def _write(self, file: NewFile, parts: list[TensorPart], path: str) -> None:
         data = parts[0].tensor.pin.view(*parts[0][1:]) if len(parts) == 1 else None
         buffer = None
         if data is None:
@@ -102,7 +102,7 @@ class SnapshotWrite:
                 "the connection of its coordinator was lost"
             )
 
-    async def _fill(self, data: np.ndarray, parts: list[Part]) -> None:
+    async def _fill(self, data: np.ndarray, parts: list[TensorPart]) -> None:
         at = 0
         for tensor, start, stop in parts:
             out = data[at : at + stop - start]

@@ -43,7 +43,7 @@ from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger
 from ._memory import available_bytes
 from ._parts import Parts, plain_push
-from ._plans import BindPlan, Held, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._plans import BindPlan, HeldVariable, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._reading import READS, ROWS
 from ._validating import push_plan, unknown
 from ._writers import Writers
@@ -87,7 +87,7 @@ class Store:
     ) -> None:
         self._task, self._largest = task, largest
         self.engine = self._engine = engine
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, HeldVariable] = {}
         self._ledger, self._writers = Ledger(), Writers(task)
         self._parts = Parts(task)
         self._generation = 0
@@ -127,13 +127,13 @@ class Store:
         counts.unchanged += len(versions) - len(arrays)
         return versions, tuple(arrays)
 
-    def find(self, keys: Iterable[int]) -> list[Held]:
+    def find(self, keys: Iterable[int]) -> list[HeldVariable]:
         """The variables themselves, for their owner of the moment.
 
         Raises:
             NotFoundError: No variable has one of the keys.
         """
-        found: list[Held] = []
+        found: list[HeldVariable] = []
         for key in keys:
             held = self._held.get(key)
             if held is None:
@@ -448,7 +448,7 @@ class Store:
     def _hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
         for entry, cell in zip(entries, cells, strict=True):
             cell.who = f"{self._task}: variable {entry.name!r}"
-            self._held[entry.key] = Held(entry, cell, self._first_version)
+            self._held[entry.key] = HeldVariable(entry, cell, self._first_version)
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:

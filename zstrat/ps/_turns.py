@@ -34,7 +34,7 @@ class Ticket(Generic[T]):
     behind: int = field(default=0)
 
 
-class Turns(Generic[T]):
+class RequestTurns(Generic[T]):
     """One queue per name that is in use, at most ``capacity`` requests in all."""
 
     def __init__(self, capacity: int = 4096) -> None:

@@ -15,7 +15,7 @@ from zstrat.rows import lasting
 
 from ._arithmetic import is_floating
 from ._cell import Cell
-from ._slots import Leaf, Slots
+from ._slots import SlotArray, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LAYOUT: Final = -1
 """The number of no layout: no program takes them."""
 
-Kind = tuple[Leaf, tuple[int, ...], "np.dtype"]
+Kind = tuple[SlotArray, tuple[int, ...], "np.dtype"]
 """A leaf with its shape and dtype."""
 
 
@@ -44,7 +44,7 @@ class Unbound(Slots):
         return Unbound((), (), _LAYOUT)
 
     def make_room(
-        self, leaf: Leaf, shape: tuple[int, ...], dtype: np.dtype, who: str
+        self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
     ) -> None:
         """A place for a leaf that looks like this, if it is not there."""
         kept = [
@@ -117,7 +117,7 @@ class Unbound(Slots):
         return tuple([each[0] for each in found if each is not None])
 
 
-def _fits(cell: Cell, leaf: Leaf, kind: Kind) -> bool:
+def _fits(cell: Cell, leaf: SlotArray, kind: Kind) -> bool:
     wanted, shape, dtype = kind
     alike = is_floating(cell.dtype) and is_floating(dtype)
     return (leaf, cell.shape) == (wanted, shape) and (cell.dtype == dtype or alike)

@@ -11,7 +11,7 @@ from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.wire import Push, UpdateOp
 
 from ._arithmetic import OPTIMIZERS, check
-from ._plans import Held, PlannedUpdate, PushPlan, runs_of, work_of
+from ._plans import HeldVariable, PushPlan, ServerUpdate, runs_of, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 
 def push_plan(
     push: Push,
-    variables: Mapping[int, Held],
+    variables: Mapping[int, HeldVariable],
     engine: OptimizerEngine,
     task: str,
     generation: int,
@@ -36,7 +36,7 @@ def push_plan(
         InvalidArgumentError: An update does not fit its variable.
     """
     arrays, at, work = push.arrays, 0, 0
-    planned: list[PlannedUpdate] = []
+    planned: list[ServerUpdate] = []
     shared: dict[int, Sequence[np.ndarray]] = {}
     for key, code, optimizer, count in push.updates:
         held = variables.get(key)
@@ -56,10 +56,10 @@ def push_plan(
         work += work_of(op, held, operands)
         if op in OPTIMIZERS:
             known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
-            planned.append(PlannedUpdate(held, op, operands, known))
+            planned.append(ServerUpdate(held, op, operands, known))
         else:
             _check_plain(optimizer, op, held, operands)
-            planned.append(PlannedUpdate(held, op, operands))
+            planned.append(ServerUpdate(held, op, operands))
     if at != len(arrays):
         raise InvalidArgumentError(
             f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
@@ -76,7 +76,7 @@ def unknown(task: str, key: int, others: int) -> NotFoundError:
 
 
 def _check_plain(
-    optimizer: int, op: UpdateOp, held: Held, operands: Sequence[np.ndarray]
+    optimizer: int, op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]
 ) -> None:
     name = held.entry.name
     if optimizer:

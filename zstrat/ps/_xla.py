@@ -1,6 +1,6 @@
 """Whole gradients behind XLA. Imported with the first optimizer, never at start-up.
 
-`Programs` holds what one optimizer has compiled. A program updates one variable:
+`UpdatePrograms` holds what one optimizer has compiled. A program updates one variable:
 ``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
 compiled ahead of its first use, so that a transformation which cannot be traced for a
 shape is refused before anything has changed. Gradients of some rows have programs of
@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from ._cell import Cell
-from ._layouts import Context, Layout, Layouts, operands_of, precision, shape, spec
-from ._slots import Ahead, Slots, Step, lose
+from ._layouts import (
+    Context,
+    SlotLayout,
+    SlotLayouts,
+    operands_of,
+    precision,
+    shape,
+    spec,
+)
+from ._slots import Ahead, Slots, SlotStep, lose
 from ._unbound import Unbound
 from ._writes import Write
 from ._xla_rows import RowPrograms
@@ -30,14 +38,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class UpdateProgram:
     """A compiled update. ``after`` is the layout of the slots that it leaves."""
 
     call: Any
     after: int
     wide: bool
 
-    def start(self, optimizer: int, step: Step) -> Any:
+    def start(self, optimizer: int, step: SlotStep) -> Any:
         """Hands the work to XLA, which may do it later; returns the new value."""
         cell, slots = step.cell, step.slots[optimizer]
         with precision(self.wide):
@@ -52,13 +60,13 @@ class Program:
         return value
 
 
-class Programs:
+class UpdatePrograms:
     """The programs of one optimizer, by what they were compiled for."""
 
     def __init__(self, optimizer: int, name: str) -> None:
         self._optimizer = optimizer
-        self._layouts = Layouts(name)
-        self._programs: dict[object, Program] = {}
+        self._layouts = SlotLayouts(name)
+        self._programs: dict[object, UpdateProgram] = {}
         self._initials: dict[int, Any] = {}
         self.rows = RowPrograms(optimizer, self._layouts)
 
@@ -75,7 +83,7 @@ class Programs:
         """Whether the program for slots of this layout is compiled."""
         return (layout, gradient) in self._programs
 
-    def prepare(self, step: Step, ahead: Ahead) -> None:
+    def prepare(self, step: SlotStep, ahead: Ahead) -> None:
         """Makes missing slots, unless it is too early to, and the program if it is the
         first of its kind.
 
@@ -101,15 +109,15 @@ class Programs:
         for cell in () if slots is None else slots.with_rows:
             ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
 
-    def complete(self, steps: Sequence[Step]) -> None:
+    def complete(self, steps: Sequence[SlotStep]) -> None:
         """Makes slots for which `prepare` was too early."""
         for step in steps:
             if self._optimizer not in step.slots:
                 step.slots[self._optimizer] = self._initial(step.rule, step.cell)
 
-    def apply(self, steps: Sequence[Step]) -> None:
+    def apply(self, steps: Sequence[SlotStep]) -> None:
         """Updates values and slots, and waits until they are there."""
-        started: list[tuple[Step, Any]] = []
+        started: list[tuple[SlotStep, Any]] = []
         try:
             for step in steps:
                 started.append((step, None))
@@ -183,7 +191,7 @@ class Programs:
             self._initials[number] = call
         return call
 
-    def _program(self, step: Step, number: int) -> Program:
+    def _program(self, step: SlotStep, number: int) -> UpdateProgram:
         """What updates a variable whose slots have this layout."""
         key = (number, step.gradient.dtype)
         program = self._programs.get(key)
@@ -191,7 +199,7 @@ class Programs:
             program = self._programs[key] = self._compile(step, self._layouts[number])
         return program
 
-    def _compile(self, step: Step, layout: Layout) -> Program:
+    def _compile(self, step: SlotStep, layout: SlotLayout) -> UpdateProgram:
         rule, wide = layout.rule, layout.is_wide
         given = (layout.value, layout.leaves, spec(step.gradient), operands_of(rule))
         with precision(wide), self._layouts.words(step.cell), self._layouts.here():
@@ -204,10 +212,10 @@ class Programs:
             donated = (0, 1) if after == layout.leaves else (0,)
             call = jax.jit(rule.step, donate_argnums=donated).lower(*given).compile()
         number = self._layouts.number(replace(layout, leaves=after))
-        return Program(call, number, wide)
+        return UpdateProgram(call, number, wide)
 
 
-def _is_whole(step: Step, optimizer: int) -> bool:
+def _is_whole(step: SlotStep, optimizer: int) -> bool:
     """Whether XLA has not begun to write where the value or its slots are."""
     given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
     return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)

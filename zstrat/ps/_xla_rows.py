@@ -24,7 +24,7 @@ from zstrat.rows import lasting
 from ._cell import Cell
 from ._layouts import precision
 from ._row_calls import Open, Ready, calls, together
-from ._row_kinds import Kind, RowKinds
+from ._row_kinds import RowKind, RowKinds
 from ._rows import as_rows
 from ._slots import RowStep, Slots, lose
 from ._writes import Write
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
-    from ._layouts import Layouts
+    from ._layouts import SlotLayouts
     from ._slots import Ahead
 
 
 class RowPrograms:
     """Applies gradients of rows with one optimizer."""
 
-    def __init__(self, optimizer: int, layouts: Layouts) -> None:
+    def __init__(self, optimizer: int, layouts: SlotLayouts) -> None:
         self._optimizer = optimizer
         self._kinds = RowKinds(layouts)
 
@@ -97,7 +97,7 @@ class RowPrograms:
             ResourceExhaustedError: There is no memory for slots, or beside those that
                 readers look at.
         """
-        late: list[tuple[Kind, RowStep]] = []
+        late: list[tuple[RowKind, RowStep]] = []
         for step in steps:
             if step.late:
                 late.append((self._foresee(step, ahead), step))
@@ -135,7 +135,7 @@ class RowPrograms:
                 raise
             done += group
 
-    def _compile(self, kind: Kind, group: Sequence[RowStep]) -> None:
+    def _compile(self, kind: RowKind, group: Sequence[RowStep]) -> None:
         for size in kind.sizes(_rows(group)):
             self._kinds.program(kind, size, group[0].cell)
 
@@ -156,7 +156,7 @@ class RowPrograms:
             self._kinds.kind(number, dtype, step.cell)
         return slots
 
-    def _foresee(self, step: RowStep, ahead: Ahead) -> Kind:
+    def _foresee(self, step: RowStep, ahead: Ahead) -> RowKind:
         """The kind of an update whose slots will look as earlier ones leave them."""
         place, cell = (self._optimizer, id(step.cell)), step.cell
         slots, number = step.slots.get(self._optimizer), ahead.layouts.get(place)
@@ -238,9 +238,9 @@ class RowPrograms:
             cells.append(cell)
         slots.become(tuple(cells), number)
 
-    def _groups(self, steps: Sequence[RowStep]) -> list[tuple[Kind, list[RowStep]]]:
+    def _groups(self, steps: Sequence[RowStep]) -> list[tuple[RowKind, list[RowStep]]]:
         """Steps that go into the same calls."""
-        groups: dict[object, tuple[Kind, list[RowStep]]] = {}
+        groups: dict[object, tuple[RowKind, list[RowStep]]] = {}
         for number, step in enumerate(steps):
             slots = step.slots[self._optimizer]
             kind = self._kinds.get(slots.layout, step.gradient.dtype)
@@ -250,7 +250,7 @@ class RowPrograms:
             group.append(step)
         return list(groups.values())
 
-    def _update(self, kind: Kind, steps: list[RowStep]) -> None:
+    def _update(self, kind: RowKind, steps: list[RowStep]) -> None:
         opened = [self._open(step) for step in steps]
         new = calls(self._optimizer, self._kinds, kind, opened)
         for step in steps:

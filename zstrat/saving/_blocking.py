@@ -48,7 +48,7 @@ def _beside(work: Coroutine[Any, Any, T]) -> T:
     return results[0]
 
 
-class Disk:
+class FileThread:
     """The thread that an operation does its file work on; an async context manager.
 
     Cancellation: a call that has begun ends before the next one begins.
@@ -80,7 +80,7 @@ class Disk:
             making.add_done_callback(functools.partial(_undo, undo))
             raise
 
-    async def __aenter__(self) -> Disk:
+    async def __aenter__(self) -> FileThread:
         return self
 
     async def __aexit__(self, *_: object) -> None:

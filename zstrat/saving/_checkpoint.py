@@ -10,7 +10,7 @@ import numpy as np
 
 from zstrat.variables import Variable, creator
 
-from ._blocking import Disk, run_blocking
+from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, Tracked, graph_of, is_trackable
 from ._restore import Restore, RestoreStatus
 from ._save import save
@@ -118,7 +118,7 @@ class Checkpoint(Tracked):
         number = int(self.save_counter.numpy()) + 1
         path = f"{prefix}-{number}"
         directory, name = os.path.split(path)
-        async with Disk() as disk:
+        async with FileThread() as disk:
             await disk(os.makedirs, directory, exist_ok=True)
             lock = await disk(writer_of, directory)
             try:
@@ -141,7 +141,7 @@ class Checkpoint(Tracked):
     async def write_async(self, file_prefix: str | os.PathLike[str]) -> str:
         """`write`, without blocking the running loop; see `save_async`."""
         path = _absolute(file_prefix)
-        async with Disk() as disk:
+        async with FileThread() as disk:
             await disk(os.makedirs, os.path.dirname(path), exist_ok=True)
         graph = graph_of(self, skip=frozenset({SAVE_COUNTER}))
         await save(graph, path)

@@ -23,11 +23,11 @@ from zstrat.checkpoint import (
     sync_folder,
 )
 
-from ._blocking import Disk, run_blocking
+from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
-from ._progress import Progress
+from ._progress import ProgressBar
 from ._save import components_of
-from ._shelves import Snapshot, stream
+from ._shelves import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ async def export_safetensors_async(source: Any, path: str | os.PathLike[str]) ->
     final = os.fspath(path)
     if isinstance(source, str | os.PathLike):
         folder = os.fspath(source)
-        async with Disk() as disk:
+        async with FileThread() as disk:
             await disk(_copy, folder, final)
         return final
     await _stream(_values_graph(source), final)
@@ -107,14 +107,14 @@ def _values_graph(source: Any) -> Graph:
 
 
 async def _stream(graph: Graph, path: str) -> None:
-    async with Disk() as disk, Snapshot(components_of(graph), []) as pinned:
+    async with FileThread() as disk, PinnedSnapshot(components_of(graph), []) as pinned:
         logicals = logical_tensors(graph, pinned)
         infos = [
             TensorInfo(each.name or each.variable.value.name, each.dtype, each.shape)
             for each in logicals
         ]
         pieces = [piece.pinned for each in logicals for piece in each.pieces]
-        with Progress(f"exporting {path}", sum(i.nbytes for i in infos)) as progress:
+        with ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress:
 
             async def fill(writer: TensorWriter) -> None:
                 await stream(writer, pieces, disk, progress.add)
@@ -126,7 +126,7 @@ async def _replace(
     path: str,
     infos: list[TensorInfo],
     fill: Callable[[TensorWriter], Awaitable[None]],
-    disk: Disk,
+    disk: FileThread,
 ) -> None:
     writer = await disk.make(TensorWriter.abort, TensorWriter, _temporary(path), infos)
     try:
@@ -160,7 +160,7 @@ def _copy(folder: str, path: str) -> None:
     infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
     with (
         TensorWriter(_temporary(path), infos) as writer,
-        Progress(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
+        ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
     ):
         for _, tensor in stored:
             for piece in tensor.pieces:

@@ -40,12 +40,12 @@ class Tracked(abc.ABC):
 
 
 @dataclass(slots=True)
-class Node:
+class ObjectNode:
     """One object: its ``path`` from the root (the shortest), what it holds by name."""
 
     value: Any
     path: str
-    children: dict[str, Node] = field(default_factory=dict)
+    children: dict[str, ObjectNode] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -61,14 +61,14 @@ class Node:
 class Graph:
     """All that is reached from ``nodes[0]``, the nearest first."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ObjectNode, ...]
 
     @property
-    def variables(self) -> list[Node]:
+    def variables(self) -> list[ObjectNode]:
         return [node for node in self.nodes if node.kind == "variable"]
 
     @property
-    def optimizers(self) -> list[Node]:
+    def optimizers(self) -> list[ObjectNode]:
         return [node for node in self.nodes if node.kind == "optimizer"]
 
 
@@ -83,7 +83,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
         TypeError: A container that was given to be saved has something in it that
             cannot be: an array or a number, which no restore could replace in place.
     """
-    first = Node(root, name)
+    first = ObjectNode(root, name)
     nodes, known = [first], {id(root): first}
     # The nodes keep what they are about alive, so that no id is used twice.
     todo = deque([(first, True)])
@@ -100,7 +100,7 @@ def graph_of(root: Any, name: str = "", *, skip: frozenset[str] = frozenset()) -
                 continue
             child = known.get(id(value))
             if child is None:
-                child = known[id(value)] = Node(value, path)
+                child = known[id(value)] = ObjectNode(value, path)
                 nodes.append(child)
                 todo.append((child, strict_below))
             node.children[key] = child

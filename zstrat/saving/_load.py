@@ -23,7 +23,7 @@ from zstrat.ps import Ref
 from zstrat.variables import Beside, InProcess
 from zstrat.wire import DTYPES, LoadEntry, StoreEntry
 
-from ._progress import Progress
+from ._progress import ProgressBar
 from ._servers import cluster_of
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from zstrat.checkpoint import Manifest, StoredTensor
     from zstrat.variables import Optimizer, Variable
 
-    from ._blocking import Disk
+    from ._blocking import FileThread
     from ._match import Load
-    from ._servers import Cluster
+    from ._servers import ServerConnection
 
 PIECE: Final = 4 * 2**20
 """Bytes sent to a server in one message, or one row if that is larger."""
@@ -46,7 +46,7 @@ ENTRIES: Final = 256
 class _Server:
     """What one parameter server is to read."""
 
-    cluster: Cluster
+    cluster: ServerConnection
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
     resets: list[LoadEntry] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Files:
             reader.close()
 
 
-async def check(folder: str, manifest: Manifest, disk: Disk) -> None:
+async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
     """Reads a whole checkpoint and compares it with its digests.
 
     Raises:
@@ -77,11 +77,11 @@ async def check(folder: str, manifest: Manifest, disk: Disk) -> None:
 
     Cancellation: nothing is lost; the file that is being read is read to its end.
     """
-    with Progress(f"checking {folder}", sum(manifest.files.values())) as progress:
+    with ProgressBar(f"checking {folder}", sum(manifest.files.values())) as progress:
         await disk(verify, folder, manifest, on_bytes=progress.add)
 
 
-async def load(folder: str, loads: Sequence[Load], disk: Disk) -> None:
+async def load(folder: str, loads: Sequence[Load], disk: FileThread) -> None:
     """Carries out what a matching found, between two steps of each cluster: a step is
     over before, or begins behind it.
 
@@ -151,7 +151,7 @@ def _ask(
         )
 
 
-async def _load_server(server: _Server, files: _Files, disk: Disk) -> None:
+async def _load_server(server: _Server, files: _Files, disk: FileThread) -> None:
     client, run = server.cluster.client, server.cluster.run_async
     if server.resets and (resets := await _existing(server)):
         await run(client.load(server.ps, resets), "resetting optimizers")

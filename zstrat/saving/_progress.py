@@ -13,7 +13,7 @@ _LONG: Final = 0.5
 _WIDTH: Final = 24
 
 
-class Progress:
+class ProgressBar:
     """``saving ckpt-5 [######      ] 1.2 of 4.8 GB``, rewritten in place.
 
     Args:
@@ -43,7 +43,7 @@ class Progress:
             self._out.flush()
             self._has_written = False
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zstrat.checkpoint import MANIFEST, Manifest
 from zstrat.variables import unwatch, watch
 
-from ._blocking import Disk, run_blocking
+from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, is_trackable
 from ._load import check, load
 from ._match import Matching
@@ -54,7 +54,7 @@ class Restore:
 
         Cancellation, and the last two: some of the variables may have been restored.
         """
-        async with Disk() as disk:
+        async with FileThread() as disk:
             manifest = await disk(Manifest.of, self.path)
             nodes = stored_graph(manifest, os.path.join(self.path, MANIFEST))
             counter = nodes[0].children.get(SAVE_COUNTER)
@@ -111,7 +111,7 @@ class Restore:
             found.require_complete(self.path)
 
     async def _load(self, found: Found) -> None:
-        async with Disk() as disk:
+        async with FileThread() as disk:
             await load(self.path, found.loads, disk)
 
     def _accept(self, found: Found) -> None:

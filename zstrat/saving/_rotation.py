@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 from zstrat.checkpoint import remove
 from zstrat.errors import DataLossError
 
-from ._blocking import Disk, run_blocking
+from ._blocking import FileThread, run_blocking
 from ._state import SavedList, clean, read_state, update_state, writer_of
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class CheckpointManager:
         Cancellation: nothing was saved, and what was before is as it was; or it was
         saved, and what is too old is deleted by the next call.
         """
-        async with Disk() as disk:
+        async with FileThread() as disk:
             step = await disk(self._step)
             if check_interval and not self._is_due(step):
                 return None

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat import __version__
 from zstrat.checkpoint import CheckpointFolder, Manifest, TensorInfo, TensorWriter
 
-from ._blocking import Disk
-from ._progress import Progress
-from ._shelves import Snapshot, Written, stream
-from ._tensors import Place, logical_tensors, plain_graph
+from ._blocking import FileThread
+from ._progress import ProgressBar
+from ._shelves import PinnedSnapshot, Written, stream
+from ._tensors import WrittenPlace, logical_tensors, plain_graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from zstrat.variables import Variable
 
     from ._graph import Graph
-    from ._servers import Cut
-    from ._shelves import Pinned, Shelf
+    from ._servers import SessionCut
+    from ._shelves import Shelf, ShelvedTensor
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")
@@ -69,7 +69,7 @@ async def save(
 
     Cancellation, and all errors: the folder is what it was.
     """
-    async with Disk() as disk:
+    async with FileThread() as disk:
         folder = await disk.make(CheckpointFolder.close, CheckpointFolder, path)
         try:
             components = components_of(graph)
@@ -79,7 +79,7 @@ async def save(
             async def note() -> None:
                 about.update(await disk(metadata))
 
-            snapshot = Snapshot(components, optimizers, note)
+            snapshot = PinnedSnapshot(components, optimizers, note)
             async with snapshot as pinned:
                 about["steps"] = [_plain_cut(cut) for cut in snapshot.cuts]
                 if None in snapshot.cuts:
@@ -90,7 +90,7 @@ async def save(
             await disk(folder.close)
 
 
-def _plain_cut(cut: Cut | None) -> dict[str, Any] | None:
+def _plain_cut(cut: SessionCut | None) -> dict[str, Any] | None:
     """For the manifest: which steps of a cluster are in a checkpoint."""
     if cut is None:
         return None
@@ -105,16 +105,16 @@ def components_of(graph: Graph) -> list[Variable]:
 
 async def _write(
     graph: Graph,
-    pinned: Sequence[Pinned],
+    pinned: Sequence[ShelvedTensor],
     folder: CheckpointFolder,
-    disk: Disk,
+    disk: FileThread,
     metadata: Mapping[str, Any],
 ) -> Manifest:
     logicals = logical_tensors(graph, pinned)
     parts = _parts(logicals)
     seen = await disk(folder.show)
     total = sum(logical.nbytes for logical in logicals)
-    with Progress(f"saving {folder.path}", total) as progress:
+    with ProgressBar(f"saving {folder.path}", total) as progress:
         writing = [
             _write_part(shelf, folder, number, pieces, seen, disk, progress)
             for number, (shelf, pieces) in enumerate(parts)
@@ -123,14 +123,14 @@ async def _write(
         # snapshot is let go and the folder is swept.
         outcomes = await asyncio.gather(*writing, return_exceptions=True)
     files: dict[str, int] = {}
-    where: dict[int, Place] = {}
+    where: dict[int, WrittenPlace] = {}
     for (_, pieces), outcome in zip(parts, outcomes, strict=True):
         if isinstance(outcome, BaseException):
             raise outcome
         file, written = outcome
         files[file] = written.size
         for (each, name), digest in zip(pieces, written.digests, strict=True):
-            where[id(each)] = Place(file, name, digest)
+            where[id(each)] = WrittenPlace(file, name, digest)
     about = {"zstrat": __version__, "saved_at": time.time(), **metadata}
     tensors = {logical.name: logical.stored(where) for logical in logicals}
     return Manifest(tensors, files, plain_graph(graph, logicals), about)
@@ -138,10 +138,10 @@ async def _write(
 
 def _parts(
     logicals: Sequence[Logical],
-) -> list[tuple[Shelf, list[tuple[Pinned, str]]]]:
+) -> list[tuple[Shelf, list[tuple[ShelvedTensor, str]]]]:
     """Which tensors go into one file, and under which names."""
-    parts: list[tuple[Shelf, list[tuple[Pinned, str]]]] = []
-    open_: dict[int, _Part] = {}
+    parts: list[tuple[Shelf, list[tuple[ShelvedTensor, str]]]] = []
+    open_: dict[int, _FilePart] = {}
     done: set[int] = set()
     for logical in logicals:
         for pinned, name, _, _ in logical.pieces:
@@ -150,17 +150,17 @@ def _parts(
             done.add(id(pinned))
             part = open_.get(id(pinned.shelf))
             if part is None or part.is_full:
-                part = open_[id(pinned.shelf)] = _Part()
+                part = open_[id(pinned.shelf)] = _FilePart()
                 parts.append((pinned.shelf, part.pieces))
             part.add(pinned, name)
     return parts
 
 
 @dataclass(slots=True)
-class _Part:
+class _FilePart:
     """The tensors of one file, as they are counted."""
 
-    pieces: list[tuple[Pinned, str]] = field(default_factory=list)
+    pieces: list[tuple[ShelvedTensor, str]] = field(default_factory=list)
     _bytes: int = 0
     _characters: int = 0
 
@@ -168,7 +168,7 @@ class _Part:
     def is_full(self) -> bool:
         return self._bytes >= PART or self._characters >= NAMES
 
-    def add(self, pinned: Pinned, name: str) -> None:
+    def add(self, pinned: ShelvedTensor, name: str) -> None:
         self.pieces.append((pinned, name))
         self._bytes += pinned.info.nbytes
         self._characters += len(name.encode()) + DIGEST
@@ -178,10 +178,10 @@ async def _write_part(
     shelf: Shelf,
     folder: CheckpointFolder,
     number: int,
-    pieces: Sequence[tuple[Pinned, str]],
+    pieces: Sequence[tuple[ShelvedTensor, str]],
     seen: str,
-    disk: Disk,
-    progress: Progress,
+    disk: FileThread,
+    progress: ProgressBar,
 ) -> tuple[str, Written]:
     file = folder.part(f"{shelf.name}-{number}")
     path = folder.path_of(file)
@@ -197,9 +197,9 @@ async def _write_part(
 async def _stream_part(
     path: str,
     infos: Sequence[TensorInfo],
-    pieces: Sequence[tuple[Pinned, str]],
-    disk: Disk,
-    progress: Progress,
+    pieces: Sequence[tuple[ShelvedTensor, str]],
+    disk: FileThread,
+    progress: ProgressBar,
 ) -> Written:
     writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Servers(Protocol):
+class SnapshotServers(Protocol):
     """`zstrat.ps.PsClient`, as far as snapshots go; on the loop of the cluster.
 
     Raises, all of them: PSUnavailableError, if a server that the call needs is gone.
@@ -68,7 +68,7 @@ class Servers(Protocol):
         ...
 
 
-class Cut(Protocol):
+class SessionCut(Protocol):
     """Which steps have had their effect: all below ``end``, and the runs ``[first,
     end)`` of ``besides``."""
 
@@ -79,11 +79,11 @@ class Cut(Protocol):
 
 
 @runtime_checkable
-class Cluster(Protocol):
+class ServerConnection(Protocol):
     """A connection to parameter servers (`zstrat.coordinator.ClusterSession`)."""
 
     @property
-    def client(self) -> Servers:
+    def client(self) -> SnapshotServers:
         """For coroutines that `run_async` runs."""
         ...
 
@@ -94,13 +94,13 @@ class Cluster(Protocol):
         """
         ...
 
-    def at_rest(self) -> AbstractAsyncContextManager[Cut | None]:
+    def at_rest(self) -> AbstractAsyncContextManager[SessionCut | None]:
         """Holds the cluster between two steps. None: other programs change what is
         there, too, and go on."""
         ...
 
 
-def cluster_of(variable: Variable) -> Cluster | None:
+def cluster_of(variable: Variable) -> ServerConnection | None:
     """The cluster that a variable lives on, None if it lives in this process.
 
     Raises:
@@ -109,7 +109,7 @@ def cluster_of(variable: Variable) -> Cluster | None:
     home = variable.home
     if isinstance(home, InProcess):
         return None
-    if isinstance(home, ServerVariables) and isinstance(home.session, Cluster):
+    if isinstance(home, ServerVariables) and isinstance(home.session, ServerConnection):
         return home.session
     raise RuntimeError(
         f"{variable.spec} at {variable.device} cannot be saved or restored from here: "

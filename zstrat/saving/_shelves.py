@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from zstrat.variables import Optimizer, Variable
     from zstrat.wire import Buffer
 
-    from ._blocking import Disk
-    from ._servers import Cluster, Cut
+    from ._blocking import FileThread
+    from ._servers import ServerConnection, SessionCut
 
 PIECE: Final = 4 * 2**20
 """Bytes fetched by one request: well above the cost of a round trip."""
@@ -38,7 +38,7 @@ AHEAD: Final = 4
 """Pieces fetched at a time; as many again are being written meanwhile."""
 
 
-class Pinned(NamedTuple):
+class ShelvedTensor(NamedTuple):
     """A tensor that stays as it is. ``place`` on its shelf."""
 
     shelf: Shelf
@@ -91,7 +91,7 @@ class LocalShelf:
 
     def pin(
         self, variables: Iterable[Variable], optimizers: Sequence[Optimizer]
-    ) -> list[Pinned]:
+    ) -> list[ShelvedTensor]:
         found = []
         for variable in variables:
             home = variable.home
@@ -109,12 +109,12 @@ class LocalShelf:
 
     def _put(
         self, key: int, optimizer: int, leaf: str, array: np.ndarray, rows: bool
-    ) -> Pinned:
+    ) -> ShelvedTensor:
         self._arrays.append(array)
         entry = TensorEntry(
             key, optimizer, leaf, array.dtype.name, list(array.shape), rows
         )
-        return Pinned(self, len(self._arrays) - 1, entry)
+        return ShelvedTensor(self, len(self._arrays) - 1, entry)
 
     async def shares(self, path: str) -> bool:
         del path
@@ -132,7 +132,7 @@ class LocalShelf:
 class ServerShelf:
     """One parameter server, in one snapshot."""
 
-    def __init__(self, cluster: Cluster, snapshot: int, ps: int) -> None:
+    def __init__(self, cluster: ServerConnection, snapshot: int, ps: int) -> None:
         self._cluster, self._snapshot, self._ps = cluster, snapshot, ps
         self.name = f"ps{ps}"
 
@@ -154,7 +154,7 @@ class ServerShelf:
         return await self._cluster.run_async(work, "reading a snapshot")
 
 
-class Snapshot:
+class PinnedSnapshot:
     """Values and slots of variables as they were at one moment between two steps; an
     async context manager that lets go of them.
 
@@ -177,12 +177,12 @@ class Snapshot:
     ) -> None:
         self._variables, self._optimizers, self._note = variables, optimizers, note
         self._number = secrets.randbits(62)
-        self._clusters: list[Cluster] = []
-        self.cuts: list[Cut | None] = []
-        """Which steps are in it, of each cluster; None: see `Cluster.at_rest`."""
+        self._clusters: list[ServerConnection] = []
+        self.cuts: list[SessionCut | None] = []
+        """Which steps are in it, of each cluster; None: `ServerConnection.at_rest`."""
 
-    async def __aenter__(self) -> list[Pinned]:
-        clusters: dict[int, Cluster] = {}
+    async def __aenter__(self) -> list[ShelvedTensor]:
+        clusters: dict[int, ServerConnection] = {}
         refs: dict[int, list[Ref]] = {}
         local = []
         for variable in self._variables:
@@ -216,19 +216,21 @@ class Snapshot:
             with contextlib.suppress(PSUnavailableError):
                 await cluster.run_async(release, "releasing a snapshot")
 
-    async def _pin(self, cluster: Cluster, refs: list[Ref]) -> list[Pinned]:
+    async def _pin(
+        self, cluster: ServerConnection, refs: list[Ref]
+    ) -> list[ShelvedTensor]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]
         self._clusters.append(cluster)
         pin = cluster.client.pin(self._number, refs, optimizers)
         found = await cluster.run_async(pin, "pinning a snapshot")
         shelves = {ps: ServerShelf(cluster, self._number, ps) for ps, _, _ in found}
-        return [Pinned(shelves[ps], place, entry) for ps, place, entry in found]
+        return [ShelvedTensor(shelves[ps], place, entry) for ps, place, entry in found]
 
 
 async def stream(
     writer: TensorWriter,
-    tensors: Iterable[Pinned],
-    disk: Disk,
+    tensors: Iterable[ShelvedTensor],
+    disk: FileThread,
     on_bytes: Callable[[int], None],
 ) -> None:
     """Appends tensors to a file: while some pieces are written the next are fetched."""
@@ -253,8 +255,8 @@ def _append(writer: TensorWriter, pieces: Sequence[Buffer]) -> None:
 
 
 def _batches(
-    tensors: Iterable[Pinned],
-) -> Iterable[list[tuple[Pinned, int, int]]]:
+    tensors: Iterable[ShelvedTensor],
+) -> Iterable[list[tuple[ShelvedTensor, int, int]]]:
     """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
     batch = []
     for tensor in tensors:

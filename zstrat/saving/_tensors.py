@@ -17,20 +17,20 @@ from zstrat.errors import DataLossError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ._graph import Graph, Node
-    from ._shelves import Pinned
+    from ._graph import Graph, ObjectNode
+    from ._shelves import ShelvedTensor
 
 
 class LogicalPiece(NamedTuple):
     """Rows ``[start, stop)`` of a logical tensor, under ``name`` in its file."""
 
-    pinned: Pinned
+    pinned: ShelvedTensor
     name: str
     start: int
     stop: int
 
 
-class Place(NamedTuple):
+class WrittenPlace(NamedTuple):
     """Where a pinned tensor was written."""
 
     file: str
@@ -43,8 +43,8 @@ class Logical:
     """One tensor of a checkpoint before it is written; see `StoredTensor`. Of a slot
     also whose it is: ``optimizer`` and where in its state."""
 
-    variable: Node
-    optimizer: Node | None
+    variable: ObjectNode
+    optimizer: ObjectNode | None
     leaf: str
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Logical:
     def nbytes(self) -> int:
         return sum(piece.pinned.info.nbytes for piece in self.pieces)
 
-    def stored(self, where: Mapping[int, Place]) -> StoredTensor:
+    def stored(self, where: Mapping[int, WrittenPlace]) -> StoredTensor:
         """As the manifest says it. ``where``: by ``id`` of the pinned tensor."""
         pieces = tuple(
             StoredPiece(at.file, at.name, piece.start, piece.stop, at.digest)
@@ -71,9 +71,9 @@ class Logical:
         return StoredTensor(self.dtype, self.shape, pieces, self.by_rows)
 
 
-def logical_tensors(graph: Graph, pinned: Sequence[Pinned]) -> list[Logical]:
+def logical_tensors(graph: Graph, pinned: Sequence[ShelvedTensor]) -> list[Logical]:
     """The tensors of a checkpoint of the graph, values first."""
-    at: dict[int, dict[int, dict[str, Pinned]]] = {}
+    at: dict[int, dict[int, dict[str, ShelvedTensor]]] = {}
     for each in pinned:
         key, number, leaf = each.entry[:3]
         at.setdefault(key, {}).setdefault(number, {})[leaf] = each
@@ -94,10 +94,10 @@ def slot_name(optimizer: str, variable: str, leaf: str) -> str:
 
 
 def _logical(
-    variable: Node,
-    optimizer: Node | None,
+    variable: ObjectNode,
+    optimizer: ObjectNode | None,
     leaf: str,
-    at: Mapping[int, Mapping[int, Mapping[str, Pinned]]],
+    at: Mapping[int, Mapping[int, Mapping[str, ShelvedTensor]]],
 ) -> Logical:
     name = variable.path
     number = 0

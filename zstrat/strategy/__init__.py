@@ -17,7 +17,7 @@ from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._extended import StrategyExtended as StrategyExtended
 from ._input_options import InputOptions as InputOptions
 from ._input_options import InputReplicationMode as InputReplicationMode
-from ._inputs import Inputs as Inputs
+from ._inputs import ProcessInputs as ProcessInputs
 from ._mirrored_local import MirroredStrategy as MirroredStrategy
 from ._multi_step import MultiStepContext as MultiStepContext
 from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

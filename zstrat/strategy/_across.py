@@ -17,7 +17,7 @@ import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.program._collective import summable
-from zstrat.program._cross import Kind, gather_from, sum_over
+from zstrat.program._cross import CrossKind, gather_from, sum_over
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
@@ -150,7 +150,7 @@ def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
     if _is_traced():
         return gather_from(channel, [jnp.asarray(x) for x in fronts])
     mine = [np.ascontiguousarray(x) for x in fronts]
-    return channel.carry_out(Kind.GATHER, mine)
+    return channel.carry_out(CrossKind.GATHER, mine)
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
@@ -158,7 +158,7 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
         return []
     if _is_traced():
         return list(sum_over(channel, arrays))
-    return channel.carry_out(Kind.SUM, arrays)
+    return channel.carry_out(CrossKind.SUM, arrays)
 
 
 def _mean(total: Any, count: Any, mine: Any) -> Any:

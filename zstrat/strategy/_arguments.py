@@ -89,7 +89,7 @@ def dealt(tree: Any, replicas: int) -> Any:
     )
 
 
-class Arguments:
+class RunArguments:
     """Arguments of ``run``, sorted into what is split, shared and not an array.
 
     Raises:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.variables import AbstractVariable
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
     from ._server_session import ServerSession
     from ._strategy import Strategy
 
@@ -176,7 +176,7 @@ class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
         Closing twice is fine; ``with`` closes at its end."""
         self._session.close()
 
-    def _function_inputs(self) -> Inputs:
+    def _function_inputs(self) -> ProcessInputs:
         # A dataset that is given to all programs is whole in each of them, as in TF:
         # only functions are told that there are several.
         return replace(self._inputs(), context=self._pipeline)

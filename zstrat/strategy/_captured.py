@@ -153,7 +153,7 @@ def _places(fn: types.FunctionType) -> Iterator[str]:
             yield f"global {name!r} of {fn.__globals__.get('__name__')}"
 
 
-class Held:
+class CapturedObjects:
     """Objects that are known by their identity: an object that is gone has given it to
     any other.
 

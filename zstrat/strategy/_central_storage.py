@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
 
 
 @final
@@ -55,7 +55,7 @@ class CentralStorageStrategy(LocalStrategy[LocalExtended]):
         )
         self._extended = LocalExtended(self, replicas, [store], self._variables)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from . import _context
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ._feed import Feed
+    from ._feed import DatasetFeed
 
 _TRANSFORMATIONS: Final = frozenset(
     name
@@ -57,7 +57,7 @@ class DistributedDataset(StepDataset):
     distributed.
     """
 
-    def __init__(self, feed: Feed, name: str) -> None:
+    def __init__(self, feed: DatasetFeed, name: str) -> None:
         self._feed = feed
         self._name = name
         self._waiting: DistributedIterator | None = None

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.variables import DeferredValue, Part, VariableSpec, initial
+from zstrat.variables import ComponentRows, DeferredValue, VariableSpec, initial
 from zstrat.wire import InitialEntry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.variables import Request
+    from zstrat.variables import VariableRequest
 
 _log: Final = logging.getLogger(__name__)
 
@@ -28,11 +28,11 @@ _LARGE: Final = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class VariablePlan:
     """A variable to be: ``offsets`` are the first rows of its parts and, behind them,
     the number of all rows; None if it stays whole."""
 
-    request: Request
+    request: VariableRequest
     value: DeferredValue | np.ndarray
     offsets: tuple[int, ...] | None
 
@@ -59,7 +59,7 @@ class Draft:
         request, part, name = self.request, None, self.request.name
         if self.offsets is not None:
             start, rows = self.offsets[index], self.offsets[-1]
-            part = Part(name, index, self.parts, start, rows)
+            part = ComponentRows(name, index, self.parts, start, rows)
             name = f"{name}/part_{index}"
         return VariableSpec(
             key,
@@ -99,7 +99,9 @@ class Draft:
         )
 
 
-def draft(request: Request, partitioner: Callable[..., Any] | None) -> Draft:
+def draft(
+    request: VariableRequest, partitioner: Callable[..., Any] | None
+) -> VariablePlan:
     """Decides how a variable is made.
 
     Raises:
@@ -109,11 +111,11 @@ def draft(request: Request, partitioner: Callable[..., Any] | None) -> Draft:
     """
     value = initial(request)
     if partitioner is None or request.is_whole or not value.shape:
-        return Draft(request, value, None)
+        return VariablePlan(request, value, None)
     given = partitioner(shape=value.shape, dtype=value.dtype)
     parts = _first_axis(given, request.name, value.shape)
     if parts == 1 or not value.shape[0]:
-        return Draft(request, value, None)
+        return VariablePlan(request, value, None)
     size = math.prod(value.shape)
     if size > _LARGE and not isinstance(value, DeferredValue):
         _log.warning(
@@ -124,7 +126,7 @@ def draft(request: Request, partitioner: Callable[..., Any] | None) -> Draft:
             request.name,
             size,
         )
-    return Draft(request, value, div(value.shape[0], parts))
+    return VariablePlan(request, value, div(value.shape[0], parts))
 
 
 def div(rows: int, parts: int) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class Described:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Feed:
+class DatasetFeed:
     """How to begin a pass of one distributed dataset.
 
     Args:
@@ -88,7 +88,7 @@ class Feed:
 class _Pass:
     """One pass: its elements as they are drawn, and what they look like."""
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: DatasetFeed) -> None:
         self._feed = feed
         begun = feed.shares()
         maker = _Maker(begun.shares, feed)
@@ -127,7 +127,7 @@ class _Pass:
 class _Maker:
     """Makes the elements of a pass, and keeps the first share to describe them."""
 
-    def __init__(self, shares: Iterator[Share], feed: Feed) -> None:
+    def __init__(self, shares: Iterator[Share], feed: DatasetFeed) -> None:
         self._shares: Final = shares
         self._place: Final = feed.place
         self._described: Final = feed.described

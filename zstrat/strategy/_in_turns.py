@@ -55,14 +55,14 @@ if TYPE_CHECKING:
         HomeRows,
         Optimizer,
         Recorder,
-        Request,
         Table,
         Variable,
+        VariableRequest,
     )
     from zstrat.wire import UpdateOp
 
     from ._strategy import Strategy
-    from ._turns import Turn
+    from ._turns import ReplicaTurn
 
 
 def in_turns(
@@ -87,7 +87,7 @@ def in_turns(
     made = _Made(creator.get())
     tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
 
-    def body(mine: Turn) -> Any:
+    def body(mine: ReplicaTurn) -> Any:
         number = mine.number
         recorder.set(_Own(mine, team, outer, is_unnoticed))
         if is_real:
@@ -121,7 +121,7 @@ class _Own:
     """The recorder of one replica."""
 
     def __init__(
-        self, mine: Turn, team: Team, outer: Recorder | None, is_unnoticed: bool
+        self, mine: ReplicaTurn, team: Team, outer: Recorder | None, is_unnoticed: bool
     ) -> None:
         self.live = outer is None or is_live(outer)
         """Whether values are real, so that nothing is being captured."""
@@ -258,7 +258,7 @@ class _Made:
 
     def __init__(self, inner: Creator | None) -> None:
         self.inner = inner
-        self.variables: list[tuple[Request, AbstractVariable]] = []
+        self.variables: list[tuple[VariableRequest, AbstractVariable]] = []
         self.optimizers: list[int] = []
 
 
@@ -277,7 +277,7 @@ class _Positions:
         return self._made.inner
 
     def create_variables(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
         made = self._made
         if self._number == 0:
@@ -307,7 +307,7 @@ class _Positions:
             self._made.optimizers.pop()
             self._made.inner.forget_optimizer(optimizer)
 
-    def _found(self, request: Request) -> AbstractVariable:
+    def _found(self, request: VariableRequest) -> AbstractVariable:
         place = self._variables
         self._variables += 1
         if place >= len(self._made.variables):

@@ -1,6 +1,6 @@
 """The input side of a strategy: datasets shared out among workers and replicas.
 
-One `Inputs` says who draws here and where elements go; it makes the distributed
+One `ProcessInputs` says who draws here and where elements go; it makes the distributed
 datasets of every strategy. What each replica gets was decided by numbers
 (`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
 
@@ -20,7 +20,7 @@ from zstrat.program import StepDataset, kept
 from zstrat.variables import line_outside
 
 from ._distributed_dataset import DistributedDataset
-from ._feed import Begun, Feed
+from ._feed import Begun, DatasetFeed
 from ._input_options import InputOptions
 from ._pace import Length
 from ._shares import (
@@ -54,7 +54,7 @@ _FETCHED: Final = (
 
 @final
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class ProcessInputs:
     """Who draws in this process, and where elements go.
 
     Args:
@@ -107,7 +107,7 @@ class Inputs:
             is_infinite=allotment.is_infinite,
             is_common=allotment.ends_with_others and is_partial,
         )
-        feed = Feed(
+        feed = DatasetFeed(
             line_outside(),
             shares,
             self._placing(chosen),
@@ -141,7 +141,7 @@ class Inputs:
         if size >= 0:
             steps = math.ceil(size / self.local) if is_partial else size // self.local
         length = Length(steps, is_infinite=made.is_infinite)
-        feed = Feed(
+        feed = DatasetFeed(
             line_outside(),
             shares,
             self._placing(chosen),
@@ -167,7 +167,9 @@ class Inputs:
             return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
 
         where = line_outside()
-        feed = Feed(where, shares, self._placing(options), options, None, is_partial)
+        feed = DatasetFeed(
+            where, shares, self._placing(options), options, None, is_partial
+        )
         return DistributedDataset(feed, _FUNCTION)
 
     def _read(

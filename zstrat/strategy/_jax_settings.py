@@ -42,7 +42,7 @@ _CONTEXTS: Final = {
 _read: Final = operator.attrgetter(*_CONTEXTS)
 
 
-class Settings:
+class JaxSettings:
     """The settings of this thread when this is made."""
 
     __slots__ = ("_mesh", "_names", "_values")

@@ -28,7 +28,7 @@ from zstrat.program import Function, RetraceWarning
 from zstrat.program._programs import WARN_AT
 from zstrat.variables import outside
 
-from ._captured import Held, captured_words, in_words
+from ._captured import CapturedObjects, captured_words, in_words
 from ._given import called_like, origin
 from ._marks import named
 from ._watched import Watched, beneath
@@ -55,7 +55,7 @@ class KeptStep:
 
     step: Function
     marks: Hashable
-    held: Held
+    held: CapturedObjects
     """The objects that ``marks`` names by their identity."""
     watched: Watched
     origin: weakref.ref[Any] | None
@@ -76,7 +76,7 @@ class KeptStep:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class StepPlace:
     """The steps that were made of the functions of one place in the source."""
 
     steps: list[KeptStep] = field(default_factory=list)
@@ -114,7 +114,7 @@ class KeptSteps:
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
-        self._places: OrderedDict[int, Place] = OrderedDict()
+        self._places: OrderedDict[int, StepPlace] = OrderedDict()
         self._lock = threading.RLock()  # what is freed in it may run code
 
     def of(self, fn: Callable[..., Any]) -> KeptStep:
@@ -136,7 +136,7 @@ class KeptSteps:
         made = KeptStep(
             Function(called_like(self._make(), fn)),
             marks,
-            Held([*captured, *[each.__code__ for each in compared]]),
+            CapturedObjects([*captured, *[each.__code__ for each in compared]]),
             Watched(x for x in functions if x not in compared),
             origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
@@ -145,7 +145,7 @@ class KeptSteps:
 
     def _add(self, name: int, made: KeptStep, words: dict[str, str]) -> KeptStep:
         with self._lock:
-            place = self._places.setdefault(name, Place())
+            place = self._places.setdefault(name, StepPlace())
             found = place.find(made.marks)
             if found is not None:
                 return found  # another thread made it meanwhile

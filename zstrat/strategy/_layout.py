@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ._shares import Share
 
 
-class Layout:
+class MeshLayout:
     """How one mesh has the values of its replicas: one to each place of its first axis.
 
     Args:

@@ -41,7 +41,7 @@ from ._arguments import (
 from ._given import given, run_as
 from ._in_turns import in_turns
 from ._kept_steps import KeptSteps
-from ._layout import Layout
+from ._layout import MeshLayout
 from ._one_program import alone, as_one_program
 from ._own_step import returned
 from ._per_replica import (
@@ -89,7 +89,7 @@ class LocalMesh:
     ) -> None:
         grid = np.array(devices, dtype=object)
         self.mesh = Mesh(grid, (AXIS, *axes))
-        self.layout = Layout(self.mesh)
+        self.layout = MeshLayout(self.mesh)
         self.devices: tuple[jax.Device, ...] = self.layout.devices
         self.team = Team(len(grid))
         self._strategy = strategy

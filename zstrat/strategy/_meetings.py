@@ -35,7 +35,7 @@ from zstrat.wire import UpdateOp
 from ._one_array import require_axes
 from ._per_replica import PerReplica, loose, on_one_device, select_replica
 from ._regroup import regroup
-from ._turns import Meeting
+from ._turns import ReplicaMeeting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ def merging(
     merge_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> Meeting:
+) -> ReplicaMeeting:
     """``merge_fn`` is called once, with the values of all replicas. Each computes with
     what it is given, so that comes to its device."""
 
@@ -65,7 +65,7 @@ def merging(
         there = strategy._devices()
         return [*map(brought, given, there), *given[len(there) :]]
 
-    return Meeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
+    return ReplicaMeeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
 
 
 def brought(tree: Any, device: jax.Device) -> Any:
@@ -88,7 +88,7 @@ def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
     return loose(array)
 
 
-def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
+def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaMeeting:
     """All get the sum or mean of a pytree; see `Team.all_reduce`.
 
     ``join`` raises ValueError if they bring different structures or shapes.
@@ -112,10 +112,10 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> Meeting:
         return [treedef.unflatten(reduced)] * len(values)
 
     words = f"all_reduce {op.name}{_options_of(team)}"
-    return Meeting(("all_reduce", op, team.channel), words, tree, join)
+    return ReplicaMeeting(("all_reduce", op, team.channel), words, tree, join)
 
 
-def gathering(team: Team, tree: Any, axis: int) -> Meeting:
+def gathering(team: Team, tree: Any, axis: int) -> ReplicaMeeting:
     """All get what the replicas give, one after the other along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -124,7 +124,7 @@ def gathering(team: Team, tree: Any, axis: int) -> Meeting:
         return [treedef.unflatten(gathered)] * len(values)
 
     words = f"all_gather along {axis}{_options_of(team)}"
-    return Meeting(("all_gather", axis, team.channel), words, tree, join)
+    return ReplicaMeeting(("all_gather", axis, team.channel), words, tree, join)
 
 
 def updating(
@@ -134,7 +134,7 @@ def updating(
     operands: tuple[jax.Array, ...],
     optimizer: Optimizer | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
-) -> Meeting:
+) -> ReplicaMeeting:
     """What the replicas do to a variable is brought together and done once."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -143,12 +143,12 @@ def updating(
 
     rule = None if optimizer is None else optimizer.id
     words = f"an update ({op.name.lower()}) of {variable.spec}"
-    return Meeting((variable.spec.key, op, rule), words, operands, join)
+    return ReplicaMeeting((variable.spec.key, op, rule), words, operands, join)
 
 
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
-) -> Meeting:
+) -> ReplicaMeeting:
     """The gradients of all replicas are brought together and applied once; see
     `Team.aggregate_call`."""
 
@@ -160,7 +160,7 @@ def optimizing(
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
     stacked = tuple([call.has_examples(leaf) for leaf in call.given])
     what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
-    return Meeting(what, words, call.arrays, join)
+    return ReplicaMeeting(what, words, call.arrays, join)
 
 
 def own(tree: Any) -> Any:

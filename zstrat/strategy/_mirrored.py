@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zstrat.program._collective import AXIS
-from zstrat.program._cross import Kind
+from zstrat.program._cross import CrossKind
 from zstrat.variables import (
     DeviceHome,
     LocalHome,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from zstrat.program._collective import Team
     from zstrat.program._cross import Channel
-    from zstrat.variables import AbstractVariable, Optimizer, Request
+    from zstrat.variables import AbstractVariable, Optimizer, VariableRequest
 
 
 class MirroredVariables:
@@ -81,7 +81,7 @@ class MirroredVariables:
             names or task_names(devices), devices[0], over, whole, channel, self._settle
         )
         if store is not None and [store] != list(devices):
-            self.residence = _Store(store, devices[0], self.residence)
+            self.residence = _KeeperDevice(store, devices[0], self.residence)
 
     def take_over(self) -> None:
         """Gives all processes the values of the one that has made the most steps; all
@@ -114,7 +114,9 @@ class MirroredVariables:
         home = variable.home
         return isinstance(home, DeviceHome) and home.residence is self.residence
 
-    def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
+    def create_variables(
+        self, requests: Sequence[VariableRequest]
+    ) -> list[AbstractVariable]:
         """New variables, in one broadcast for all of them.
 
         Raises:
@@ -133,7 +135,7 @@ class MirroredVariables:
                 )
         values = [initialize(request) for request in requests]
         if self._channel is not None and not self._is_late:
-            values = self._channel.carry_out(Kind.FIRST, values)
+            values = self._channel.carry_out(CrossKind.FIRST, values)
         made = [
             self._made(request, np.asarray(value))
             for request, value in zip(requests, values, strict=True)
@@ -151,7 +153,7 @@ class MirroredVariables:
         del optimizer
         self._optimizers.pop()
 
-    def _made(self, request: Request, value: np.ndarray) -> Variable:
+    def _made(self, request: VariableRequest, value: np.ndarray) -> Variable:
         is_on_read = request.synchronization is VariableSynchronization.ON_READ
         home = self._home(value, request.aggregation if is_on_read else None)
         variable = owned(request, value, home)
@@ -243,7 +245,7 @@ class _Devices(Residence):
         return placed
 
 
-class _Store(Residence):
+class _KeeperDevice(Residence):
     """One device that keeps the values, which travel to others for each step: to
     ``first``, if there is one replica."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
 
 
 @final
@@ -57,7 +57,7 @@ class MirroredStrategy(LocalStrategy[LocalExtended]):
         ops = cross_device_ops or _usual(found)
         self._extended = LocalExtended(self, found, found, self._variables, ops)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         return replace(
             super()._inputs(), place=self._mesh.layout.place_share, per_replica=True
         )

@@ -13,7 +13,7 @@ from zstrat.variables import DeviceHome, Variable, VariableAggregation
 
 from ._frames import in_real_replica_context
 from ._per_replica import DistributedValues, Mirrored
-from ._turns import Meeting, turn
+from ._turns import ReplicaMeeting, turn
 from ._values import reduce_values
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MirroredVariable(Variable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.meet(Meeting((self._spec.key, "number"), words, value, join))
+        mine.meet(ReplicaMeeting((self._spec.key, "number"), words, value, join))
 
 
 def with_copies(variable: Variable, made: AbstractVariable) -> AbstractVariable:

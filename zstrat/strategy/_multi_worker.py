@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from zstrat.program._cross import Collective
     from zstrat.variables import AbstractVariable, Creator
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
 
 _NAME: Final = "MultiWorkerMirroredStrategy"
 """Of the group: processes that make one are brought together."""
@@ -231,7 +231,7 @@ class MultiWorkerMirroredStrategy(Strategy, Closing):
     def _team(self) -> Team:
         return Team(len(self._local), self._channel)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         channel = self._channel
         accord = None if channel is None else _Accord(channel)
         return replace(super()._inputs(), accord=accord)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Variable, VariableSpec
 
-    from ._drafts import Draft
+    from ._drafts import VariablePlan
 
 _BLOCK_BITS: Final = 20
 _BLOCKS: Final = 2**40
@@ -115,7 +115,9 @@ class Numbers:
             raise
         self.settled()
 
-    def components(self, new: Draft, beside: Variable | None) -> list[VariableSpec]:
+    def components(
+        self, new: VariablePlan, beside: Variable | None
+    ) -> list[VariableSpec]:
         """The components of a new variable, with keys and places."""
         where = self._placement.place(
             new.sizes, None if beside is None else beside.spec.ps

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
-from zstrat.program._cross import Kind, first_of, sum_over
+from zstrat.program._cross import CrossKind, first_of, sum_over
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
@@ -129,8 +129,8 @@ class SyncOnReadVariable(Variable):
             return value
         if self._is_exact_mean:
             cut = summed_for_mean(self._copies_here(), self._team.size)
-            return np.asarray(self._mean(channel.carry_out(Kind.SUM, cut)))
-        kind = Kind.FIRST if self._is_first else Kind.SUM
+            return np.asarray(self._mean(channel.carry_out(CrossKind.SUM, cut)))
+        kind = CrossKind.FIRST if self._is_first else CrossKind.SUM
         whole = np.asarray(channel.carry_out(kind, [value])[0])
         return np.asarray(self._over_processes(whole))
 

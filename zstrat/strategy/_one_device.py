@@ -14,7 +14,7 @@ from ._mirrored import MirroredVariables
 if TYPE_CHECKING:
     import jax
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
 
 
 @final
@@ -34,7 +34,7 @@ class OneDeviceStrategy(LocalStrategy[LocalExtended]):
         self._variables = MirroredVariables(found, self._mesh.team)
         self._extended = LocalExtended(self, found, found, self._variables)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         return replace(super()._inputs(), place=self._mesh.layout.place_share)
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from zstrat.program._one_replica import discovered
 from zstrat.program._refusals import LOOKS, is_of_shapes
 from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
-from ._arguments import Arguments
+from ._arguments import RunArguments
 from ._context import ReplicaContext
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._turns import NeedsTurns
@@ -53,7 +53,7 @@ def as_one_program(
         UnevenParts: Replicas are given arrays of different shapes.
         Exception: Whatever ``fn`` raises while it is traced.
     """
-    sorted_out = Arguments((tuple(args), dict(kwargs)), team.local)
+    sorted_out = RunArguments((tuple(args), dict(kwargs)), team.local)
     replica = _replica(strategy, team, fn, sorted_out)
     result = _replicas.replicate(
         replica, sorted_out.shared, sorted_out.split, team=team, mesh=mesh
@@ -77,7 +77,7 @@ def needs_turns(
             return node
         return PerReplica((node.values[0],) * team.local)
 
-    sorted_out = Arguments(
+    sorted_out = RunArguments(
         jax.tree.map(first, tree, is_leaf=is_distributed), team.local
     )
     replica = _replica(strategy, team, fn, sorted_out)
@@ -91,7 +91,7 @@ def needs_turns(
 
 
 def _replica(
-    strategy: Strategy, team: Team, fn: Callable[..., Any], sorted_out: Arguments
+    strategy: Strategy, team: Team, fn: Callable[..., Any], sorted_out: RunArguments
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
         own_args, own_kwargs = sorted_out.of_replica(shared, own)

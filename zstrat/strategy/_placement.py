@@ -38,11 +38,11 @@ if TYPE_CHECKING:
         HomeRows,
         HomeUpdate,
         Optimizer,
-        Request,
+        VariableRequest,
     )
     from zstrat.wire import InitialEntry, UpdateOp
 
-    from ._drafts import Draft
+    from ._drafts import VariablePlan
     from ._server_session import ServerSession
 
 _colocated: Final[ContextVar[Variable | None]] = ContextVar(
@@ -122,7 +122,9 @@ class ServerVariables:
 
     # ---- the creator of a scope ----------------------------------------------------
 
-    def create_variables(self, requests: Sequence[Request]) -> list[AbstractVariable]:
+    def create_variables(
+        self, requests: Sequence[VariableRequest]
+    ) -> list[AbstractVariable]:
         """New variables, in one round trip per ps for all values that are made here,
         and one for each initializer that runs there. If one cannot be created, none of
         them is, and the next ones are counted as if nothing had been asked for.
@@ -281,7 +283,7 @@ class ServerVariables:
             self._numbers.settled()
 
     def _make(
-        self, drafts: Sequence[Draft], specs: Sequence[list[VariableSpec]]
+        self, drafts: Sequence[VariablePlan], specs: Sequence[list[VariableSpec]]
     ) -> None:
         """Creates the components on their ps."""
         arrays: list[tuple[VariableSpec, np.ndarray]] = []
@@ -298,7 +300,7 @@ class ServerVariables:
         for code, described in entries.items():
             self._session.initialize_variables(described, code)
 
-    def _made(self, new: Draft, specs: list[VariableSpec]) -> AbstractVariable:
+    def _made(self, new: VariablePlan, specs: list[VariableSpec]) -> AbstractVariable:
         parts = [handle(spec, self) for spec in specs]
         return parts[0] if new.offsets is None else joined(parts, new.request.name)
 

@@ -22,7 +22,7 @@ from ._arguments import UnevenParts, require_known
 from ._context import ReplicaContext, Scope
 from ._copy_home import by_copies, copies_of, reducible
 from ._in_turns import in_turns
-from ._inputs import Inputs
+from ._inputs import ProcessInputs
 from ._one_program import as_one_program
 from ._options import RunOptions
 from ._regroup import regroup
@@ -85,13 +85,13 @@ class Strategy(FirstVersion):
         """The replicas that compute together."""
         return Team(self.num_replicas_in_sync)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         """Who draws from datasets in this process, and where elements go."""
         team = self._team()
         pipelines, this = team.size // team.local, team.first // team.local
-        return Inputs(InputContext(pipelines, this, team.size), team.local)
+        return ProcessInputs(InputContext(pipelines, this, team.size), team.local)
 
-    def _function_inputs(self) -> Inputs:
+    def _function_inputs(self) -> ProcessInputs:
         """The same, as dataset functions are told."""
         return self._inputs()
 

@@ -31,7 +31,7 @@ from ._values import is_distributed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
 
 _TENSORS = (
     jax.Array,
@@ -155,7 +155,7 @@ class TPUStrategy(LocalStrategy[TPUExtended]):
         """The tensor, whole on every logical device."""
         return self._logical.replicated(tensor)
 
-    def _inputs(self) -> Inputs:
+    def _inputs(self) -> ProcessInputs:
         return replace(
             super()._inputs(), place=self._mesh.layout.place_share, static_shapes=True
         )

@@ -25,7 +25,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from zstrat.program._fresh import current_trace
 
-from ._jax_settings import Settings
+from ._jax_settings import JaxSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -38,7 +38,7 @@ class NeedsTurns(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class ReplicaMeeting:
     """What one replica comes to a meeting for.
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
@@ -53,18 +53,18 @@ class Meeting:
     handled: BaseException | None = field(default_factory=sys.exception)
 
 
-class Turn:
+class ReplicaTurn:
     """The turn of one replica, as its function knows it."""
 
-    def __init__(self, number: int, body: Callable[[Turn], Any]) -> None:
+    def __init__(self, number: int, body: Callable[[ReplicaTurn], Any]) -> None:
         self.number = number
         self.result: Any = None
-        self.meeting: Meeting | None = None
+        self.meeting: ReplicaMeeting | None = None
         """What it waits for, None if it has ended."""
         self._body = body
         self._is_over = False
         self._trace: object = None
-        self._settings: Settings | None = None
+        self._settings: JaxSettings | None = None
         self._greenlet = greenlet(self._run)
         self._greenlet.gr_context = contextvars.copy_context()
 
@@ -73,7 +73,7 @@ class Turn:
         """Whether jax transforms what its function does now."""
         return current_trace() != self._trace
 
-    def meet(self, meeting: Meeting) -> Any:
+    def meet(self, meeting: ReplicaMeeting) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
         Raises:
@@ -103,7 +103,7 @@ class Turn:
             BaseException: Whatever the replica function raises.
         """
         came = self._greenlet.switch(given)
-        self.meeting = came if isinstance(came, Meeting) else None
+        self.meeting = came if isinstance(came, ReplicaMeeting) else None
 
     def end(self) -> None:
         """Ends one that waits, or has not begun."""
@@ -113,17 +113,17 @@ class Turn:
             self._greenlet.throw(GreenletExit)
 
     def _run(self, _: Any) -> None:
-        self._trace, self._settings = current_trace(), Settings()
+        self._trace, self._settings = current_trace(), JaxSettings()
         turn.set(self)
         self.result = self._body(self)
 
 
-turn: Final[ContextVar[Turn | None]] = ContextVar("zstrat_turn", default=None)
+turn: Final[ContextVar[ReplicaTurn | None]] = ContextVar("zstrat_turn", default=None)
 """The turn that this code is in, if any. Set in the context of the turn alone."""
 
 
 def take_turns(
-    bodies: Sequence[Callable[[Turn], Any]],
+    bodies: Sequence[Callable[[ReplicaTurn], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
     """What the replicas return, in order.
@@ -136,7 +136,7 @@ def take_turns(
         RuntimeError: Not all replicas come to the same meetings.
         BaseException: Whatever one of them raises, or a meeting; all others are ended.
     """
-    turns = [Turn(number, body) for number, body in enumerate(bodies)]
+    turns = [ReplicaTurn(number, body) for number, body in enumerate(bodies)]
     given: Sequence[Any] = [None] * len(turns)
     try:
         while True:
@@ -154,7 +154,7 @@ def take_turns(
 
 
 def _end_all(
-    turns: Sequence[Turn],
+    turns: Sequence[ReplicaTurn],
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
@@ -180,7 +180,7 @@ def _end_all(
         raise interrupt from error
 
 
-def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
+def _all_of(meetings: Sequence[ReplicaMeeting | None]) -> list[ReplicaMeeting]:
     """The meetings, if all replicas came to the same one.
 
     Raises:
@@ -198,7 +198,7 @@ def _all_of(meetings: Sequence[Meeting | None]) -> list[Meeting]:
 
 
 def _difference(
-    meetings: Sequence[Meeting | None], came: Sequence[Meeting]
+    meetings: Sequence[ReplicaMeeting | None], came: Sequence[ReplicaMeeting]
 ) -> str | None:
     """Who came to another meeting than replica 0, or to none, in words."""
     if len(came) < len(meetings):

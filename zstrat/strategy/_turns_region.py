@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.program._collective import Team
-    from zstrat.program._feeds import Feed
+    from zstrat.program._feeds import TraceFeed
     from zstrat.program._iterator import Element, StepIterator
     from zstrat.variables import Recorder, Variable
 
@@ -141,7 +141,7 @@ class _Region:
             )
         return found.variables
 
-    def traced(self, feed: Feed, inputs: Sequence[Any]) -> Any:
+    def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
         """Arrays that the replicas return, then copies that they have changed; and the
         operands of their updates."""
         given = iter(inputs)

@@ -19,7 +19,7 @@ from zstrat.program import Function
 
 from ._captured import (
     PLAIN,
-    Held,
+    CapturedObjects,
     captured_values,
     global_names,
     is_global,
@@ -70,7 +70,7 @@ class Watched:
             for place, value in zip(named.values(), values, strict=True)
             if value is _GONE
         )
-        self._held = Held([*values, *contents])
+        self._held = CapturedObjects([*values, *contents])
 
     def are_same(self) -> bool:
         """Whether all is as it was."""

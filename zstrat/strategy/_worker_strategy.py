@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import AbstractVariable, Creator
 
-    from ._inputs import Inputs
+    from ._inputs import ProcessInputs
     from ._placement import ServerVariables
 
 _log: Final = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class WorkerStrategy(Strategy):
     def extended(self) -> ParameterServerExtended:
         return self._extended
 
-    def _function_inputs(self) -> Inputs:
+    def _function_inputs(self) -> ProcessInputs:
         worker = worker_context.get()
         if worker is None:
             return self._inputs()

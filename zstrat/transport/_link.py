@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
 from zstrat.wire._greeting import mismatch
-from zstrat.wire._orders import Answered, Closed, Failed, Noticed, Opened, Order, State
+from zstrat.wire._orders import (
+    Answered,
+    Closed,
+    Failed,
+    Noticed,
+    Opened,
+    Order,
+    OrderState,
+)
 from zstrat.wire._peer import Peer
 
 from ._address import parse
@@ -46,7 +54,7 @@ _LAST_WORDS: Final = 0.01
 
 Reply = asyncio.Future[Message]
 
-_OPEN: Final = State.OPEN
+_OPEN: Final = OrderState.OPEN
 
 Told = TypeVar("Told")
 
@@ -133,7 +141,7 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        return self._outlet is not None and self._outlet.peer.state is State.OPEN
+        return self._outlet is not None and self._outlet.peer.state is OrderState.OPEN
 
     @property
     def peer(self) -> Hello | None:

@@ -40,7 +40,7 @@ _WORTH: Final = 64 * 1024
 """Bytes; to lend less costs more than it saves."""
 
 
-class _Memory(np.ndarray):
+class _LeasedMemory(np.ndarray):
     """What a lease is a view of."""
 
 
@@ -55,7 +55,7 @@ def lend(memory: np.ndarray, ended: Callable[..., object], what: object) -> memo
     """
     # numpy makes the base of a view the base of its base, so long as that has the type
     # of the view: two types of our own keep an array from skipping its lease.
-    lease = memory.view(_Memory).view(_Lease)
+    lease = memory.view(_LeasedMemory).view(_Lease)
     weakref.finalize(lease, ended, what).atexit = False
     return lease.data
 

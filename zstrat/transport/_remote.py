@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PeerLostError
 from zstrat.wire._greeting import described, task_name
-from zstrat.wire._orders import State
+from zstrat.wire._orders import OrderState
 
 from ._pool import trim
 from ._socket import LINGER
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ._accepted import Accepted
     from ._pump import Outlet
 
-_OPEN: Final = State.OPEN
+_OPEN: Final = OrderState.OPEN
 
 _MUCH: Final = 2**20
 """Bytes whose holes in the heap are worth to be given back."""

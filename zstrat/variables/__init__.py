@@ -13,7 +13,7 @@ from ._copy_home import CopyHome as CopyHome
 from ._creator import Aside as Aside
 from ._creator import CreatedInStep as CreatedInStep
 from ._creator import Creator as Creator
-from ._creator import Request as Request
+from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._device import DeviceHome as DeviceHome
 from ._gradient_call import GradientCall as GradientCall
@@ -59,7 +59,7 @@ from ._slots import Beside as Beside
 from ._slots import SlotInfo as SlotInfo
 from ._slots import SlotRule as SlotRule
 from ._spec import LOCAL as LOCAL
-from ._spec import Part as Part
+from ._spec import ComponentRows as ComponentRows
 from ._spec import VariableAggregation as VariableAggregation
 from ._spec import VariableSpec as VariableSpec
 from ._spec import VariableSynchronization as VariableSynchronization
@@ -67,9 +67,9 @@ from ._staging import is_staging as is_staging
 from ._staging import refuse_read as refuse_read
 from ._staging import refuse_update as refuse_update
 from ._table import ABSENT as ABSENT
-from ._table import Piece as Piece
 from ._table import Table as Table
 from ._table import TableLayout as TableLayout
+from ._table import TablePiece as TablePiece
 from ._table import absent as absent
 from ._traced_rows import reaching as reaching
 from ._traced_rows import rows_of_component as rows_of_component

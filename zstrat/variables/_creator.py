@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VariableRequest:
     """What the user asked of one new variable, checked only by its creator."""
 
     initial_value: Any
@@ -42,7 +42,7 @@ class Creator(Protocol):
     """Makes variables and knows their optimizers."""
 
     def create_variables(
-        self, requests: Sequence[Request]
+        self, requests: Sequence[VariableRequest]
     ) -> Sequence[AbstractVariable]:
         """One variable per request, in order, with one round trip for all of them: a
         `Variable`, or a `ShardedVariable`."""
@@ -165,7 +165,7 @@ class Creating(Protocol):
     may_create: bool
 
 
-def check(request: Request) -> None:
+def check(request: VariableRequest) -> None:
     """Refuses a request that no creator can carry out.
 
     Raises:

@@ -20,7 +20,7 @@ from ._operators import ArrayOperators
 if TYPE_CHECKING:
     import numpy as np
 
-    from ._creator import Request
+    from ._creator import VariableRequest
 
 _SMALL: Final = 2**20
 """Bytes up to which what `zstrat.initializers` make is made here: it is the same
@@ -38,7 +38,7 @@ class DeferredValue:
     initializer: Initializer
 
 
-def initial(request: Request) -> DeferredValue | np.ndarray:
+def initial(request: VariableRequest) -> DeferredValue | np.ndarray:
     """How the value of a request is had: there, or here and now.
 
     Raises:
@@ -59,7 +59,7 @@ def initial(request: Request) -> DeferredValue | np.ndarray:
     return DeferredValue(request.shape, dtype, initializer)
 
 
-def initialize(request: Request) -> np.ndarray:
+def initialize(request: VariableRequest) -> np.ndarray:
     """The initial value of a request, its callable called.
 
     Raises:
@@ -77,7 +77,7 @@ def initialize(request: Request) -> np.ndarray:
     return _convert.initial_array(value, request.shape, request.dtype, request.name)
 
 
-def _called(request: Request) -> Any:
+def _called(request: VariableRequest) -> Any:
     value, shape = request.initial_value, request.shape
     if shape is None:
         return value()
@@ -100,7 +100,7 @@ def _sliced(value: Any, takes_shape: bool) -> Initializer | None:
     return None
 
 
-def _dtype(request: Request) -> np.dtype:
+def _dtype(request: VariableRequest) -> np.dtype:
     dtype = "float32" if request.dtype is None else request.dtype
     return _convert.as_dtype(dtype, request.name)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._abstract import AbstractVariable
-    from ._creator import Request
+    from ._creator import VariableRequest
 
 _MACHINERY: Final = tuple(
     f"{folder}/"
@@ -89,7 +89,9 @@ def what_is_lost(leaf: Any) -> str | None:
     )
 
 
-def warn_of_wide(requests: Sequence[Request], made: Sequence[AbstractVariable]) -> None:
+def warn_of_wide(
+    requests: Sequence[VariableRequest], made: Sequence[AbstractVariable]
+) -> None:
     """Says which new variables no step will take, because nobody said their dtype and
     their first value happens to have floats of 64 bits. (Integers of 64 bits are meant:
     they count what is outside of steps.)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ._home import HomeRows, HomeUpdate
     from ._optimizer import Optimizer
-    from ._table import Piece, Table
+    from ._table import Table, TablePiece
     from ._variable import Variable
 
 
@@ -57,7 +57,7 @@ class Gathering:
     table: Table
     shape: tuple[int, ...]
     found: Runs
-    pieces: Sequence[Piece]
+    pieces: Sequence[TablePiece]
     left_out: np.ndarray | None = None
     """Which of the ids are `ABSENT`, if any."""
 

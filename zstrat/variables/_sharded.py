@@ -23,7 +23,7 @@ from ._home import read_all, read_all_async, read_parts
 from ._indexing import select
 from ._recorder import Recorder, recorder
 from ._rows import row_updates
-from ._spec import Part, VariableSpec
+from ._spec import ComponentRows, VariableSpec
 from ._staging import refuse_read
 from ._table import Table
 from ._variable import Variable, create, like
@@ -60,7 +60,7 @@ class ShardedVariable(AbstractVariable):
         table = Table(name, tuple(variables))
         for index, variable in enumerate(variables):
             offset = int(table.offsets[index])
-            part = Part(name, index, len(variables), offset, table.shape[0])
+            part = ComponentRows(name, index, len(variables), offset, table.shape[0])
             variable._spec = replace(variable._spec, part=part)
         _fill(self, table)
 

@@ -41,7 +41,7 @@ class VariableAggregation(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ComponentRows:
     """Which rows of a sharded variable a component is.
 
     Rows ``[offset, offset + shape[0])`` of ``rows``; the component ``index`` of
@@ -71,7 +71,7 @@ class VariableSpec:
     trainable: bool = True
     aggregation: VariableAggregation = VariableAggregation.NONE
     synchronization: VariableSynchronization = VariableSynchronization.AUTO
-    part: Part | None = None
+    part: ComponentRows | None = None
 
     @property
     def device(self) -> str:

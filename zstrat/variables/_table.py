@@ -42,7 +42,7 @@ class TableLayout(enum.StrEnum):
     MOD = "mod"
 
 
-class Piece(NamedTuple):
+class TablePiece(NamedTuple):
     """What one component has of a batch of ids: the ids at ``positions`` are its rows
     ``local``."""
 
@@ -112,22 +112,24 @@ class Table:
                 "(zs.embedding_lookup_sparse), or look it up as row 0"
             )
 
-    def pieces(self, ids: np.ndarray) -> Sequence[Piece]:
+    def pieces(self, ids: np.ndarray) -> Sequence[TablePiece]:
         """What each component has of ids ``[n]``, which never fall and are inside;
         components that have none are left out."""
         if len(self.components) == 1:
-            return [Piece(0, slice(0, len(ids)), ids)] if len(ids) else []
+            return [TablePiece(0, slice(0, len(ids)), ids)] if len(ids) else []
         if self.layout is TableLayout.DIV:
             return self._ranges(ids)
         count = len(self.components)
         owners = ids % count
         found = [np.flatnonzero(owners == n) for n in range(count)]
-        return [Piece(n, at, ids[at] // count) for n, at in enumerate(found) if len(at)]
+        return [
+            TablePiece(n, at, ids[at] // count) for n, at in enumerate(found) if len(at)
+        ]
 
-    def _ranges(self, ids: np.ndarray) -> list[Piece]:
+    def _ranges(self, ids: np.ndarray) -> list[TablePiece]:
         cuts = np.searchsorted(ids, self.offsets)
         return [
-            Piece(n, slice(start, stop), ids[start:stop] - self.offsets[n])
+            TablePiece(n, slice(start, stop), ids[start:stop] - self.offsets[n])
             for n, (start, stop) in enumerate(itertools.pairwise(cuts))
             if start < stop
         ]

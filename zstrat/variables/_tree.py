@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import keystr
 
 from ._abstract import AbstractVariable
-from ._creator import Request, is_trainable
+from ._creator import VariableRequest, is_trainable
 from ._spec import VariableAggregation, VariableSynchronization
 from ._variable import create
 
@@ -38,7 +38,7 @@ def create_variables(
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = ["/".join(filter(None, (name, _words(path)))) for path, _ in paths]
     requests = [
-        Request(
+        VariableRequest(
             leaf,
             None,
             dtype,

@@ -17,7 +17,7 @@ from zstrat.wire import UpdateOp
 from ._abstract import AbstractVariable
 from ._creator import (
     Creator,
-    Request,
+    VariableRequest,
     check,
     creator,
     is_trainable,
@@ -91,7 +91,7 @@ class Variable(AbstractVariable):
         if isinstance(shape, int):
             shape = (shape,)
         name = "Variable" if name is None else name
-        request = Request(
+        request = VariableRequest(
             initial_value,
             None if shape is None else tuple(int(n) for n in shape),
             dtype,
@@ -233,7 +233,7 @@ def detached(spec: VariableSpec) -> Variable:
 
 
 def create(
-    requests: Sequence[Request], owner: Creator | None = None
+    requests: Sequence[VariableRequest], owner: Creator | None = None
 ) -> Sequence[AbstractVariable]:
     """New variables, where the current scope puts them; it may cut them in parts.
 
@@ -260,10 +260,10 @@ def create(
     return made
 
 
-def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> Request:
+def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> VariableRequest:
     """Asks for a variable as this one is, with this value."""
     spec = variable.spec
-    return Request(
+    return VariableRequest(
         value,
         None,
         variable.dtype,
@@ -275,7 +275,7 @@ def like(variable: Variable, value: np.ndarray, *, is_whole: bool) -> Request:
     )
 
 
-def _local(request: Request) -> Variable:
+def _local(request: VariableRequest) -> Variable:
     array = initialize(request)
     return owned(request, array, LocalHome(array))
 
@@ -285,7 +285,7 @@ def next_key() -> int:
     return next(_local_keys)
 
 
-def owned(request: Request, array: np.ndarray, home: Home) -> Variable:
+def owned(request: VariableRequest, array: np.ndarray, home: Home) -> Variable:
     """A new variable of this process, as asked for, with this value in its home."""
     spec = VariableSpec(
         next_key(),

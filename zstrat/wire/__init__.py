@@ -56,7 +56,7 @@ from ._messages import Inspect as Inspect
 from ._messages import Job as Job
 from ._messages import JoinGroup as JoinGroup
 from ._messages import JoinSession as JoinSession
-from ._messages import Layout as Layout
+from ._messages import LayoutMessage as LayoutMessage
 from ._messages import LeaveGroup as LeaveGroup
 from ._messages import LoadEntry as LoadEntry
 from ._messages import LoadTensors as LoadTensors

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zstrat.config import Limits
 
     from ._codec import Announced
-    from ._lane import Lane
+    from ._lane import SharedMemoryLane
     from ._messages import Chunk
     from ._sink import Absorb, Sink
 
@@ -51,7 +51,7 @@ class Inbox:
     def __init__(
         self,
         allocate: Allocate,
-        lane: Lane | None,
+        lane: SharedMemoryLane | None,
         limits: Limits,
         *,
         initiator: bool,

@@ -30,7 +30,7 @@ def is_placeable(specs: Sequence[ArraySpec]) -> bool:
     return sum([spec.nbytes for spec in specs]) > LEAST
 
 
-class Lane(Protocol):
+class SharedMemoryLane(Protocol):
     """The memory of both sides of one connection. Nothing here raises."""
 
     @property

@@ -59,7 +59,7 @@ from ._step_messages import DropResources as DropResources
 from ._step_messages import DropResults as DropResults
 from ._step_messages import Fetch as Fetch
 from ._step_messages import Fetched as Fetched
-from ._step_messages import Layout as Layout
+from ._step_messages import LayoutMessage as LayoutMessage
 from ._step_messages import Outcome as Outcome
 from ._step_messages import PutArguments as PutArguments
 from ._step_messages import PutCode as PutCode

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 Token = TypeVar("Token")
 
 
-class State(enum.Enum):
+class OrderState(enum.Enum):
     GREETING = enum.auto()
     OPEN = enum.auto()
     CLOSED = enum.auto()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits
 
-    from ._lane import Lane
+    from ._lane import SharedMemoryLane
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides
@@ -33,7 +33,7 @@ Frames = tuple[Frame, ...]
 _NO_CHUNK: Final = 0, memoryview(b"")
 
 
-class _Waiting(NamedTuple):
+class _WaitingFrames(NamedTuple):
     frames: Frames
     is_heavy: bool
     body: Iterator[tuple[int, memoryview]] | None
@@ -41,17 +41,19 @@ class _Waiting(NamedTuple):
     nbytes: int
 
 
-_waiting: Final[Callable[[Any], _Waiting]] = partial(tuple.__new__, _Waiting)
+_waiting: Final[Callable[[Any], _WaitingFrames]] = partial(
+    tuple.__new__, _WaitingFrames
+)
 
 
 class Outbox:
-    def __init__(self, limits: Limits, lane: Lane | None) -> None:
+    def __init__(self, limits: Limits, lane: SharedMemoryLane | None) -> None:
         self._limits, self._credit = limits, limits.window
         self._lane = lane
         self.wants_lane = False
         """There was a body for a lane, and the lane did not take it."""
         self._urgent: deque[Frames] = deque()
-        self._ordered: deque[_Waiting] = deque()
+        self._ordered: deque[_WaitingFrames] = deque()
         self._body: Iterator[tuple[int, memoryview]] | None = None
         self._number, self._chunk = 0, _NO_CHUNK
         self._leaving = 0

@@ -69,8 +69,8 @@ from ._orders import (
     Noticed,
     Opened,
     Order,
+    OrderState,
     Requested,
-    State,
     Token,
 )
 from ._outbox import Frames, Outbox
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 
     from zstrat.config import Limits, Timeouts
 
-    from ._lane import Lane
+    from ._lane import SharedMemoryLane
     from ._requests import Waiting
     from ._sink import Absorb
 
@@ -90,8 +90,8 @@ QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only a peer
 that does not read can fill it: with notices, or by asking more than it may."""
 
-_OPEN: Final = State.OPEN  # a look at a member of an enum costs as much as a call
-_CLOSED: Final = State.CLOSED
+_OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as a call
+_CLOSED: Final = OrderState.CLOSED
 
 
 class Peer(Generic[Token]):
@@ -111,13 +111,13 @@ class Peer(Generic[Token]):
         limits: Limits,
         now: float,
         allocate: Allocate = allocate,
-        lane: Lane | None = None,
+        lane: SharedMemoryLane | None = None,
         absorb: Absorb | None = None,
     ) -> None:
         """The network is connected: the initiator's first message is its HELLO."""
         self.name = name
         self.hello: Hello | None = None
-        self.state = State.GREETING
+        self.state = OrderState.GREETING
         self.late = 0
         """Answers that came after the deadline of their request."""
         self._me, self._initiator, self._judge = me, initiator, judge
@@ -190,9 +190,9 @@ class Peer(Generic[Token]):
 
     def tick(self, now: float) -> Sequence[Order[Token]]:
         """Time has passed. To be called at `due` at the latest."""
-        if self.state is State.CLOSED:
+        if self.state is OrderState.CLOSED:
             return ()
-        life, greeted = self._life, self.state is State.OPEN
+        life, greeted = self._life, self.state is OrderState.OPEN
         life.tick(now)
         if life.is_lost(now, greeted=greeted):
             broken = not greeted and life.broken_at is None
@@ -270,7 +270,7 @@ class Peer(Generic[Token]):
 
     def accept(self, hello: Hello, now: float) -> None:
         """Answers `Greeted` with our HELLO: the connection is open."""
-        self.state, self.hello, self._life.heard_at = State.OPEN, hello, now
+        self.state, self.hello, self._life.heard_at = OrderState.OPEN, hello, now
         self.name = described(hello)
         self.outbox.say(self._me)
 
@@ -281,7 +281,7 @@ class Peer(Generic[Token]):
 
     def leave(self, reason: str) -> Sequence[Order[Token]]:
         """Says goodbye; the connection is over when `transmit` has given that out."""
-        if self.state is State.OPEN:
+        if self.state is OrderState.OPEN:
             self.outbox.say(Goodbye(reason))
         return self._close(reason)
 
@@ -400,7 +400,7 @@ class Peer(Generic[Token]):
             case Failure(error=plain):
                 error = from_wire(plain)
                 return self._close(f"it refused us: {error}", refusal=error)
-        if self.state is State.GREETING:
+        if self.state is OrderState.GREETING:
             # Somebody whom we gave up long ago goes on talking: he has to hear of it.
             raise ProtocolError(f"expected Hello, got {type(message).__name__}")
         return ()
@@ -415,7 +415,7 @@ class Peer(Generic[Token]):
         return orders
 
     def _on_hello(self, hello: Hello) -> Sequence[Order[Token]]:
-        if self.state is not State.GREETING or self.hello is not None:
+        if self.state is not OrderState.GREETING or self.hello is not None:
             raise ProtocolError("Hello on a connection that is open")
         error = self._judge(hello)
         if error is not None:
@@ -423,7 +423,7 @@ class Peer(Generic[Token]):
         self.hello = hello
         if not self._initiator:
             return (Greeted(hello),)
-        self.state = State.OPEN
+        self.state = OrderState.OPEN
         return (Opened(hello),)
 
     # ---- credit ---------------------------------------------------------------------
@@ -456,7 +456,7 @@ class Peer(Generic[Token]):
         broken: bool = False,
         left: bool = False,
     ) -> Sequence[Order[Token]]:
-        if self.state is State.CLOSED:
+        if self.state is OrderState.CLOSED:
             return ()
         self.state = _CLOSED
         self._serving.clear()

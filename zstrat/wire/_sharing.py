@@ -15,7 +15,7 @@ from ._messages import Hello, Mapped, Offer, Released
 if TYPE_CHECKING:
     from collections.abc import Sized
 
-    from ._lane import Lane
+    from ._lane import SharedMemoryLane
     from ._outbox import Outbox
 
 RELEASED: Final = 4
@@ -29,7 +29,7 @@ class Sharing:
 
     __slots__ = ("_is_offered", "_lane", "_outbox", "_was_offered", "unread")
 
-    def __init__(self, lane: Lane | None, outbox: Outbox) -> None:
+    def __init__(self, lane: SharedMemoryLane | None, outbox: Outbox) -> None:
         self._lane, self._outbox = lane, outbox
         self._is_offered = self._was_offered = False
         self.unread: Sized = () if lane is None else lane.unread

@@ -72,8 +72,8 @@ class Dispatch:
 
 
 class Completion(NamedTuple):
-    """``layout`` names a `Layout` sent before or with it on this link; ``size`` is how
-    many bytes of ``results`` are this closure's, -1 if they stay on the worker
+    """``layout`` names a `LayoutMessage` sent before or with it on this link; ``size``
+    is how many bytes of ``results`` are this closure's, -1 if they stay on the worker
     (`Fetch`). ``error`` is `errors.to_wire` or None."""
 
     step: int
@@ -83,7 +83,7 @@ class Completion(NamedTuple):
     error: PlainTree
 
 
-class Layout(NamedTuple):
+class LayoutMessage(NamedTuple):
     """How to cut a result: dtype names and shapes of the leaves, and their structure
     (nested lists and dicts with leaf numbers, or None if it is not plain)."""
 
@@ -101,7 +101,7 @@ class Completions:
     kind: ClassVar = 52
     session: int
     completions: list[Completion]
-    layouts: list[Layout]
+    layouts: list[LayoutMessage]
     results: bytes
 
 
@@ -155,7 +155,7 @@ class ResourceBuilt:
     """``layout`` describes the elements of an iterator (its first one)."""
 
     kind: ClassVar = 58
-    layout: Layout
+    layout: LayoutMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Costs:
 
 @final
 @dataclass(slots=True, eq=False)
-class Step:
+class ClosureStep:
     """One closure on its way: the executor says what it is, the pipeline where."""
 
     number: int
@@ -63,11 +63,11 @@ class Step:
 
 @final
 @dataclass(slots=True, eq=False)
-class Pull:
+class SharedPull:
     """One request for values, on behalf of the steps that read the same variables."""
 
     reads: Any
-    steps: list[Step]
+    steps: list[ClosureStep]
 
 
 @final
@@ -77,7 +77,7 @@ class Post:
 
     pushes: list[tuple[Any, Any]] = field(default_factory=list)
     """Pairs of push and the ending that its acknowledgement releases."""
-    pulls: list[Pull] = field(default_factory=list)
+    pulls: list[SharedPull] = field(default_factory=list)
     endings: list[Any] = field(default_factory=list)
 
     def __bool__(self) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast, final
 
 from zstrat import errors
-from zstrat.wire import Completion, Layout, Outcome
+from zstrat.wire import Completion, LayoutMessage, Outcome
 
 from ._traceback import trim
 
@@ -35,7 +35,7 @@ class Ending:
     """``data`` are the bytes of a small result, ``kept`` the arrays of a large one."""
 
     completion: Completion
-    layout: Layout | None = None
+    layout: LayoutMessage | None = None
     data: bytes = b""
     kept: Sequence[np.ndarray] | None = None
 
@@ -63,14 +63,14 @@ def plain(error: BaseException) -> PlainTree:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _KnownLayout:
     source: ResultLayout  # held, so that its identity is not given to another
-    layout: Layout
+    layout: LayoutMessage
     size: int
 
 
 @final
-class Layouts:
+class ResultLayouts:
     """Numbers the layouts of one session.
 
     A program has one layout object for all its results, found by identity; eager steps
@@ -83,8 +83,8 @@ class Layouts:
     def __init__(self, inline: int) -> None:
         self._inline: Final = inline
         self._numbered = 0
-        self._known: dict[int, _Known] = {}
-        self._by_value: dict[Hashable, _Known] = {}
+        self._known: dict[int, _KnownLayout] = {}
+        self._by_value: dict[Hashable, _KnownLayout] = {}
 
     def __len__(self) -> int:
         """How many layouts there were."""
@@ -105,16 +105,18 @@ class Layouts:
         completion = Completion(step, int(Outcome.OK), layout.layout, size, None)
         return Ending(completion, layout, data)
 
-    def _learn(self, source: ResultLayout, leaves: Sequence[np.ndarray]) -> _Known:
+    def _learn(
+        self, source: ResultLayout, leaves: Sequence[np.ndarray]
+    ) -> _KnownLayout:
         value = (source.dtypes, source.shapes, repr(source.structure))
         known = self._by_value.get(value)
         if known is None:
             self._numbered += 1
             shapes = [list(shape) for shape in source.shapes]
-            layout = Layout(
+            layout = LayoutMessage(
                 self._numbered, list(source.dtypes), shapes, source.structure
             )
-            known = _Known(source, layout, sum(leaf.nbytes for leaf in leaves))
+            known = _KnownLayout(source, layout, sum(leaf.nbytes for leaf in leaves))
             if len(self._by_value) >= _REMEMBERED:
                 self._known.clear()
                 self._by_value.clear()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar, assert_never, final
 from ._closure import Do
 
 if TYPE_CHECKING:
-    from ._closure import Post, Step
+    from ._closure import ClosureStep, Post
     from ._pipeline import Pipeline
 
 T = TypeVar("T")
@@ -38,16 +38,16 @@ class Shop(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def prepare(self, step: Step, began: float) -> float:
+    def prepare(self, step: ClosureStep, began: float) -> float:
         """Prepares or refuses the step; returns the time at its end."""
         ...
 
-    def advance(self, step: Step, began: float) -> float:
+    def advance(self, step: ClosureStep, began: float) -> float:
         """Gives the step its values and asks what it reads next; returns the time at
         its end."""
         ...
 
-    def run(self, step: Step, began: float) -> float:
+    def run(self, step: ClosureStep, began: float) -> float:
         """Runs the step; returns the time at its end."""
         ...
 

@@ -43,7 +43,7 @@ import math
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, final
 
-from ._closure import Do, Post, Pull, Step
+from ._closure import ClosureStep, Do, Post, SharedPull
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,15 +83,15 @@ class Pipeline:
         self._window: Final = window
         self._interval: Final = interval
         self._budget: Final = budget
-        self._queue: Final[deque[Step]] = deque()
-        self._line: Final[deque[Step]] = deque()
-        self._writer: Step | None = None
+        self._queue: Final[deque[ClosureStep]] = deque()
+        self._line: Final[deque[ClosureStep]] = deque()
+        self._writer: ClosureStep | None = None
         """First of the line that writes."""
         self._behind = 0
         """Steps of the line behind the writer, fetched before its push,"""
-        self._held: Step | None = None
+        self._held: ClosureStep | None = None
         """but for the last one if this is it: its pull waits for all their pushes."""
-        self._answered: Final[deque[Step]] = deque()
+        self._answered: Final[deque[ClosureStep]] = deque()
         """Steps that have to advance before they can be pulled again."""
         self._stuck = False
         """The first of the queue was refused, and ends behind the line."""
@@ -108,11 +108,11 @@ class Pipeline:
 
     def dispatched(self, task: Any, costs: Costs, numbers: Iterable[int]) -> None:
         """Closures came; they run behind all that came before."""
-        self._queue.extend([Step(number, task, costs) for number in numbers])
+        self._queue.extend([ClosureStep(number, task, costs) for number in numbers])
 
     def prepared(
         self,
-        step: Step,
+        step: ClosureStep,
         now: float,
         *,
         cost: float = 0.0,
@@ -148,7 +148,7 @@ class Pipeline:
         else:
             self._held = step
 
-    def refused(self, step: Step, ending: Any, now: float) -> None:
+    def refused(self, step: ClosureStep, ending: Any, now: float) -> None:
         """The step that `next` named could not be prepared."""
         assert self._queue[0] is step
         step.ending, self._stuck = ending, True
@@ -156,7 +156,7 @@ class Pipeline:
             self._release(now)
 
     def arrived(
-        self, pull: Pull, values: Any, error: BaseException | None = None
+        self, pull: SharedPull, values: Any, error: BaseException | None = None
     ) -> None:
         """The answer to a pull; of steps that were cancelled it is ignored."""
         for step in pull.steps:
@@ -170,7 +170,7 @@ class Pipeline:
 
     def advanced(
         self,
-        step: Step,
+        step: ClosureStep,
         now: float,
         *,
         cost: float = 0.0,
@@ -186,13 +186,19 @@ class Pipeline:
         self._bytes += nbytes
         self._fetch(step, now)
 
-    def broke(self, step: Step, ending: Any) -> None:
+    def broke(self, step: ClosureStep, ending: Any) -> None:
         """The step that `next` named could not advance; it ends when its turn comes."""
         self._answered.remove(step)
         step.ending, step.ready = ending, True
 
     def ran(
-        self, step: Step, ending: Any, now: float, *, cost: float, push: Any = None
+        self,
+        step: ClosureStep,
+        ending: Any,
+        now: float,
+        *,
+        cost: float,
+        push: Any = None,
     ) -> None:
         """The step that `next` named is over; its ending waits for the push, if any."""
         assert self._line.popleft() is step
@@ -208,7 +214,7 @@ class Pipeline:
         if self._stuck and not self._line:
             self._release(now)
 
-    def cancelled(self) -> tuple[list[Step], list[Step]]:
+    def cancelled(self) -> tuple[list[ClosureStep], list[ClosureStep]]:
         """Gives up all that has not run.
 
         Returns:
@@ -236,7 +242,7 @@ class Pipeline:
 
     # What to do
 
-    def next(self, now: float) -> tuple[Do, Step | None]:
+    def next(self, now: float) -> tuple[Do, ClosureStep | None]:
         """The next thing to do; with its step unless that is to post or to wait."""
         do, step = self._choose()
         if self._oldest < math.inf and self._must_post(do, step, now):
@@ -269,7 +275,7 @@ class Pipeline:
         assert all(step.levels and not step.ready for step in self._answered)
         assert not self._stuck or (line and self._queue[0].ending is not None)
 
-    def _choose(self) -> tuple[Do, Step | None]:
+    def _choose(self) -> tuple[Do, ClosureStep | None]:
         head = self._line[0] if self._line else None
         step = self._advances(head) if self._answered else None
         if step is not None:
@@ -282,7 +288,7 @@ class Pipeline:
             return Do.PREPARE, self._queue[0]
         return Do.RUN, head
 
-    def _advances(self, head: Step | None) -> Step | None:
+    def _advances(self, head: ClosureStep | None) -> ClosureStep | None:
         """Which step to advance now, so that its pull is under way meanwhile: one that
         was never measured only when nothing can run, and one that is not the head only
         while there is room for what it asks for."""
@@ -304,7 +310,7 @@ class Pipeline:
         more = self._held is None and self._behind < self._depth
         return more and self._bytes <= self._budget
 
-    def _refills(self, head: Step) -> bool:
+    def _refills(self, head: ClosureStep) -> bool:
         """Whether to prepare the next half window before running on, so that its pull
         is under way while the rest of this one runs."""
         self._refilling = (
@@ -317,7 +323,7 @@ class Pipeline:
         )
         return self._refilling
 
-    def _looks_ahead(self, head: Step) -> bool:
+    def _looks_ahead(self, head: ClosureStep) -> bool:
         """Whether to prepare a step behind an optimizer step before that runs, so that
         its pull is under way meanwhile: values that came early would else make every
         second round trip visible."""
@@ -330,7 +336,7 @@ class Pipeline:
             and self._queue[0].costs.prepare < math.inf
         )
 
-    def _must_post(self, do: Do, step: Step | None, now: float) -> bool:
+    def _must_post(self, do: Do, step: ClosureStep | None, now: float) -> bool:
         pulls = self._outbox.pulls
         match do:
             case Do.PREPARE | Do.ADVANCE:
@@ -349,7 +355,7 @@ class Pipeline:
                 return True
         return now + cost > self._oldest + self._interval
 
-    def _open(self, step: Step, now: float) -> None:
+    def _open(self, step: ClosureStep, now: float) -> None:
         """Everything that wrote before the step is posted, or will be with its pull."""
         if step.writes:
             self._writer = step
@@ -373,7 +379,7 @@ class Pipeline:
         self._stuck = False
         self.leave(self._queue.popleft().ending, now)
 
-    def _fetch(self, step: Step, now: float) -> None:
+    def _fetch(self, step: ClosureStep, now: float) -> None:
         """Has the values of the step pulled."""
         if step.reads is None:
             if step.levels:
@@ -385,5 +391,5 @@ class Pipeline:
         if pulls and pulls[-1].reads is step.reads:
             pulls[-1].steps.append(step)
         else:
-            pulls.append(Pull(step.reads, [step]))
+            pulls.append(SharedPull(step.reads, [step]))
         self._oldest = min(self._oldest, now)

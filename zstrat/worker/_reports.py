@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.transport import Remote
-    from zstrat.wire import Batch, Layout
+    from zstrat.wire import Batch, LayoutMessage
 
     from ._ending import Ending
     from ._results import Results
@@ -149,7 +149,7 @@ class Reports:
             self._idle.set()
 
     def _completions(self, endings: list[Ending]) -> Completions:
-        layouts: dict[int, Layout] = {}
+        layouts: dict[int, LayoutMessage] = {}
         for ending in endings:
             layout = ending.layout
             if layout is not None and layout.layout not in self._known_layouts:

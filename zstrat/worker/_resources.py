@@ -20,7 +20,7 @@ import numpy as np
 from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepDataset, StepIterator, Structure, _joined
-from zstrat.wire import Layout
+from zstrat.wire import LayoutMessage
 
 from ._traceback import trim
 
@@ -155,7 +155,7 @@ class Resources:
 
     # Resources
 
-    def build(self, order: BuildResource) -> Layout:
+    def build(self, order: BuildResource) -> LayoutMessage:
         """Builds a resource, in place of the one that had its number.
 
         Returns:
@@ -223,7 +223,7 @@ class Resources:
             return maker(self._context())
         return maker(*args, **kwargs)
 
-    def _iterate(self, number: int, made: object) -> Layout:
+    def _iterate(self, number: int, made: object) -> LayoutMessage:
         name = f"the dataset of {self._task}"
         if isinstance(made, StepDataset):  # a strategy's, of this worker's replicas
             iterator = self._open[number] = made.__iter__()
@@ -261,7 +261,7 @@ def _wants_context(maker: Callable[..., object]) -> bool:
     return first.default is first.empty or first.name == "input_context"
 
 
-def _layout_of_element(element: object, name: str) -> Layout:
+def _layout_of_element(element: object, name: str) -> LayoutMessage:
     leaves, treedef = _joined.flatten(element)
     structure = _plain(treedef)
     if isinstance(structure, list) and structure[:1] == ["*"]:
@@ -280,12 +280,12 @@ def _layout_of_element(element: object, name: str) -> Layout:
     return _layout(arrays, structure)
 
 
-def _layout_of_value(value: object) -> Layout:
+def _layout_of_value(value: object) -> LayoutMessage:
     """Of a pytree of arrays; of any other object an empty one."""
     leaves, treedef = _joined.flatten(value)
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):
-        return Layout(0, [], [], None)
+        return LayoutMessage(0, [], [], None)
     return _layout([np.asarray(leaf) for leaf in leaves], _plain(treedef))
 
 
@@ -293,8 +293,8 @@ def _plain(treedef: Any) -> PlainTree:
     return Structure(treedef, tuple(range(treedef.num_leaves))).plain
 
 
-def _layout(arrays: Sequence[np.ndarray], structure: PlainTree) -> Layout:
-    return Layout(
+def _layout(arrays: Sequence[np.ndarray], structure: PlainTree) -> LayoutMessage:
+    return LayoutMessage(
         0,
         [array.dtype.name for array in arrays],
         [list(array.shape) for array in arrays],

@@ -43,7 +43,7 @@ from ._executor import Executor
 from ._requests import Owned, serve
 from ._resources import Load, Resources
 from ._tenancy import Tenancy
-from ._way import Way
+from ._way import ServerWay
 from ._workshop import Prepare, RunEager, Workshop
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from zstrat.transport import Link, Remote
 
 
-class MakeLink(Protocol):
+class MakeWorkerLink(Protocol):
     """A link that is not started yet, from the address of a task and its name."""
 
     def __call__(
@@ -90,7 +90,7 @@ class WorkerService:
         self,
         settings: Settings,
         me: Hello,
-        make_link: MakeLink,
+        make_link: MakeWorkerLink,
         *,
         on_exit: Callable[[], None] | None = None,
         on_crash: Callable[[BaseException], None] | None = None,
@@ -202,7 +202,7 @@ class WorkerService:
     ) -> Tenancy:
         """A new tenancy in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        ways = [Way(timeouts.reconnect) for _ in message.ps]
+        ways = [ServerWay(timeouts.reconnect) for _ in message.ps]
         links = [
             self._make_link(
                 address, f"/job:ps/task:{number}", on_open=way.opened, on_lost=way.lost

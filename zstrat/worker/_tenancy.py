@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from zstrat.transport import Link, Remote
     from zstrat.wire import Batch, Dispatch
 
-    from ._closure import Post, Pull
+    from ._closure import Post, SharedPull
     from ._ending import Ending
     from ._executor import Executor
-    from ._way import Way
+    from ._way import ServerWay
     from ._workshop import Workshop
 
 MAX_OPEN: Final = 16384
@@ -57,7 +57,7 @@ class Tenancy:
         session: int,
         remote: Remote,
         links: Sequence[Link],
-        ways: Sequence[Way],
+        ways: Sequence[ServerWay],
         *,
         patience: float,
         counts: Counter[str],
@@ -133,7 +133,9 @@ class Tenancy:
                 self._pull(pull)
         self._reports.now(post.endings)
 
-    def _exchange(self, updates: list[PsUpdate], ending: Ending, pull: Pull) -> None:
+    def _exchange(
+        self, updates: list[PsUpdate], ending: Ending, pull: SharedPull
+    ) -> None:
         step, reads = ending.completion.step, pull.reads
         try:
             pushed, pulled = self.client.exchange(
@@ -163,7 +165,7 @@ class Tenancy:
             ending = _ending.failed(ending.completion.step, error)
         self._reports.soon(ending)
 
-    def _pull(self, pull: Pull) -> None:
+    def _pull(self, pull: SharedPull) -> None:
         try:
             future = self.client.pull(*pull.reads)
         except Exception as error:  # goes to the coordinator as the steps' outcome
@@ -171,13 +173,15 @@ class Tenancy:
         else:
             future.add_done_callback(partial(self._pulled, pull))
 
-    def _pulled(self, pull: Pull, future: asyncio.Future[list[np.ndarray]]) -> None:
+    def _pulled(
+        self, pull: SharedPull, future: asyncio.Future[list[np.ndarray]]
+    ) -> None:
         error = _error_of(future)
         self._arrived(pull, None if error is not None else future.result(), error)
 
     def _arrived(
         self,
-        pull: Pull,
+        pull: SharedPull,
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:

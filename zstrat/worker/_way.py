@@ -18,7 +18,7 @@ RESTARTED = "it was started again, and what it held is gone"
 
 
 @final
-class Way:
+class ServerWay:
     """One link and its line, which is set before the link is started.
 
     Args:

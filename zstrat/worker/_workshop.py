@@ -18,7 +18,7 @@ from zstrat.variables import Home, creator
 
 from . import _ending
 from ._closure import Costs
-from ._ending import Ending, Layouts
+from ._ending import Ending, ResultLayouts
 from ._needs import Catalog
 from ._pipeline import Pipeline
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepResult
-    from zstrat.variables import GradientCall, Optimizer, Request, Variable
-    from zstrat.wire import Batch, BuildResource, Layout, PlainTree
+    from zstrat.variables import GradientCall, Optimizer, Variable, VariableRequest
+    from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
-    from ._closure import Post, Step
+    from ._closure import ClosureStep, Post
     from ._executor import Clock
     from ._needs import Needs
     from ._resources import Resources
@@ -113,7 +113,7 @@ class Workshop:
         self._prepare, self._run_eager = prepare, run_eager
         self._home, self._carry, self._bind = home, carry, bind
         self._bound: Final = WeakSet[Plan]()
-        self._layouts: Final = Layouts(inline)
+        self._layouts: Final = ResultLayouts(inline)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
 
@@ -149,7 +149,7 @@ class Workshop:
         for step in (*reversed(prepared), *queued):
             self.pipeline.leave(_ending.cancelled(step.number, error), now)
 
-    def build(self, order: BuildResource) -> Layout:
+    def build(self, order: BuildResource) -> LayoutMessage:
         """Builds a resource in the worker's context; see `Resources.build`."""
         before = worker_context.set(WorkerContext(self._index, self._count))
         creator_before = creator.set(_Refusing())
@@ -167,7 +167,7 @@ class Workshop:
 
     # Work
 
-    def prepare(self, step: Step, began: float) -> float:
+    def prepare(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
         if task.once is not None:
             step.work, needs = task.once
@@ -230,7 +230,7 @@ class Workshop:
             raise
         self._bound.add(plan)
 
-    def advance(self, step: Step, began: float) -> float:
+    def advance(self, step: ClosureStep, began: float) -> float:
         task: _Task = step.task
         before = worker_context.set(task.context)
         try:
@@ -249,7 +249,7 @@ class Workshop:
         self.pipeline.advanced(step, now, cost=now - began, reads=reads, nbytes=nbytes)
         return now
 
-    def run(self, step: Step, began: float) -> float:
+    def run(self, step: ClosureStep, began: float) -> float:
         push: list[PsUpdate] | None = None
         if step.ending is not None:
             ending = step.ending
@@ -274,7 +274,7 @@ class Workshop:
         self.pipeline.ran(step, ending, now, cost=now - began, push=push)
         return now
 
-    def _eager(self, step: Step, task: _Task) -> StepResult:
+    def _eager(self, step: ClosureStep, task: _Task) -> StepResult:
         function = self.resources.code(task.function)
         args, kwargs = self.resources.arguments(task.arguments)
         run = EagerRun(step.number, task.context.attempt, task.low_water)
@@ -283,7 +283,7 @@ class Workshop:
         home.finish()
         return result
 
-    def _not_run(self, step: Step, error: BaseException) -> Ending:
+    def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
         """The values did not come. The coordinator may try the closure again, so its
         elements go back, though behind those that the next step has drawn already."""
         if step.work is not None:
@@ -295,7 +295,7 @@ class _Refusing:
     """The creator while a resource is built: a variable of this process would be no
     part of the model, and no step could reach it."""
 
-    def create_variables(self, requests: Sequence[Request]) -> list[Variable]:
+    def create_variables(self, requests: Sequence[VariableRequest]) -> list[Variable]:
         names = ", ".join(repr(request.name) for request in requests)
         raise ValueError(
             f"a dataset function creates variable {names} on a worker: create it on "
