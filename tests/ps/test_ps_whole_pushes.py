@@ -213,7 +213,7 @@ def test_a_push_that_is_refused_late_holds_no_memory(monkeypatch):
     def refuse(*_):
         raise RuntimeError("this program cannot be compiled")
 
-    monkeypatch.setattr("zstrat.ps._plans.Run.prepare", refuse)
+    monkeypatch.setattr("zstrat.ps._plans.UpdateRun.prepare", refuse)
     with pytest.raises(RuntimeError, match="cannot be compiled"):
         store.push(push((2, UpdateOp.ADD, ONES), (1, UpdateOp.OPTIMIZE, ONES)))
     assert store.statistics()["held_bytes"] == before

@@ -106,7 +106,11 @@ def test_every_dtype_and_operation_is_that_of_numpy():
     code, said = zstrat_run(3, EVERYTHING, "--lane", "tcp")
     assert code == 0, said
     assert said[0] == said[1] == said[2]  # bit by bit
-    assert [line.split()[0] for line in said[0]] == ["OneHost", "NoneType", "Hosts"]
+    assert [line.split()[0] for line in said[0]] == [
+        "OneHost",
+        "NoneType",
+        "HostsEngine",
+    ]
 
 
 OVERLAPPING = """
