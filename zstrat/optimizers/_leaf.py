@@ -248,8 +248,12 @@ def cut_for_rows(tree: TreeRule) -> TreeRule:
     before, if the rows of some leaf can be moved one by one in no other way.
 
     It is decided by the tree, not by what a call brings, so that all who apply
-    gradients to it decide alike.
+    gradients to it decide alike; once, as each call outside of steps asks for it.
     """
+    return tree.remembered(("for rows",), lambda: _cut_for_rows(tree))
+
+
+def _cut_for_rows(tree: TreeRule) -> TreeRule:
     found = tree.traced()
     if found.early or found.cut().coupling is not None:
         return found
