@@ -11,7 +11,7 @@ import pytest
 from zstrat.collectives import CallKind, CollectiveCall
 from zstrat.collectives._blame import Inquiry, verdict
 from zstrat.collectives._generation import Generation
-from zstrat.errors import CollectiveTimeoutError, to_wire
+from zstrat.errors import CollectiveTimeoutError, StaleSessionError, to_wire
 from zstrat.wire import AbortCall, CallState, GroupFormed, MemberEntry
 
 WORDS = "barrier()"
@@ -72,8 +72,11 @@ class Asked:
         self.generation.start(self.call, self.outcomes.append)
         self.generation.overdue(self.call, [1])
 
-    async def is_answered(self):
-        self.answer.set_result(ENDED)
+    async def is_answered(self, answer=ENDED):
+        if isinstance(answer, Exception):
+            self.answer.set_exception(answer)
+        else:
+            self.answer.set_result(answer)
         for _ in range(20):
             await asyncio.sleep(0)  # it runs until it waits
 
@@ -82,9 +85,13 @@ class Asked:
         self.generation.aborted(1, AbortCall(5, self.call.key, error, []))
 
 
-async def test_the_notice_says_why_the_call_failed():
+LEFT = StaleSessionError("worker:0 asks about a generation that this task is not in")
+
+
+@pytest.mark.parametrize("answer", [ENDED, LEFT])
+async def test_the_notice_says_why_the_call_failed(answer):
     asked = Asked()
-    await asked.is_answered()
+    await asked.is_answered(answer)
     assert asked.generation.broken is None
     asked.is_told()
     await asked.generation._inquest

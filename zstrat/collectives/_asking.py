@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Protocol
 
-from zstrat.errors import DeadlineExceededError, PeerLostError, ZstratError
+from zstrat.errors import (
+    DeadlineExceededError,
+    PeerLostError,
+    StaleSessionError,
+    ZstratError,
+)
 from zstrat.wire import CallState
 
 if TYPE_CHECKING:
@@ -56,6 +61,8 @@ def _heard(inquiry: Inquiry, rank: int, future: asyncio.Future[Message]) -> list
         inquiry.silent(rank, "does not answer")
     except PeerLostError as error:
         inquiry.silent(rank, f"is gone: {error.reason}")
+    except StaleSessionError:
+        inquiry.has_left()
     except ZstratError as error:
         inquiry.silent(rank, f"answers with {error}")
     else:

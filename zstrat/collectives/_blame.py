@@ -69,6 +69,11 @@ class Inquiry:
             return []
         return [] if state.is_over else self.ask(state.waits)
 
+    def has_left(self) -> None:
+        """A rank knows nothing of the generation any more: it has ended it, and has
+        gone on to form the next one."""
+        self._has_ended = True
+
     def silent(self, rank: int, reason: str) -> None:
         """A rank did not answer."""
         self.guilty[rank] = reason
