@@ -12,7 +12,8 @@ import numpy as np
 
 from zstrat.wire import Message, encode
 from zstrat.wire._codec import LONGEST as ITEMS
-from zstrat.wire._schema import RECORDS, is_record
+from zstrat.wire._codec import LONGEST_MAP
+from zstrat.wire._schema import BRANCHES, is_record, most_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -144,14 +145,15 @@ def _long(chance: random.Random, hint: Any, nbytes: int) -> list[Any]:
     if hint is str:
         return ["x" * nbytes]
     if isinstance(hint, types.UnionType):
-        few = {str(n): n for n in range(min(ITEMS, nbytes // 9))}
-        return [ITEMS * [1], few, 8 * [nbytes // 16 * [[]]]]
+        few = {str(n): n for n in range(min(LONGEST_MAP, nbytes // 9))}
+        return [ITEMS * [1], few, 8 * [BRANCHES // 9 * [[]]]]
     if get_origin(hint) is dict:
         item = _value(chance, get_args(hint)[1])
         size = 8 + len(msgpack.packb(item))
-        return [{str(n): item for n in range(min(ITEMS, nbytes // size))}]
+        return [{str(n): item for n in range(min(LONGEST_MAP, nbytes // size))}]
     if get_origin(hint) is list:
-        item = _value(chance, get_args(hint)[0])
-        most = RECORDS if is_record(get_args(hint)[0]) else ITEMS
+        kind = get_args(hint)[0]
+        item = _value(chance, kind)
+        most = most_records(kind) if is_record(kind) else ITEMS
         return [min(most, nbytes // len(msgpack.packb(item))) * [item]]
     return []

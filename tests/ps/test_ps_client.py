@@ -117,7 +117,7 @@ async def test_values_of_all_kinds_go_to_their_servers_and_come_back():
 
 
 async def test_thousands_of_variables_on_one_server():
-    count = 9000
+    count = 8000
     refs = [Ref(0, key) for key in range(count)]
     async with running(1) as (_, client):
         await client.create([(0, entry(k), np.float32(k)) for k in range(count)])

@@ -26,6 +26,7 @@ from zstrat.wire import (
     StepRun,
     Update,
     UpdateOp,
+    encode,
 )
 
 WORKER = Peer(Job.WORKER, 8)
@@ -122,11 +123,28 @@ async def test_asking_for_parts_waits_for_what_is_under_way(rig):
     await bind(rig)
     part = PushPart(SESSION, 1, 0, 0, 1, ["a"], LEARN, (np.ones(1, "f4"),))
     pushing = rig.ask(part, WORKER)
-    answer = await rig.ask(AskParts(SESSION, 1, 2), WORKER)
+    answer = await rig.ask(AskParts(SESSION, 1, 2, 0), WORKER)
     assert [tuple(entry) for entry in answer.parts] == [(0, ["a"])]
     assert pushing.done()
     with pytest.raises(StaleSessionError, match="runs elsewhere"):
         rig.ask(part, WORKER)
+
+
+async def test_what_is_told_of_many_parts_fits_into_messages(rig):
+    await rig.answer(CreateOptimizer(SESSION, 9, "sgd", b""))
+    await bind(rig)
+    names = [["a" * 2000], ["ä" * 1000], 5 * [""]]
+    for number in range(200):
+        told = names[number % 3]
+        part = PushPart(SESSION, 1, number, 0, 1, told, LEARN, (np.ones(1, "f4"),))
+        await rig.answer(part, WORKER)
+    found, first = [], 0
+    while first or not found:
+        answer = await rig.ask(AskParts(SESSION, 1, 2, first), WORKER)
+        assert len(encode(answer)[0]) < 128 * 1024
+        found += answer.parts
+        first = answer.more
+    assert [tuple(each) for each in found] == [(n, names[n % 3]) for n in range(200)]
 
 
 async def test_only_the_coordinator_of_the_session_may_say_so(rig):

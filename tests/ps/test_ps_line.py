@@ -175,7 +175,8 @@ async def test_an_exchange_is_sent_again_with_both_its_parts(rig):
 
 async def test_parts_of_an_eager_step_and_questions_about_them_are_sent_again(rig):
     run = EagerRun(3, 2, 0)
-    before = rig.client.applied_parts(run)
+    before = asyncio.ensure_future(rig.client.applied_parts(run))
+    await asyncio.sleep(0)  # it asks
     pushed = rig.client.push_part(run, 0, ["a"], DELTA)
     bound = asyncio.ensure_future(rig.client.bind(9, b"tree"))
     await turns()
@@ -184,7 +185,7 @@ async def test_parts_of_an_eager_step_and_questions_about_them_are_sent_again(ri
     rig.link.cut()
     await rig.heal()
     assert rig.link.messages == first
-    rig.answer(AppliedParts([]), Pushed(True, [1]), Done())
+    rig.answer(AppliedParts([], 0), Pushed(True, [1]), Done())
     assert (await before, await pushed) == ({}, True)
     await bound
 

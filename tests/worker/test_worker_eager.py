@@ -126,6 +126,27 @@ async def test_what_was_not_pushed_when_a_run_ended_had_no_effect(world):
     assert len(pushes) == 1, "updates that nobody reads between travel together"
 
 
+async def test_a_long_run_is_compared_to_its_end(make_world):
+    world = await make_world(ps_count=2)
+    some = [world.variable(np.float32(0), ps=n % 2) for n in range(10)]
+
+    @function(eager=True)
+    def step():
+        for n in range(150):
+            for v in some[: 10 if n % 2 else 1]:
+                v.assign_add(1.0)
+            some[0].value()
+        if attempt() == 1:
+            raise Stopped
+
+    digest = await world.ship(step)
+    await world.run(digest, [1])
+    world.forget(1)
+    await world.run(digest, [1], attempt=2)
+    assert [world.value(v) for v in some] == [150.0, *9 * [75.0]]
+    assert len([m for m in world.log if isinstance(m, AskParts)]) > 2
+
+
 async def test_a_loop_tells_its_rounds_apart(world):
     v = world.variable(np.float32(0))
 
@@ -158,7 +179,7 @@ async def test_a_zombie_of_an_earlier_run_has_no_effect(world):
 
     world.dispatch(await world.ship(step), [1])
     await asyncio.get_running_loop().run_in_executor(None, began.wait, 20)
-    ask = AskParts(world.session, 1, 2)
+    ask = AskParts(world.session, 1, 2, 0)
     told = world.services[0].handle(world.links[0].caller, ask)
     assert (await told).parts == []
     go_on.set()

@@ -204,25 +204,36 @@ class PsClient(SnapshotCalls):
         ]
         return self._ask(parts, pushing.result)
 
-    def applied_parts(
-        self, run: EagerRun
-    ) -> asyncio.Future[dict[int, tuple[str, ...]]]:
+    async def applied_parts(self, run: EagerRun) -> dict[int, tuple[str, ...]]:
         """What runs of the step before this one have pushed: names by part. They have
         no effect any more.
 
-        Raises (in the future):
+        Raises:
             PSUnavailableError: A parameter server is gone.
             StaleSessionError: A later run has begun.
+
+        Cancellation: those runs may have ended.
         """
         found: dict[int, tuple[str, ...]] = {}
+        open_ = dict.fromkeys(range(len(self._links)), 0)
 
-        def take(answer: AppliedParts) -> None:
+        def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
+            if answer.more > open_.pop(ps):
+                open_[ps] = answer.more
 
-        message = AskParts(self._session, run.step, run.attempt)
-        servers = range(len(self._links))
-        parts = [CallPart(ps, message, AppliedParts, take) for ps in servers]
-        return self._ask(parts, lambda: found)
+        while open_:
+            parts = [
+                CallPart(
+                    ps,
+                    AskParts(self._session, run.step, run.attempt, first),
+                    AppliedParts,
+                    partial(take, ps),
+                )
+                for ps, first in open_.items()
+            ]
+            await self._ask(parts, _nothing)
+        return found
 
     def exchange(
         self,

@@ -22,7 +22,7 @@ from zstrat.errors import (
     RetryDiffersError,
     StaleSessionError,
 )
-from zstrat.wire import PartEntry, Push, PushPart
+from zstrat.wire import AppliedParts, PartEntry, Push, PushPart
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,10 @@ MOST: Final = 2**17
 steps that have any."""
 LONGEST: Final = 2048
 """Characters of the names of a part."""
+ANSWER: Final = 64 * 1024
+"""Bytes of parts that are told with one message."""
+_ENTRY: Final = 32  # of which the answer has 2,048 at the most
+_NAME: Final = 5
 NOTHING: Final = "nothing more"
 _ENDS: Final = {1: "st", 2: "nd", 3: "rd"}
 
@@ -109,14 +113,19 @@ class Parts:
         self._count += known is None
         runs.names[part] = names
 
-    def applied(self, step: int, ledger: Ledger) -> list[PartEntry]:
-        """The parts of a step that were applied."""
-        runs = self._steps.get(step, _Runs())
-        return [
-            PartEntry(part, list(names))
-            for part, names in sorted(runs.names.items())
-            if ledger.is_duplicate(step, part)
-        ]
+    def applied(self, step: int, first: int, ledger: Ledger) -> AppliedParts:
+        """The parts of a step that were applied, as many of them as fit into a message,
+        from ``first`` on."""
+        runs, entries, room = self._steps.get(step, _Runs()), list[PartEntry](), ANSWER
+        for part in sorted(part for part in runs.names if part >= first):
+            if not ledger.is_duplicate(step, part):
+                continue
+            names = list(runs.names[part])
+            room -= _ENTRY + sum(len(name.encode()) + _NAME for name in names)
+            if room < 0 and entries:
+                return AppliedParts(entries, part)
+            entries.append(PartEntry(part, names))
+        return AppliedParts(entries, 0)
 
     def _full(self) -> ResourceExhaustedError:
         return ResourceExhaustedError(

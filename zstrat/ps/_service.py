@@ -233,7 +233,7 @@ class PsService:
     async def _applied_parts(self, asked: AskParts) -> AppliedParts:
         await self._serving.settled()  # an earlier run may have a part under way
         self._ownership.check(asked.session)
-        return AppliedParts(self._store.applied_parts(asked.step))
+        return self._store.applied_parts(asked.step, asked.first)
 
     async def _fenced(self, fence: Fence) -> Fenced:
         await self._serving.settled()  # what was pushed before may be under way

@@ -51,7 +51,7 @@ from ._writers import Writers
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from zstrat.wire import ArraySpec, PartEntry, PushPart
+    from zstrat.wire import AppliedParts, ArraySpec, PushPart
 
     from ._cell import Cell
     from ._engine import OptimizerEngine
@@ -360,9 +360,9 @@ class Store:
         """
         self._parts.claim(step, attempt, self._ledger)
 
-    def applied_parts(self, step: int) -> list[PartEntry]:
-        """What the runs of an eager step have pushed."""
-        return self._parts.applied(step, self._ledger)
+    def applied_parts(self, step: int, first: int) -> AppliedParts:
+        """What the runs of an eager step have pushed, from a part on."""
+        return self._parts.applied(step, first, self._ledger)
 
     # ---- steps that are over -----------------------------------------------------
 

@@ -142,7 +142,7 @@ class Endpoint:
             ) from error
         self._monitor = Monitor(socket, _WATCHED, self._happened)
         self._file = socket_file(where)
-        self._pump = Pump(socket, self._received)
+        self._pump = Pump(socket, self._received, header=1)
         self._timer = self._loop.call_later(self._interval, self._tick)
         return bound_to(socket).removeprefix("tcp://")
 
@@ -223,15 +223,14 @@ class Endpoint:
             self._obey(connection, order)
         outlet.flush()
         if outlet.peer.held:
-            self._catch_up(connection)
+            self._catch_up_soon(connection)
 
     def _catch_up(self, connection: Connection) -> None:
         """Goes on with what was held back from a peer that did not read."""
-        outlet = connection.outlet
-        peer, outlet.on_flushed = outlet.peer, None
-        for _ in range(_AT_ONCE):
-            if not peer.may_resume:
-                break
+        outlet, left = connection.outlet, _AT_ONCE
+        peer, connection.catches_up = outlet.peer, False
+        while left > 0 and peer.may_resume:
+            left -= 1 + len(peer.held[0][0]) // _LONG_HEADER
             for order in peer.resume():
                 self._obey(connection, order)
             outlet.flush()
@@ -242,7 +241,9 @@ class Endpoint:
 
     def _catch_up_soon(self, connection: Connection) -> None:
         connection.outlet.on_flushed = None
-        self._loop.call_soon(self._catch_up, connection)
+        if not connection.catches_up:
+            connection.catches_up = True
+            self._loop.call_soon(self._catch_up, connection)
 
     def _stranger(self, routing: bytes, frames: list[zmq.Frame]) -> Connection | None:
         """A connection for whoever wrote for the first time; `Peer` judges what."""
@@ -347,7 +348,10 @@ BRIEF: Final = 8 * 1024
 of milliseconds, and these have nothing long to say."""
 
 _AT_ONCE: Final = 64
-"""Messages that were held back and are gone on with in one turn of the loop."""
+"""Messages that were held back and are gone on with in one turn of the loop, and so
+many times `_LONG_HEADER` bytes of their headers."""
+
+_LONG_HEADER: Final = 4096
 
 _WATCHED: Final = (
     Happening.ACCEPTED,

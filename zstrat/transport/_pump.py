@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from zstrat.wire._peer import Peer
 
 BUDGET: Final = 512
-"""Work of one turn of the loop, in messages; 16 KiB count as one. About 2 ms, after
-which timers and other sockets have their turn."""
+"""Work of one turn of the loop, in messages; 16 KiB of arrays count as one, and so do
+32 bytes of a long header, whose items have to be made. About 2 ms, after which timers
+and other sockets have their turn."""
 
 # As plain ints: combining and passing zmq's enums costs as much as sending.
 _NOBLOCK: Final = int(zmq.NOBLOCK)
@@ -37,6 +38,8 @@ _QUESTIONS: Final = 3
 price of the exception that says so, which a long drain pays only once."""
 
 _UNIT: Final = 14  # 2**14 bytes
+_HEADER_UNIT: Final = 5
+_LONG_HEADER: Final = 4096  # shorter ones are made in less time than they are counted
 _COPIED: Final = 64 * 1024  # tracking a smaller buffer costs more than its copy
 
 Receive = Callable[[list[zmq.Frame]], None]
@@ -59,10 +62,13 @@ _DONE: Final = Sending.DONE  # a look at a member of an enum costs as much as a 
 
 
 class Pump:
-    """Owns ``socket``. ``receive`` gets each message whole and must not raise."""
+    """Owns ``socket``. ``receive`` gets each message whole and must not raise; which of
+    its frames is the header, ``header`` says."""
 
-    def __init__(self, socket: zmq.Socket[bytes], receive: Receive) -> None:
-        self._socket, self._receive = socket, receive
+    def __init__(
+        self, socket: zmq.Socket[bytes], receive: Receive, header: int = 0
+    ) -> None:
+        self._socket, self._receive, self._header = socket, receive, header
         # What the methods of zmq.Socket add to these serves sockets of other kinds.
         self._send: Callable[..., object] = super(zmq.Socket, socket).send
         self._recv = super(zmq.Socket, socket).recv
@@ -130,7 +136,7 @@ class Pump:
 
     def _drain(self) -> None:
         recv, receive, left = self._recv, self._receive, BUDGET
-        questions = _QUESTIONS
+        questions, at = _QUESTIONS, self._header
         # What is sent meanwhile needs no look of its own: the last thing done here is
         # to find the socket empty.
         before, self._scheduled = self._scheduled, True
@@ -142,6 +148,8 @@ class Pump:
                     frame = recv(_NOBLOCK, False)
                     message.append(frame)
                 left -= 1 + (len(frame) >> _UNIT)
+                if len(message) > at and len(message[at]) > _LONG_HEADER:
+                    left -= len(message[at]) >> _HEADER_UNIT
                 receive(message)
                 if questions:
                     questions -= 1

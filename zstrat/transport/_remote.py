@@ -68,7 +68,7 @@ class Remote:
 class Connection:
     """``accepted`` is what carries it, ``user`` the key that it has proved."""
 
-    __slots__ = ("accepted", "outlet", "remote", "routing", "user")
+    __slots__ = ("accepted", "catches_up", "outlet", "remote", "routing", "user")
 
     def __init__(
         self, routing: bytes, outlet: Outlet, accepted: Accepted, user: str | None
@@ -76,6 +76,8 @@ class Connection:
         self.routing, self.outlet = routing, outlet
         self.accepted, self.user = accepted, user
         self.remote: Remote | None = None
+        self.catches_up = False
+        """What was held back is gone on with in the next turn of the loop."""
 
     def hang_up(self) -> None:
         """Sends what may be sent, and ends the connection a little later: the peer

@@ -27,7 +27,15 @@ from zstrat.errors import ProtocolError
 from . import _messages
 from ._arrays import DTYPES, ArraySpec, Buffer, announce, array_from, check_specs, raw
 from ._messages import Arrays, Message
-from ._schema import RECORDS, Check, Mismatch, Row, check_for, describe
+from ._schema import (
+    FEW,
+    Check,
+    Mismatch,
+    Row,
+    check_for,
+    describe,
+    most_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -47,13 +55,14 @@ class _Packer(threading.local):
 _packer: Final = _Packer()
 _SMALL_HEADER: Final = 2048
 LONGEST: Final = 2**15
-"""Items of one list or map: unpacking so many small lists takes four milliseconds."""
+"""Items of one list: unpacking so many small lists takes four milliseconds."""
+LONGEST_MAP: Final = 2**13
 _unpackb: Final = partial(
     msgpack.unpackb,
     raw=False,
     strict_map_key=True,
     max_array_len=LONGEST,
-    max_map_len=LONGEST,
+    max_map_len=LONGEST_MAP,
 )
 _BYTE: Final = DTYPES["uint8"]
 
@@ -129,7 +138,7 @@ def encode(
             f"{form.cls.__name__}: the header is {len(header)} bytes, "
             f"at most {limit} may be sent: split the message"
         )
-    if len(header) > RECORDS:  # each item takes a byte at least
+    if len(header) > FEW:  # each item takes a byte at least
         _check_lengths(form, fields)
     return header, frames
 
@@ -222,9 +231,12 @@ def _extract(
 
 def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
     for name, value in zip(form.names, fields, strict=True):
-        if not isinstance(value, list | dict) or len(value) <= RECORDS:
+        if not isinstance(value, list | dict) or len(value) <= FEW:
             continue
-        most = RECORDS if isinstance(next(iter(value)), tuple) else LONGEST
+        first = next(iter(value))
+        most = LONGEST if isinstance(value, list) else LONGEST_MAP
+        if isinstance(first, tuple):
+            most = most_records(type(first))
         if len(value) > most:
             raise ValueError(
                 f"{form.cls.__name__}.{name} has {len(value)} items, at most {most} "

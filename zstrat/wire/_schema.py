@@ -26,15 +26,21 @@ Column = Callable[[Sequence[Any]], bool]
 MAX_DEPTH: Final = 32
 """Nesting of free-form data; statistics and layouts of results stay below ten."""
 
-RECORDS: Final = 2**14
-"""Of one list: making so many takes a loop ten milliseconds, and somebody might send
-nothing else. No message of ours has as many, but for a checkpoint of thousands of
-variables."""
+RECORDS: Final = 2**13
+"""Of numbers, in one list: making so many takes a loop four milliseconds, and somebody
+might send nothing else. Whoever has more of anything sends it in parts; but a step
+reads and updates no more variables than this on one server."""
+
+BRANCHES: Final = 2**12
+"""The same of records with other things, and of lists and maps of plain data."""
+
+FEW: Final = 2**11
+"""The same of records with lists, maps or plain data."""
 
 _NAMES: Final = {int: "an int", str: "a string", bytes: "bytes", bool: "a bool"} | {
     float: "a float"
 }
-_FEW: Final = 2
+_ROWS: Final = 2
 """Rows up to which going through them one by one is quicker than by columns."""
 
 _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
@@ -114,9 +120,17 @@ def is_record(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, tuple) and hint is not tuple
 
 
+def most_records(cls: type) -> int:
+    """How many records of a class one list may have."""
+    hints = list(get_type_hints(cls).values())
+    if all(hint is int for hint in hints):
+        return RECORDS
+    return BRANCHES if all(hint in _NAMES for hint in hints) else FEW
+
+
 def check_tree(value: Any) -> Any:
-    """Free-form data; the size of a header bounds it, and `RECORDS` how many lists and
-    maps it has."""
+    """Free-form data; the size of a header bounds it, and `BRANCHES` how many lists
+    and maps it has."""
     if type(value) not in _PLAIN:
         _check_branches(value)
     return value
@@ -127,8 +141,8 @@ def _check_branches(tree: Any) -> None:
     branches, seen = [tree], 0
     for _ in range(MAX_DEPTH):
         seen += len(branches)
-        if seen > RECORDS:
-            raise Mismatch(f"at most {RECORDS} lists and maps of plain data", tree)
+        if seen > BRANCHES:
+            raise Mismatch(f"at most {BRANCHES} lists and maps of plain data", tree)
         below: list[Any] = []
         for branch in branches:
             if type(branch) is dict:
@@ -213,18 +227,16 @@ def _record(cls: type) -> Check:
 def _records(cls: type) -> Check:
     columns = [_column(hint) for hint in get_type_hints(cls).values()]
     each, make = _record(cls), partial(tuple.__new__, cls)
+    most = most_records(cls)
 
     def check(value: Any) -> Any:
         if type(value) is not list:
             raise Mismatch("a list", value)
-        if len(value) > RECORDS:
-            raise Mismatch(f"a list of at most {RECORDS}", value)
-        if len(value) > _FEW and _all_right(columns, value):
+        if len(value) > most:
+            raise Mismatch(f"a list of at most {most}", value)
+        if len(value) > _ROWS and _all_right(columns, value):
             return list(map(make, value))
-        try:
-            return [each(row) for row in value]
-        except Mismatch:
-            return _each(value, each)
+        return _each(value, each)
 
     return check
 

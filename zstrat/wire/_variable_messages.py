@@ -226,13 +226,15 @@ class PushPart:
 
 @dataclass(frozen=True, slots=True)
 class AskParts:
-    """An eager step is about to run again: what of it was applied? Answered by
-    `AppliedParts`; what runs before ``attempt`` push from then on is refused."""
+    """An eager step is about to run again: what of it was applied, from the part with
+    the number ``first`` on? Answered by `AppliedParts`; what runs before ``attempt``
+    push from then on is refused."""
 
     kind: ClassVar = 101
     session: int
     step: int
     attempt: int
+    first: int
 
 
 class PartEntry(NamedTuple):
@@ -244,10 +246,11 @@ class PartEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AppliedParts:
-    """Those of one server."""
+    """Those of one server, in order; ``more`` is where to go on, 0 if these are all."""
 
     kind: ClassVar = 102
     parts: list[PartEntry]
+    more: int
 
 
 class StepRun(NamedTuple):

@@ -195,7 +195,9 @@ class Direct:
         if self._run.attempt == 1:
             return {}
         if self._before is None:
-            self._before = self._ask(lambda client: client.applied_parts(self._run))
+            self._before = self._ask(
+                lambda client: asyncio.ensure_future(client.applied_parts(self._run))
+            )
         return self._before
 
 
