@@ -240,7 +240,7 @@ def _check_lengths(form: _Form, fields: Sequence[Any]) -> None:
         if len(value) > most:
             raise ValueError(
                 f"{form.cls.__name__}.{name} has {len(value)} items, at most {most} "
-                "may be sent: split the message"
+                "may be sent: split the message, or use more parameter servers"
             )
 
 
