@@ -27,7 +27,8 @@ def test_what_was_applied_is_compared_and_what_was_not_is_replaced():
             parts.take(1, 2, 0, other, ledger)
         assert raised.value.step == 1
     assert (raised.value.before, raised.value.now) == ("nothing more", "e")
-    assert [tuple(entry) for entry in parts.applied(1, 0, ledger).parts] == [(0, ["b", "c"])]
+    applied = parts.applied(1, 0, ledger).parts
+    assert [tuple(entry) for entry in applied] == [(0, ["b", "c"])]
 
 
 def test_a_run_that_was_overtaken_has_no_effect():
