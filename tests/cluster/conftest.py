@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from zstrat.cluster import _gpu_shares
+from zstrat.cluster import _gpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -74,4 +74,4 @@ def web() -> Iterator[Web]:
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process that has not taken a share of its node's GPUs."""
-    monkeypatch.setattr(_gpu_shares._memory, "taken", None)
+    monkeypatch.setattr(_gpus._memory, "taken", None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zstrat.cluster import TPUClusterResolver
-from zstrat.cluster._tpu_chips import devices_per_host, local_devices
+from zstrat.cluster._tpu_place import devices_per_host, local_devices
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from collectives_groups import ranks_of
 
-from zstrat.collectives import _station as stations
+from zstrat.collectives.group import _station as stations
 
 
 @contextmanager

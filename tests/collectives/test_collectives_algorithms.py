@@ -7,8 +7,8 @@ import pytest
 from collectives_hosts import ranks_on
 
 import zstrat as zs
-from zstrat.collectives import _traffic as traffic
-from zstrat.strategy._chosen import ChosenGroup
+from zstrat.collectives.group import _traffic as traffic
+from zstrat.strategy.reduce._options import ChosenGroup
 
 SOURCES = [np.arange(3.0) + rank for rank in range(5)]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.collectives import parts
-from zstrat.collectives._blocks import Block, cut
+from zstrat.collectives.schedules._chunks import Block, cut
 
 
 @given(count=st.integers(0, 2**40), grains=st.integers(1, 2**14))

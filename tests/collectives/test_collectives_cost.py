@@ -10,7 +10,7 @@ import math
 import pytest
 
 from zstrat.collectives import ALGORITHMS, LinkCost, cost
-from zstrat.collectives import _cost as module
+from zstrat.collectives.schedules import _cost as module
 
 SIZES = [2, 3, 4, 7, 8, 16, 17]
 LINE = LinkCost(bandwidth=1e9, latency=1e-4)

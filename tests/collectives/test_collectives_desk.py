@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from zstrat.collectives._desk import Desk
+from zstrat.collectives.group._rendezvous import Desk
 from zstrat.errors import CollectiveTimeoutError
 from zstrat.wire import JoinGroup, MemberEntry
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
-from zstrat.collectives._blame import Inquiry, verdict
-from zstrat.collectives._generation import Generation
+from zstrat.collectives.group._attribution import Inquiry, verdict
+from zstrat.collectives.group._generation import Generation
 from zstrat.errors import CollectiveTimeoutError, StaleSessionError, to_wire
 from zstrat.wire import AbortCall, CallState, GroupFormed, MemberEntry
 

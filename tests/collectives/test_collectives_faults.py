@@ -6,7 +6,7 @@ from collectives_groups import ranks_of
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import Group
-from zstrat.collectives import _traffic as traffic_module
+from zstrat.collectives.group import _traffic as traffic_module
 from zstrat.errors import (
     BusyError,
     CancelledError,

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from shm_ranks import RankProcess, Ranks, Refused, given, run, same
 
-from zstrat.collectives import CallKind, CollectiveCall, SharedMemory, _futex
-from zstrat.collectives._futex import sleep_while
-from zstrat.collectives._patience import MISSES, REST, SLOW, Patience
+from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
+from zstrat.collectives.memory import _futex
+from zstrat.collectives.memory._futex import MISSES, REST, SLOW, Patience, sleep_while
 from zstrat.errors import ClosedError
 from zstrat.wire import MemberEntry
 

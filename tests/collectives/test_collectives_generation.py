@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
-from zstrat.collectives._blame import FORGOTTEN
-from zstrat.collectives._generation import Generation
-from zstrat.collectives._keys import key_of
-from zstrat.collectives._plans import progress_of
+from zstrat.collectives.group._attribution import FORGOTTEN
+from zstrat.collectives.group._generation import Generation
+from zstrat.collectives.group._keys import key_of
+from zstrat.collectives.schedules._plans import progress_of
 from zstrat.errors import (
     ClosedError,
     CollectiveTimeoutError,

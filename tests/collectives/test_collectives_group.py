@@ -12,7 +12,7 @@ import pytest
 from collectives_groups import ranks_of
 
 import zstrat as zs
-from zstrat.collectives import _invitation
+from zstrat.collectives.group import _invitation
 from zstrat.errors import ClosedError, InvalidArgumentError
 from zstrat.transport import ThreadBell
 

@@ -8,7 +8,7 @@ import pytest
 from shm_ranks import RankProcess, Ranks, given, reduced, run, same
 
 from zstrat.collectives import ReduceOp
-from zstrat.collectives._hosts import AHEAD, PART, RankPlace, places_of
+from zstrat.collectives.memory._engines import AHEAD, PART, RankPlace, places_of
 
 
 @pytest.fixture(scope="module")

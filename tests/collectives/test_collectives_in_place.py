@@ -8,7 +8,7 @@ import pytest
 from collectives_groups import ranks_of
 from collectives_hosts import ranks_on
 
-from zstrat.collectives._operations import ALONE
+from zstrat.collectives.group._operations import ALONE
 
 
 def tree_of(rank):

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import Compression, Compressor, reduction_of
-from zstrat.collectives import _left as left_module
-from zstrat.collectives._left import Left
+from zstrat.collectives import _compression as left_module
+from zstrat.collectives._compression import Left
 
 VALUES = np.linspace(-1, 1, 256, dtype="f4")  # one KiB
 

@@ -6,9 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.collectives._blame import FORGOTTEN, Inquiry, verdict
-from zstrat.collectives._keys import FORMING, PARTS, key_between, key_of, number_of
-from zstrat.collectives._membership import (
+from zstrat.collectives.group._attribution import FORGOTTEN, Inquiry, verdict
+from zstrat.collectives.group._keys import (
+    FORMING,
+    PARTS,
+    key_between,
+    key_of,
+    number_of,
+)
+from zstrat.collectives.group._rendezvous import (
     Formed,
     GroupSeat,
     Refused,

@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from zstrat.collectives import ReduceOp
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives._operations import ALONE, CallFactory, all_reduce, broadcast
+from zstrat.collectives.group._operations import (
+    ALONE,
+    CallFactory,
+    all_reduce,
+    broadcast,
+)
 from zstrat.errors import InvalidArgumentError
 
 SMALL = [np.full(size, at, np.float32) for at, size in enumerate([10, 15, 25, 1, 24])]

@@ -10,14 +10,14 @@ import pytest
 from collectives_groups import ranks_of
 
 import zstrat as zs
-from zstrat.collectives import GroupNode, Pending, _desk, _work
-from zstrat.collectives._choice import Choices
-from zstrat.collectives._desk import Desk
+from zstrat.collectives import GroupNode, Pending
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives._membership import GroupSeat
-from zstrat.collectives._mesh import Mesh
-from zstrat.collectives._node import _formed
-from zstrat.collectives._station import Station
+from zstrat.collectives.group import _rendezvous, _work
+from zstrat.collectives.group._mesh import Mesh
+from zstrat.collectives.group._node import _formed
+from zstrat.collectives.group._rendezvous import Desk, GroupSeat
+from zstrat.collectives.group._station import Station
+from zstrat.collectives.schedules._choice import Choices
 from zstrat.config import Settings
 from zstrat.errors import (
     BusyError,
@@ -90,7 +90,7 @@ async def test_somebody_else():
 
 
 async def test_too_many_groups(monkeypatch):
-    monkeypatch.setattr(_desk, "GROUPS", 1)
+    monkeypatch.setattr(_rendezvous, "GROUPS", 1)
     desk = Desk(asyncio.get_running_loop())
     waiting = desk.asks(task(1), joining("train", 1))
     with pytest.raises(BusyError, match="1 groups wait to be formed at this task"):

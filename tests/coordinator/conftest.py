@@ -25,7 +25,7 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.program import StepIterator, load
-from zstrat.program._structure import encode as encode_structure
+from zstrat.program.trace._structure import encode as encode_structure
 from zstrat.wire import (
     PROTOCOL,
     BuildResource,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _trouble
+from zstrat.coordinator import _outcomes
 from zstrat.errors import BusyError, PSUnavailableError, StaleSessionError
 from zstrat.wire import Outcome
 
@@ -176,7 +176,7 @@ def failing_ps(world, times, error=None):
 
 
 def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, 3)
     values = [coordinator.schedule(good) for _ in range(10)]
@@ -185,8 +185,8 @@ def test_a_hiccup_of_a_ps_is_tried_again(world, monkeypatch):
 
 
 def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     coordinator = world.coordinator(closures_in_flight=1)
     cut_off, good_one = world.workers
     failures = []
@@ -198,34 +198,34 @@ def test_a_worker_that_alone_does_not_reach_a_ps_ends_no_job(world, monkeypatch)
     cut_off._run = fail
     good_one.held = True
     values = [coordinator.schedule(good) for _ in range(2)]
-    world.until(lambda: len(failures) >= _trouble.STRIKES)
+    world.until(lambda: len(failures) >= _outcomes.STRIKES)
     world.on_loop(world.release)
     coordinator.join()
     assert [value.fetch() for value in values] == [1, 1]
 
 
 def test_a_busy_ps_is_given_time(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     coordinator = world.coordinator()
-    failing_ps(world, 5 * _trouble.STRIKES, BusyError("too many requests are open"))
+    failing_ps(world, 5 * _outcomes.STRIKES, BusyError("too many requests are open"))
     assert coordinator.schedule(good).fetch() == 1
     coordinator.join()
 
 
 def test_outages_that_pass_end_no_job_however_many(make_world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
-    monkeypatch.setattr(_trouble, "LONGEST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "LONGEST_PAUSE", 0.001)
     world = make_world(workers=1)
     coordinator = world.coordinator(closures_in_flight=1)
-    for _ in range(2 * _trouble.STRIKES):
+    for _ in range(2 * _outcomes.STRIKES):
         failing_ps(world, 1)
         assert coordinator.schedule(good).fetch() == 1
     coordinator.join()
 
 
 def test_trouble_that_lasts_is_raised(world, monkeypatch):
-    monkeypatch.setattr(_trouble, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(_outcomes, "FIRST_PAUSE", 0.001)
     coordinator = world.coordinator()
     failing_ps(world, -1)
     coordinator.schedule(good)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import zstrat.program as zs
-from zstrat.coordinator import _arrival
-from zstrat.coordinator._arrival import Arrival
+from zstrat.coordinator import _task_session
+from zstrat.coordinator._task_session import Arrival
 from zstrat.errors import BusyError, DeadlineExceededError
 
 
@@ -55,7 +55,7 @@ def test_awaited_tasks_are_named_in_growing_intervals_until_all_are_there(caplog
 
 
 def test_a_program_that_waits_for_a_ps_says_so(make_world, caplog, monkeypatch):
-    monkeypatch.setattr(_arrival, "FIRST_WORD", 0.0)
+    monkeypatch.setattr(_task_session, "FIRST_WORD", 0.0)
     world = make_world(ps=2)
     world.ps[1].alive = False
     with pytest.raises(DeadlineExceededError):

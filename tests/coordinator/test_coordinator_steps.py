@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.coordinator import _marking
+from zstrat.coordinator import _fences
 from zstrat.coordinator._steps import Steps
 from zstrat.wire import RaiseMark
 
@@ -44,7 +44,7 @@ def test_numbers_go_on_where_an_earlier_coordinator_stopped():
 
 
 def test_the_servers_hear_how_far_steps_are_over(make_world, monkeypatch):
-    monkeypatch.setattr(_marking, "INTERVAL", 0.0)
+    monkeypatch.setattr(_fences, "INTERVAL", 0.0)
     world = make_world(ps=2, workers=1)
     told = [[], []]
     for ps, marks in zip(world.ps, told, strict=True):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zstrat.coordinator._trouble import (
+from zstrat.coordinator._outcomes import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     STRIKES,

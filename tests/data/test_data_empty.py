@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from zstrat.data import AutoShardPolicy, Dataset, Worker, allotted
-from zstrat.data._cuts import cutter
 from zstrat.data._foreign import foreign
+from zstrat.data._rebatch import cutter
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from zstrat.cli import main
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver
 from zstrat.collectives import ALGORITHMS, Group, fitted, read_choices
-from zstrat.collectives import _station as stations
+from zstrat.collectives.group import _station as stations
 from zstrat.config import Settings
 from zstrat.launch import Calibration, _timing, calibrate_tasks
 

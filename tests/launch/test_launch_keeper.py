@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from zstrat.launch._keeper import Keeper
+from zstrat.launch._local import Keeper
 
 
 def test_calls_run_on_one_thread():

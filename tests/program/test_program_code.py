@@ -18,8 +18,8 @@ import pytest
 
 import zstrat.program as zs
 from zstrat.errors import ProtocolError, VersionMismatchError
-from zstrat.program import _code
-from zstrat.program._pytrees import Registration
+from zstrat.program.ship import _code
+from zstrat.program.ship._pytrees import Registration
 from zstrat.variables import Optimizer, Variable
 
 SCALE = 3

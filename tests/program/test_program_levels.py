@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.program._flow import Flow
-from zstrat.program._lookups import Level, PlannedLookup
+from zstrat.program.lookup._lookups import Level, PlannedLookup
+from zstrat.program.trace._flow import Flow
 from zstrat.rows import sums
 from zstrat.variables import (
     ABSENT,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import zstrat.program as zs
-from zstrat.program._cross import Channel, gather_from, sum_over
-from zstrat.program._stages import stages
+from zstrat.program.stages._cross import Channel, gather_from, sum_over
+from zstrat.program.stages._stages import stages
 
 FACTOR = 3
 

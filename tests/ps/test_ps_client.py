@@ -18,7 +18,7 @@ from zstrat.errors import (
     PSUnavailableError,
 )
 from zstrat.ps import PsClient, PsService, PsUpdate, Ref, RowsRef
-from zstrat.ps._known import Known, Value
+from zstrat.ps.client._reading import Known, Value
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
 from zstrat.wire import (
     Done,

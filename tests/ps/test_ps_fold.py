@@ -16,7 +16,7 @@ from ps_trees import binding, message
 
 from zstrat.config import Limits, Timeouts
 from zstrat.errors import InvalidArgumentError, NotFoundError, StaleSessionError
-from zstrat.ps import _fold as fold_module
+from zstrat.ps.store import _fold as fold_module
 from zstrat.transport._pool import Pool
 from zstrat.wire import (
     PROTOCOL,
@@ -35,9 +35,9 @@ from zstrat.wire import (
     Update,
     UpdateOp,
 )
-from zstrat.wire._orders import Answered, Failed, Requested
-from zstrat.wire._peer import Peer as Connection
-from zstrat.wire._peer import failure
+from zstrat.wire.connection._orders import Answered, Failed, Requested
+from zstrat.wire.connection._peer import Peer as Connection
+from zstrat.wire.connection._peer import failure
 
 KEY, SIZE = 1, 96
 ADD, SUB, ASSIGN = (int(op) for op in (UpdateOp.ADD, UpdateOp.SUB, UpdateOp.ASSIGN))

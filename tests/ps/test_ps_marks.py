@@ -13,8 +13,8 @@ from zstrat.errors import (
     PermissionDeniedError,
     StaleSessionError,
 )
-from zstrat.ps import _writers
-from zstrat.ps._ledger import CAPACITY
+from zstrat.ps.store import _ledger
+from zstrat.ps.store._ledger import CAPACITY
 from zstrat.wire import Done, Job, Pull, Push, Pushed, RaiseMark, Read, Update, UpdateOp
 
 FAR = 2**62
@@ -96,7 +96,7 @@ async def test_a_mark_of_own_updates_is_raised_by_their_writer_alone(rig):
 
 
 async def test_the_latest_writers_are_remembered(rig, monkeypatch):
-    monkeypatch.setattr(_writers, "WRITERS", 2)
+    monkeypatch.setattr(_ledger, "WRITERS", 2)
     peers = [Peer(Job.WORKER, incarnation) for incarnation in (21, 22, 23)]
     for peer in (peers[0], peers[1], peers[0], peers[2], peers[0]):
         rig.ask(add(0, 0, peer.incarnation), peer)

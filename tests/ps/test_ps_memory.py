@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from zstrat.errors import ResourceExhaustedError
-from zstrat.ps import _memory, _store
-from zstrat.ps._engine import OptimizerEngine
-from zstrat.ps._store import Store
+from zstrat.ps.engine._engine import OptimizerEngine
+from zstrat.ps.store import _creating, _store
+from zstrat.ps.store._store import Store
 from zstrat.wire import VariableEntry
 
 MiB = 2**20
@@ -25,7 +25,7 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
 
 def test_what_the_kernel_says_is_believed_if_it_says_anything(monkeypatch, tmp_path):
     facts = tmp_path / "meminfo"
-    monkeypatch.setattr(_memory, "_FACTS", facts)
-    assert _memory.available_bytes() is None
+    monkeypatch.setattr(_creating, "_FACTS", facts)
+    assert _creating.available_bytes() is None
     facts.write_text("MemTotal: 9 kB\nMemAvailable:    12 kB\n")
-    assert _memory.available_bytes() == 12 * 1024
+    assert _creating.available_bytes() == 12 * 1024

@@ -15,10 +15,9 @@ from hypothesis.stateful import (
 )
 
 from zstrat.errors import NotFoundError, ResourceExhaustedError
-from zstrat.ps import _pins
-from zstrat.ps._cell import Cell
-from zstrat.ps._pins import Pin
-from zstrat.ps._writes import Write
+from zstrat.ps.store import _pins
+from zstrat.ps.store._cell import Cell, Write
+from zstrat.ps.store._pins import Pin
 
 SHAPES = [(), (0,), (7,), (5, 3), (13, 2), (4, 0), (2, 40), (1, 2, 3)]
 DTYPES = [np.float32, np.int8, ml_dtypes.bfloat16]

@@ -6,8 +6,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zstrat.ps._cell import Cell
-from zstrat.ps._rows import are_increasing, as_rows, bucket, distinct, pack, sizes
+from zstrat.ps.engine._arithmetic import (
+    are_increasing,
+    as_rows,
+    bucket,
+    distinct,
+    pack,
+    sizes,
+)
+from zstrat.ps.store._cell import Cell
 
 
 @given(st.lists(st.integers(0, 12), max_size=40))

@@ -25,10 +25,10 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import PsService, Ref
-from zstrat.ps import _disk as disk_module
-from zstrat.ps import _snapshot as snapshot_module
-from zstrat.ps import _snapshot_service as service_module
-from zstrat.ps._pins import Pin
+from zstrat.ps.snapshots import _file_thread as disk_module
+from zstrat.ps.snapshots import _snapshot as snapshot_module
+from zstrat.ps.snapshots import _snapshot_service as service_module
+from zstrat.ps.store._pins import Pin
 from zstrat.wire import (
     CreateOptimizer,
     Done,

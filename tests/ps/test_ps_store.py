@@ -16,7 +16,7 @@ from zstrat.errors import (
     UnavailableError,
 )
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.ps._plans import PushPlan
+from zstrat.ps.store._plans import PushPlan
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 SHAPES = {1: (), 2: (6,), 3: (4, 3), 4: (0, 2)}
@@ -339,7 +339,7 @@ def test_a_push_without_memory_for_one_of_its_values_changes_nothing(monkeypatch
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("zstrat.ps._cell.lasting", no_memory)
+        patch.setattr("zstrat.ps.store._cell.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=r"ps/task:0: variable 'v3'"):
             store.push(push(*adds, step=1))
     np.testing.assert_array_equal(free.lease(), filled(2, 1))

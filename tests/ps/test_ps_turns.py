@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zstrat.errors import BusyError
-from zstrat.ps._turns import RequestTurns
+from zstrat.ps._serving import RequestTurns
 
 names = st.sets(st.integers(0, 4), max_size=3)
 

@@ -12,10 +12,10 @@ from ps_trees import bind_each, binding
 
 from zstrat.errors import ResourceExhaustedError, UnavailableError
 from zstrat.ps import OptimizerEngine, Store
-from zstrat.ps import _cell as cell_module
-from zstrat.ps._cell import Cell
-from zstrat.ps._slots import Ahead, SlotStep
-from zstrat.ps._xla import UpdatePrograms
+from zstrat.ps.engine._slots import Ahead, SlotStep
+from zstrat.ps.engine._xla import UpdatePrograms
+from zstrat.ps.store import _cell as cell_module
+from zstrat.ps.store._cell import Cell
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -191,7 +191,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
         # What the value needs is set aside; slots may still need some.
         make = cell_module.lasting
         patch.setattr(
-            "zstrat.ps._cell.Cell._beside",
+            "zstrat.ps.store._cell.Cell._beside",
             lambda cell: no_memory() if cell is held else _beside(cell, make),
         )
         plan.compute()
@@ -213,7 +213,7 @@ def test_a_push_that_is_refused_late_holds_no_memory(monkeypatch):
     def refuse(*_):
         raise RuntimeError("this program cannot be compiled")
 
-    monkeypatch.setattr("zstrat.ps._plans.UpdateRun.prepare", refuse)
+    monkeypatch.setattr("zstrat.ps.store._plans.UpdateRun.prepare", refuse)
     with pytest.raises(RuntimeError, match="cannot be compiled"):
         store.push(push((2, UpdateOp.ADD, ONES), (1, UpdateOp.OPTIMIZE, ONES)))
     assert store.statistics()["held_bytes"] == before
@@ -226,7 +226,7 @@ def test_a_push_without_memory_for_its_last_value_holds_none_for_its_first(monke
     before = store.statistics()["held_bytes"]
     first, make = store.find([1])[0].cell, cell_module.lasting
     monkeypatch.setattr(
-        "zstrat.ps._cell.Cell._beside",
+        "zstrat.ps.store._cell.Cell._beside",
         lambda cell: _beside(cell, make if cell is first else no_memory),
     )
     with pytest.raises(MemoryError):
@@ -276,7 +276,7 @@ def test_a_lost_value_heals_with_an_assignment_before_its_gradient():
 
 def test_a_new_variable_without_memory_is_named(monkeypatch):
     store = store_with("adam")
-    monkeypatch.setattr("zstrat.ps._cell.lasting", no_memory)
+    monkeypatch.setattr("zstrat.ps.store._cell.lasting", no_memory)
     entries = [VariableEntry(9, "table", True, False)]
     with pytest.raises(
         ResourceExhaustedError, match=f"{TASK}: variable 'table'.*64 bytes"

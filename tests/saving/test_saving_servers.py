@@ -142,7 +142,7 @@ def test_variables_of_here_and_there_in_one_checkpoint(tmp_path):
 
 
 def test_large_tensors_go_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("zstrat.saving._shelves.PIECE", 1000)
+    monkeypatch.setattr("zstrat.saving._snapshot_sources.PIECE", 1000)
     monkeypatch.setattr("zstrat.saving._load.PIECE", 1000)
     whole = np.random.default_rng(0).normal(size=(500, 7)).astype("f4")
     cluster = FakeCluster(2, set())

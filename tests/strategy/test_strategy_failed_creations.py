@@ -10,8 +10,12 @@ from hypothesis import given
 
 import zstrat.variables as zv
 from zstrat.errors import DeadlineExceededError, InvalidArgumentError
-from zstrat.strategy._drafts import draft
-from zstrat.strategy._numbers import Numbers, Placement, PlacementRule
+from zstrat.strategy.server._variable_plan import (
+    Numbers,
+    Placement,
+    PlacementRule,
+    draft,
+)
 from zstrat.variables import (
     VariableAggregation,
     VariableRequest,

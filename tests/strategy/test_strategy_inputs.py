@@ -19,7 +19,7 @@ from zstrat.data import (
 )
 from zstrat.errors import ClosedError, OutOfRangeError
 from zstrat.strategy import PerReplica, ProcessInputs, Share, per_replica
-from zstrat.strategy._worker_strategy import worker_strategy
+from zstrat.strategy.server._worker_strategy import worker_strategy
 
 
 def inputs(local=2, workers=1, index=0, **more):

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from zstrat.strategy import _kept_steps
-from zstrat.strategy._given import given, run_as
-from zstrat.strategy._kept_steps import KeptSteps
+from zstrat.strategy.replica import _function_cache
+from zstrat.strategy.replica._captured import given, run_as
+from zstrat.strategy.replica._function_cache import KeptSteps
 
 THREADS = 4
 
@@ -38,7 +38,7 @@ def test_two_that_begin_at_once_share_one_step():
 
 
 def test_all_may_forget_the_oldest(hurried, monkeypatch):
-    monkeypatch.setattr(_kept_steps, "MAX_STEPS", 1)
+    monkeypatch.setattr(_function_cache, "MAX_STEPS", 1)
     all_of_them = threading.Barrier(THREADS)
 
     def make():

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.strategy import _all_reduced
-from zstrat.strategy._mirrored_local import _usual
+from zstrat.strategy.mirrored._mirrored_strategy import _usual
+from zstrat.strategy.reduce import _all_reduced
 
 D = jax.devices()
 OPS = [

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.program import _staged
+from zstrat.program.stages import _staged
 
 HERE = Path(zs.__file__).parent
 PLACES = str(HERE / "program"), str(HERE / "variables")

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
-from zstrat.program import _joined
+from zstrat.program.trace import _joined
 from zstrat.strategy import Mirrored, PerReplica
-from zstrat.strategy._per_replica import local_results, select_replica
-from zstrat.strategy._regroup import (
+from zstrat.strategy.replica._per_replica import local_results, select_replica
+from zstrat.strategy.replica._regroup import (
     assert_mirrored,
     regroup,
     select_replica_mirrored,

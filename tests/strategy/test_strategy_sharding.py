@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.program import load
-from zstrat.strategy import _drafts
-from zstrat.strategy._drafts import div
-from zstrat.strategy._numbers import Placement, PlacementRule
+from zstrat.strategy.server import _variable_plan
+from zstrat.strategy.server._variable_plan import Placement, PlacementRule, div
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp
 
@@ -281,11 +280,11 @@ def test_a_large_value_that_is_made_here_is_warned_about(make_cluster, caplog):
     )
     huge = np.broadcast_to(np.zeros((), np.int8), (10**9 + 1,))
     with caplog.at_level(logging.WARNING), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_drafts, "initial", lambda request: huge)
-        made = _drafts.draft(request, in_parts(2))
+        patch.setattr(_variable_plan, "initial", lambda request: huge)
+        made = _variable_plan.draft(request, in_parts(2))
         assert made.parts == 2
-        patch.setattr(_drafts, "initial", lambda request: huge[:-1])
-        _drafts.draft(request, in_parts(2))
+        patch.setattr(_variable_plan, "initial", lambda request: huge[:-1])
+        _variable_plan.draft(request, in_parts(2))
     (record,) = caplog.records
     assert "'huge' of 1000000001 elements is made whole" in record.message
 

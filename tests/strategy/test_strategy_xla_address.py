@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zstrat.strategy import _distributed
+from zstrat.strategy.mirrored import _distributed
 
 
 class Line:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import zstrat as zs
-from zstrat.coordinator import _marking, _queue
-from zstrat.ps import _ledger
+from zstrat.coordinator import _fences, _queue
+from zstrat.ps.store import _ledger
 
 CAPACITY = 16
 STEPS = 5 * CAPACITY
@@ -20,7 +20,7 @@ def strategy(monkeypatch):
     """A ps and two workers in this process, with a ledger of a few steps."""
     monkeypatch.setattr(_ledger, "CAPACITY", CAPACITY)
     monkeypatch.setattr(_queue, "MAX_AHEAD", CAPACITY // 2)
-    monkeypatch.setattr(_marking, "INTERVAL", 0.0)
+    monkeypatch.setattr(_fences, "INTERVAL", 0.0)
     with contextlib.ExitStack() as stack:
         addresses = {"ps": [], "worker": []}
         for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):

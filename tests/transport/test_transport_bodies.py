@@ -22,9 +22,9 @@ from zstrat.wire import (
     Update,
     encode,
 )
-from zstrat.wire._body import Assembly, aligned, allocate, cut
 from zstrat.wire._codec import ArraySpec
-from zstrat.wire._orders import Answered, Closed, Requested
+from zstrat.wire.connection._body import Assembly, aligned, allocate, cut
+from zstrat.wire.connection._orders import Answered, Closed, Requested
 
 
 def test_a_later_small_message_does_not_overtake_a_large_one(pair):

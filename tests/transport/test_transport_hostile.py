@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from transport_pair import SMALL, Pair, big, hello, kinds, new_peer
 
 from zstrat.errors import BusyError
-from zstrat.transport._roster import FENCED, Roster
+from zstrat.transport._attendance import FENCED, Roster
 from zstrat.wire import (
     Beat,
     CancelSteps,
@@ -26,8 +26,8 @@ from zstrat.wire import (
     Update,
     encode,
 )
-from zstrat.wire._greeting import mismatch
-from zstrat.wire._orders import (
+from zstrat.wire.connection._greeting import mismatch
+from zstrat.wire.connection._orders import (
     Answered,
     Closed,
     Failed,
@@ -168,7 +168,7 @@ def test_memory_is_offered_once(pair):
 
 
 def test_who_asks_on_and_reads_nothing_is_cut_off(monkeypatch):
-    monkeypatch.setattr("zstrat.wire._peer.QUEUE", 5)
+    monkeypatch.setattr("zstrat.wire.connection._peer.QUEUE", 5)
     pair = Pair(dataclasses.replace(SMALL, requests=2))
     ordered = [encode(Inspect(), 2 * number + 1)[0] for number in range(1, 9)]
     orders = [order for each in ordered for order in pair.server.received([each], 0.0)]

@@ -16,8 +16,7 @@ from zstrat.errors import (
     StaleSessionError,
 )
 from zstrat.transport import _dial, new_incarnation
-from zstrat.transport._monitor import Event, Happening
-from zstrat.transport._socket import new_socket
+from zstrat.transport._socket import Event, Happening, new_socket
 from zstrat.wire import (
     Beat,
     CancelSteps,

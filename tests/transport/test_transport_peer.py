@@ -14,9 +14,9 @@ from zstrat.errors import (
     VersionMismatchError,
 )
 from zstrat.wire import Beat, Done, Fetched, Goodbye, Inspect, Pulled, encode
-from zstrat.wire._greeting import mismatch
-from zstrat.wire._orders import Answered, Closed, OrderState
-from zstrat.wire._peer import failure
+from zstrat.wire.connection._greeting import mismatch
+from zstrat.wire.connection._orders import Answered, Closed, OrderState
+from zstrat.wire.connection._peer import failure
 
 # ---- greeting ----
 

@@ -10,8 +10,8 @@ import pytest
 
 import zstrat.variables as zv
 from zstrat.optimizers import Binding, TreeRule, TreeStructure
-from zstrat.ps._engine import OptimizerEngine
-from zstrat.ps._store import Store
+from zstrat.ps.engine._engine import OptimizerEngine
+from zstrat.ps.store._store import Store
 from zstrat.variables._rows import row_updates
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 

@@ -15,9 +15,8 @@ from zstrat.errors import NotFoundError
 from zstrat.program import ResultLayout, StepResult
 from zstrat.wire import Outcome
 from zstrat.worker import Executor
-from zstrat.worker._ending import ResultLayouts, failed
-from zstrat.worker._results import Results
-from zstrat.worker._traceback import trim
+from zstrat.worker._closure import ResultLayouts, failed, trim
+from zstrat.worker._reports import Results
 
 
 def result(layout, *leaves):
@@ -56,7 +55,7 @@ def test_small_results_are_bytes_and_large_ones_stay():
 
 
 def test_layouts_of_eager_steps_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr("zstrat.worker._ending._REMEMBERED", 3)
+    monkeypatch.setattr("zstrat.worker._closure._REMEMBERED", 3)
     layouts = ResultLayouts(inline=16)
     numbers = [
         layouts.ok(n, result(ResultLayout((), (), ["=", n]))).completion.layout

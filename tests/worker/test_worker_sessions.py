@@ -291,7 +291,7 @@ async def test_completions_that_do_not_fit_are_sent_in_halves(world):
 
 
 async def test_too_many_closures_are_sent_back(world, monkeypatch):
-    monkeypatch.setattr("zstrat.worker._tenancy.MAX_OPEN", 10)
+    monkeypatch.setattr("zstrat.worker._worker_session.MAX_OPEN", 10)
     digest = await world.ship(double)
     world.dispatch(digest, range(8), world.arguments(np.float32(1)))
     world.dispatch(digest, range(8, 20))

@@ -8,14 +8,14 @@ from ._digest import digest_of as digest_of
 from ._disk import replace_file as replace_file
 from ._disk import sync_folder as sync_folder
 from ._folder import CheckpointFolder as CheckpointFolder
+from ._folder import FolderLock as FolderLock
 from ._folder import remove as remove
 from ._folder import sweep as sweep
 from ._header import TensorInfo as TensorInfo
-from ._lock import FolderLock as FolderLock
 from ._manifest import MANIFEST as MANIFEST
 from ._manifest import Manifest as Manifest
 from ._manifest import StoredPiece as StoredPiece
 from ._manifest import StoredTensor as StoredTensor
 from ._reader import TensorReader as TensorReader
-from ._verify import verify as verify
+from ._reader import verify as verify
 from ._writer import TensorWriter as TensorWriter

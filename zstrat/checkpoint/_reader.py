@@ -3,12 +3,15 @@
 What the header says is compared with the size of the file when it is opened, so a file
 that was cut short is known before anything of it is used. Whether the elements are
 those that were written is known from `TensorReader.verify` alone.
+
+Whether a checkpoint is what was written, every byte of it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from collections import defaultdict
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -20,7 +23,9 @@ from ._disk import blamed
 from ._header import PREFIX, TensorInfo, decode_header, header_length
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from ._manifest import Manifest, StoredPiece, StoredTensor
 
 PIECE: Final = 4 * 2**20
 """Bytes read at a time to check them: stays in the cache between reading and hashing,
@@ -178,3 +183,44 @@ class TensorReader:
                         self.path, name, f"cut short: it ends at byte {at}"
                     )
                 out, at = out[got:], at + got
+
+
+def verify(
+    folder: str,
+    manifest: Manifest,
+    *,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Reads all files of a checkpoint and compares them with its manifest.
+
+    Args:
+        on_bytes: Told how many bytes were checked, tensor by tensor.
+
+    Raises:
+        DataLossError: Names the file and the tensor that differ.
+        OSError: As the system says.
+    """
+    by_file: dict[str, list[tuple[StoredTensor, StoredPiece]]] = defaultdict(list)
+    for tensor in manifest.tensors.values():
+        for piece in tensor.pieces:
+            by_file[piece.file].append((tensor, piece))
+    for file, pieces in by_file.items():
+        path = os.path.join(folder, file)
+        try:
+            with TensorReader(path) as reader:
+                for tensor, piece in pieces:
+                    on_bytes(_verify_piece(reader, tensor, piece))
+        except NotFoundError as error:
+            raise DataLossError(path, "", f"the file changed: {error}") from error
+
+
+def _verify_piece(
+    reader: TensorReader, tensor: StoredTensor, piece: StoredPiece
+) -> int:
+    found, wanted = reader.info(piece.name), tensor.info(piece)
+    if found != wanted:
+        raise DataLossError(
+            reader.path, piece.name, f"it is {found}, and the manifest says {wanted}"
+        )
+    reader.verify(piece.name, piece.digest)
+    return found.nbytes

@@ -1,9 +1,21 @@
-"""How many GPUs this node has for us, and which: what NVIDIA's tools say."""
+"""How many GPUs this node has for us, and which: what NVIDIA's tools say.
+
+Which GPUs of its node a task has, where several tasks share one.
+
+A share is a part of what CUDA_VISIBLE_DEVICES lists, and is put there in its place: who
+reads the variable again must not take the share for the whole. So this module knows
+what it put there, and what was there before.
+
+Law of the file: this alone changes CUDA_VISIBLE_DEVICES.
+"""
 
 from __future__ import annotations
 
 import subprocess
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, final
+
+from zstrat import config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,3 +68,59 @@ def _ask_driver() -> int:
             "Give gpus_per_node, 0 where none is to be used"
         ) from error
     return sum(line.startswith("GPU ") for line in ran.stdout.splitlines())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What the variable was, None if it was not set, and what it is now."""
+
+    found: str | None
+    share: str
+
+
+@final
+class _GpuEnvironment:
+    """What this process has done to its own environment."""
+
+    taken: _Taken | None = None
+
+
+_memory = _GpuEnvironment()
+
+
+def before_shares(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment as it was before this process took its share, if it did."""
+    taken = _memory.taken
+    if taken is None or env.get(VARIABLE) != taken.share:
+        return env  # or somebody else has set it since
+    others = {name: value for name, value in env.items() if name != VARIABLE}
+    return others if taken.found is None else {**others, VARIABLE: taken.found}
+
+
+def share_of(
+    env: Mapping[str, str], per_node: int, per_task: int, local: int
+) -> list[str]:
+    """The GPUs of a task, as CUDA_VISIBLE_DEVICES lists them; empty if that is to stay
+    as it is: the task has none, or sees only some of the node's, which are its own.
+
+    Args:
+        env: As `before_shares` has it.
+        local: Number of the task among those of its node.
+    """
+    shown = visible_gpus(env)
+    if shown is None:
+        shown = [str(number) for number in range(per_node)]
+    if len(shown) < per_node:
+        return []
+    return shown[local * per_task : (local + 1) * per_task]
+
+
+def take_share(env: Mapping[str, str], share: list[str]) -> None:
+    """Makes the share all that this process sees.
+
+    Args:
+        env: As `before_shares` has it.
+    """
+    _memory.taken = _Taken(env.get(VARIABLE), ",".join(share))
+    config.set_environment(VARIABLE, _memory.taken.share)

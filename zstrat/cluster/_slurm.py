@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 
 from zstrat import config
 
-from ._gpu_shares import before_shares, share_of, take_share
-from ._gpus import count_gpus
+from ._gpus import before_shares, count_gpus, share_of, take_share
 from ._hostlist import (
     MAX_HOSTS,
     expand_hostlist,

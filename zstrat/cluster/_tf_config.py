@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import ClusterResolver, with_scheme
-from ._validate import spec_from
+from ._spec import spec_from
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 from zstrat import config
 
 from ._resolver import ClusterResolver, with_scheme
-from ._validate import TASK_TYPES, spec_from
+from ._spec import TASK_TYPES, spec_from
 
 if TYPE_CHECKING:
     import os

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
 
 from zstrat import config
 
-from ._google import build_service
-from ._metadata import ask_metadata, metadata_host
+from ._google import ask_metadata, build_service, metadata_host
 from ._resolver import ClusterResolver, with_scheme
 from ._spec import ClusterSpec
-from ._tpu_chips import devices_per_host, local_devices
 from ._tpu_place import (
     LOCAL_NAME,
     Local,
     TpuHosts,
     TpuNode,
     Unsaid,
+    devices_per_host,
     find_place,
     hosts_of_machine,
     hosts_of_node,
+    local_devices,
 )
 
 if TYPE_CHECKING:

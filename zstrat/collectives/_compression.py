@@ -1,4 +1,12 @@
-"""Values made smaller for the wire: fewer bits, or fewer values.
+"""What codecs that lose much have left out, kept for the next call of the same kind.
+
+Whoever gives every call another name (a tag per step) never comes back for it. So there
+is room for some of it, the longest unused goes, and the one law: **room grows only by
+what came back and was gone.** A model that is larger than the room loses what its first
+call left out, or some of it, once; names that nobody uses again fill the room and no
+more.
+
+Values made smaller for the wire: fewer bits, or fewer values.
 
 ``bf16`` and ``f16`` round. ``int8`` keeps 8 bits and one scale per chunk; ``topk`` the
 largest values of a chunk and where they are. These two lose much in one call, but
@@ -16,21 +24,68 @@ ranks end with the same values.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from zstrat.config import MiB
 from zstrat.errors import ProtocolError
 from zstrat.wire import DTYPES
 
-from ._left import Left
 from ._reduction import narrow
 from ._terms import ReduceOp
 
 if TYPE_CHECKING:
+    Key = tuple[str, int]
+    """Name of a call, and place within it."""
     from ._reduction import Reduction
-    from ._values import Codec
+    from .schedules._chunks import Codec
+
+ROOM: Final = 256 * MiB
+"""Bytes to begin with: the gradients of 64 million values."""
+
+NAMES: Final = 2**17
+"""What is gone and remembered by name: 10 MB at the most, for 16 GiB in chunks."""
+
+
+class Left:
+    """Of one generation, for one compression. Lives on one thread."""
+
+    __slots__ = ("_gone", "_kept", "_room", "nbytes")
+
+    def __init__(self, room: int = ROOM) -> None:
+        self._kept: OrderedDict[Key, np.ndarray] = OrderedDict()
+        self._gone: OrderedDict[int, None] = OrderedDict()
+        """By hash: two of the same make room that nobody needs, and no more."""
+        self._room = room
+        self.nbytes = 0
+
+    def get(self, key: Key) -> np.ndarray | None:
+        """What the last call of this name left out here, if that is still there."""
+        return self._kept.get(key)
+
+    def put(self, key: Key, values: np.ndarray) -> None:
+        """Keeps ``values`` in place of what there was."""
+        before = self._kept.pop(key, None)
+        if before is not None:
+            self.nbytes -= before.nbytes
+        elif self._gone and hash(key) in self._gone:
+            del self._gone[hash(key)]
+            self._room += values.nbytes
+        self._kept[key] = values
+        self.nbytes += values.nbytes
+        while self.nbytes > self._room:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        key, values = self._kept.popitem(last=False)
+        self.nbytes -= values.nbytes
+        self._gone[hash(key)] = None
+        if len(self._gone) > NAMES:
+            self._gone.popitem(last=False)
+
 
 _F32: Final = np.dtype(np.float32)
 _HALVES: Final = {"bf16": DTYPES["bfloat16"], "f16": np.dtype(np.float16)}
@@ -73,7 +128,7 @@ class Compressor:
     A codec is asked for per call. Calls of the same ``name`` (tag and position within
     the tree) with the same sizes follow each other: each gets what the one before left.
     Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``; names
-    that are used once need 256 MiB together (`zstrat.collectives._left`).
+    that are used once need 256 MiB together (`zstrat.collectives._compression`).
     """
 
     compression: Compression

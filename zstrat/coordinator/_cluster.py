@@ -27,10 +27,9 @@ from zstrat.wire import (
     SessionOpened,
 )
 
-from ._arrival import Arrival
 from ._fences import Fences
-from ._lane import MakeTaskLink, TaskSession
 from ._rest import Rest
+from ._task_session import Arrival, MakeTaskLink, TaskSession
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

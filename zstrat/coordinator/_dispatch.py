@@ -30,12 +30,12 @@ from zstrat.wire import (
     Message,
 )
 
-from ._builder import Builder
-from ._marking import Marking
+from ._fences import Marking
 from ._members import Grant, Members
 from ._outcomes import SETBACK, Outcomes
 from ._queue import Closure, Ended
-from ._seat import WorkerChannel
+from ._resources import Builder
+from ._worker_channel import WorkerChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from ._engine import ClosureEngine
     from ._fences import Fences
-    from ._lane import TaskSession
+    from ._task_session import TaskSession
     from ._values import Kept
 
 log = logging.getLogger("zstrat.coordinator")

@@ -16,8 +16,7 @@ from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
-from ._joining import session_of
-from ._servers import ANSWERING, ParameterServers, initializing_timeout
+from ._servers import ANSWERING, ParameterServers, initializing_timeout, session_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
     from zstrat.variables import VariableSpec
     from zstrat.wire import InitialEntry, UpdateOp
 
-    from ._lane import MakeTaskLink
     from ._rest import Cut
     from ._servers import SpecUpdate
+    from ._task_session import MakeTaskLink
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
-from zstrat.program import Resource, _joined, rebuild
+from zstrat.program import Resource, rebuild
+from zstrat.program.trace import _joined
 from zstrat.wire import LayoutMessage, dtype_named
 
 if TYPE_CHECKING:

@@ -1,17 +1,11 @@
 """Input pipelines: what a worker's step functions draw their batches from. No jax."""
 
 from . import experimental as experimental
-from ._allotment import Allotment as Allotment
-from ._allotment import allotted as allotted
-from ._allotment import as_dataset as as_dataset
-from ._allotment import is_steady as is_steady
-from ._allotment import not_batched as not_batched
-from ._context import InputContext as InputContext
-from ._cuts import Cut as Cut
-from ._cuts import Cutter as Cutter
-from ._cuts import Span as Span
-from ._cuts import Worker as Worker
-from ._cuts import batch_sizes_for_worker as batch_sizes_for_worker
+from ._autoshard import Allotment as Allotment
+from ._autoshard import allotted as allotted
+from ._autoshard import as_dataset as as_dataset
+from ._autoshard import is_steady as is_steady
+from ._autoshard import not_batched as not_batched
 from ._dataset import AUTOTUNE as AUTOTUNE
 from ._dataset import INFINITE_CARDINALITY as INFINITE_CARDINALITY
 from ._dataset import UNKNOWN_CARDINALITY as UNKNOWN_CARDINALITY
@@ -24,8 +18,14 @@ from ._leaves import require_data as require_data
 from ._options import SHARD_HINT as SHARD_HINT
 from ._options import AutoShardPolicy as AutoShardPolicy
 from ._options import DistributeOptions as DistributeOptions
+from ._options import InputContext as InputContext
 from ._options import Options as Options
 from ._prefetch import Prefetcher as Prefetcher
+from ._rebatch import Cut as Cut
+from ._rebatch import Cutter as Cutter
+from ._rebatch import Span as Span
+from ._rebatch import Worker as Worker
+from ._rebatch import batch_sizes_for_worker as batch_sizes_for_worker
 from ._tree import own as own
 
 TextLineDataset = Dataset.from_text_lines

@@ -1,4 +1,6 @@
-"""One task of this process: an endpoint, and the service that answers behind it.
+"""Facts about this process: the only door to psutil.
+
+One task of this process: an endpoint, and the service that answers behind it.
 
 Law: what differs between a ps and a worker is decided here and nowhere above. jax is
 loaded by a worker when its service is made, and by a ps when it is given its first
@@ -15,13 +17,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+import psutil
+
 from zstrat.collectives import GROUP_MESSAGES, GroupNode, announce, withdraw
 from zstrat.config import environment
 from zstrat.ps import PsService
 from zstrat.transport import Endpoint, Link, Security, hello, new_incarnation
 from zstrat.wire import Inspect, Job, Statistics
-
-from ._process import cpu_seconds, resident_bytes
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -31,6 +33,18 @@ if TYPE_CHECKING:
     from zstrat.errors import PeerLostError
     from zstrat.transport import Absorber, Remote
     from zstrat.wire import Hello, Message, PlainTree
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, shared pages included."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def cpu_seconds() -> float:
+    """Processor time of this process since it began, all threads together."""
+    times = psutil.Process().cpu_times()
+    return float(times.user + times.system)
+
 
 log = logging.getLogger("zstrat.task")
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from . import _refusals
-from ._capture import Capture
-from ._context import worker_context
-from ._feeds import Replay
-from ._settled import settled
+from .stages._serialized_cpu import settled
+from .trace import _refusals
+from .trace._capture import Capture
+from .trace._context import worker_context
+from .trace._feeds import Replay
 
 if TYPE_CHECKING:
-    from ._context import WorkerContext
-    from ._plan import Plan, Template
     from ._results import StepResult
+    from .trace._context import WorkerContext
+    from .trace._plan import Plan, Template
 
 
 class CompiledProgram:

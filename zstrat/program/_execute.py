@@ -16,29 +16,28 @@ import numpy as np
 
 from zstrat.variables import Binds, apply_now, read_all, read_parts, update_all
 
-from . import _joined
 from ._compile import CompiledProgram
-from ._eager import Immediate
-from ._held import Outdated
-from ._narrow import require_fitting
+from ._device_state import Outdated
 from ._programs import HereProgram
-from ._refusals import not_shared, variables_in_our_words
 from ._results import Computed, StepResult, StepUpdate
-from ._row_updates import outgoing
-from ._rows_program import RowsProgram
-from ._running import Lookups
-from ._signature import cut
-from ._structure import ResultLayout, split
-from ._wanted import Wanted
-from ._watch import tell_of_arguments
+from .lookup._lookups import Wanted
+from .lookup._row_updates import outgoing
+from .lookup._rows_program import RowsProgram
+from .lookup._running import Lookups
+from .trace import _joined
+from .trace._eager import Immediate
+from .trace._int32_checks import require_fitting, tell_of_arguments
+from .trace._refusals import not_shared, variables_in_our_words
+from .trace._signature import cut
+from .trace._structure import ResultLayout, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.variables import Home, VariableSpec
 
-    from ._plan import Plan
     from ._programs import CompiledPrograms, Draws
+    from .trace._plan import Plan
 
 
 class ExecutedFunction(Protocol):

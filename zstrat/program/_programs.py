@@ -17,23 +17,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ._compile import CompiledProgram
-from ._context import surrounding, worker_context
-from ._discover import discover
-from ._held import Outdated
-from ._iterator import Element
-from ._retrace import Staged, Traced
-from ._rows_program import RowsProgram
-from ._signature import describe, plain_numbers, require_traceable
-from ._staged import StagedProgram
-from ._watch import watch
-from ._whole import WholeProgram
+from ._device_state import Outdated
+from .lookup._rows_program import RowsProgram
+from .stages._staged import StagedProgram
+from .stages._whole import WholeProgram
+from .trace._context import surrounding, worker_context
+from .trace._discover import discover
+from .trace._int32_checks import watch
+from .trace._iterator import Element
+from .trace._retrace import Staged, Traced
+from .trace._signature import describe, plain_numbers, require_traceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from ._iterator import StepIterator
-    from ._plan import Plan, Template
-    from ._signature import CutCall
+    from .trace._iterator import StepIterator
+    from .trace._plan import Plan, Template
+    from .trace._signature import CutCall
 
 MAX_PROGRAMS: Final = 128
 """Signatures of one function. Each keeps an executable of about a megabyte; a function

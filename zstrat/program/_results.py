@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from zstrat.variables import GradientCall, VariableSpec
     from zstrat.wire._messages import UpdateOp
 
-    from ._structure import ResultLayout
+    from .trace._structure import ResultLayout
 
 
 class StepUpdate(NamedTuple):

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, cast, final
 from zstrat.errors import InvalidArgumentError, to_wire
 from zstrat.wire import Again, Exchange, Exchanged, Pulled, Push, Pushed
 
-from ._plans import PushPlan, RowsPlan
 from ._requests import PendingRequest, pulled, pushed
+from .store._plans import PushPlan, RowsPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zstrat.wire import PlainTree
 
-    from ._fold import Fold
-    from ._store import Store
+    from .store._fold import Fold
+    from .store._store import Store
 
 
 @final

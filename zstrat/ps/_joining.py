@@ -29,7 +29,7 @@ from zstrat.wire import Awaited, AwaitedOptimizer, JoinSession, Message, Session
 if TYPE_CHECKING:
     from zstrat.wire import Ownership
 
-    from ._store import Store
+    from .store._store import Store
 
 MOST: Final = 4096
 """Requests that wait at a time: a worker has one for some hundred variables, and there

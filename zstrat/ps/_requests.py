@@ -29,10 +29,10 @@ from zstrat.wire import (
     Withdraw,
 )
 
-from ._creating import CreatePlan
-from ._fold import Folded
-from ._ledger import UNNAMED
-from ._plans import Plan, PushPlan, RowsPlan
+from .store._creating import CreatePlan
+from .store._fold import Folded
+from .store._ledger import UNNAMED
+from .store._plans import Plan, PushPlan, RowsPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
     from zstrat.wire import Read, Update
 
-    from ._fold import Fold
-    from ._store import Store
+    from .store._fold import Fold
+    from .store._store import Store
 
 INLINE: Final = 4 * 2**20
 """Bytes of arithmetic that the loop does by itself, as `work_of` counts them: 0.1 to

@@ -2,7 +2,7 @@
 
 Runs on the loop. It knows who may do what, whose session is open, and when to leave;
 requests for variables are served by `zstrat.ps._serving`, those about snapshots by
-`zstrat.ps._snapshot_service`.
+`zstrat.ps.snapshots._snapshot_service`.
 
 Who may do what: a coordinator owns the session, creates, deletes and ships optimizers;
 it and the workers pull, push, and tell which variables an optimizer moves (data, no
@@ -60,14 +60,14 @@ from zstrat.wire import (
     WriteSnapshot,
 )
 
-from ._engine import OptimizerEngine
-from ._fold import Folded
 from ._joining import Joining
 from ._requests import Stored
 from ._serving import Serving
-from ._snapshot_service import SnapshotRequest, SnapshotService
-from ._store import Store
 from ._thread import ComputeThread
+from .engine._engine import OptimizerEngine
+from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
+from .store._fold import Folded
+from .store._store import Store
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

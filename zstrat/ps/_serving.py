@@ -1,26 +1,38 @@
-"""Serves the requests of the store: on the spot, on the compute thread, or in turn.
+"""In what order requests may touch variables that others are busy with.
+
+Most requests find everything free and are answered on the spot. A request that goes to
+the compute thread *holds* the names that it uses (variable keys, its step, optimizers)
+until it is done; whoever needs one of them queues behind, in order of arrival, and
+holds the names that it waits for in its turn. So requests that share a name are served
+in the order in which they came, whoever sent them, and those that share none do not
+wait for each other: a pull does not wait for the compilation of another variable's
+optimizer.
+
+No threads and no I/O: the owner calls `enter` and `leave` and runs what is its turn.
+
+Serves the requests of the store: on the spot, on the compute thread, or in turn.
 
 Small requests are answered on the spot: reading hands out views, and adding a few MiB
 takes less time than waking a thread. What takes longer than about a millisecond, and
 whatever XLA may have to compile, goes to one compute thread; requests for the same
-variables queue behind it and all others do not wait (`zstrat.ps._turns`).
+variables queue behind it and all others do not wait (`zstrat.ps._serving`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Generic, TypeVar, final
 
-from zstrat.errors import ZstratError
+from zstrat.errors import BusyError, ZstratError
 from zstrat.wire import Done, Exchange, Message, Push
 
 from ._exchange import Exchanges
-from ._fold import Folded
 from ._requests import PendingRequest, Request, Stored, begin, names_of
-from ._turns import RequestTurns, Ticket
+from .store._fold import Folded
 
 if TYPE_CHECKING:
     from collections.abc import (
@@ -28,20 +40,91 @@ if TYPE_CHECKING:
         Awaitable,
         Callable,
         Hashable,
+        Iterable,
         Sequence,
     )
 
     from zstrat.wire import ArraySpec
 
-    from ._fold import Fold
-    from ._store import Store
     from ._thread import ComputeThread
+    from .store._fold import Fold
+    from .store._store import Store
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Ticket(Generic[T]):
+    """A request that holds names, or waits for them (``behind`` of them are taken)."""
+
+    request: T
+    names: frozenset[Hashable]
+    behind: int = field(default=0)
+
+
+class RequestTurns(Generic[T]):
+    """One queue per name that is in use, at most ``capacity`` requests in all."""
+
+    def __init__(self, capacity: int = 4096) -> None:
+        self._capacity = capacity
+        self._queues: dict[Hashable, deque[Ticket[T]]] = {}
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return self._tickets
+
+    @property
+    def tickets(self) -> set[Ticket[T]]:
+        """All that hold names, or wait for them."""
+        return {ticket for queue in self._queues.values() for ticket in queue}
+
+    def are_free(self, names: Iterable[Hashable]) -> bool:
+        """True if a request that uses only these may be served on the spot."""
+        queues = self._queues
+        return not queues or not any(name in queues for name in names)
+
+    def enter(self, request: T, names: Iterable[Hashable]) -> Ticket[T]:
+        """Takes the names, or queues for them; its turn has come if `is_turn`.
+
+        Raises:
+            BusyError: The capacity is reached.
+        """
+        if self._tickets >= self._capacity:
+            raise BusyError(
+                f"{self._capacity} requests wait already: send fewer at a time"
+            )
+        ticket = Ticket(request, frozenset(names))
+        for name in ticket.names:
+            queue = self._queues.setdefault(name, deque())
+            ticket.behind += bool(queue)
+            queue.append(ticket)
+        self._tickets += 1
+        return ticket
+
+    def is_turn(self, ticket: Ticket[T]) -> bool:
+        return ticket.behind == 0
+
+    def leave(self, ticket: Ticket[T]) -> list[Ticket[T]]:
+        """Frees the names of a ticket that had its turn; returns whose turn comes."""
+        self._tickets -= 1
+        ready: list[Ticket[T]] = []
+        for name in ticket.names:
+            queue = self._queues[name]
+            assert queue[0] is ticket, "only the first in a queue may leave"
+            queue.popleft()
+            if not queue:
+                del self._queues[name]
+                continue
+            queue[0].behind -= 1
+            if queue[0].behind == 0:
+                ready.append(queue[0])
+        return ready
 
 
 @dataclass(eq=False, slots=True)
 class _WaitingRequest:
     """A request that is not answered yet; without a message: somebody who takes turns
-    by himself (`zstrat.ps._snapshot_service`), and the answer is that his has come."""
+    by himself (`zstrat.ps.snapshots._snapshot_service`), and the answer is that his has come."""
 
     message: Request | None
     answer: asyncio.Future[Message]

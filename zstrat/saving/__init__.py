@@ -1,13 +1,13 @@
 """Saving and restoring what a program has: checkpoints, exports, evaluation beside."""
 
 from ._checkpoint import Checkpoint as Checkpoint
+from ._evaluator import JsonLines as JsonLines
+from ._evaluator import MetricsWriter as MetricsWriter
 from ._evaluator import SidecarEvaluator as SidecarEvaluator
+from ._evaluator import TensorBoardEvents as TensorBoardEvents
 from ._export import export_orbax as export_orbax
 from ._export import export_safetensors as export_safetensors
 from ._export import export_safetensors_async as export_safetensors_async
-from ._metrics import JsonLines as JsonLines
-from ._metrics import MetricsWriter as MetricsWriter
-from ._metrics import TensorBoardEvents as TensorBoardEvents
 from ._restore import RestoreStatus as RestoreStatus
 from ._rotation import CheckpointManager as CheckpointManager
 from ._rotation import CheckpointWarning as CheckpointWarning

@@ -27,7 +27,7 @@ from ._blocking import FileThread, run_blocking
 from ._graph import SAVE_COUNTER, graph_of
 from ._progress import ProgressBar
 from ._save import components_of
-from ._shelves import PinnedSnapshot, stream
+from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from zstrat.checkpoint import CheckpointFolder, Manifest, TensorInfo, TensorWrit
 
 from ._blocking import FileThread
 from ._progress import ProgressBar
-from ._shelves import PinnedSnapshot, Written, stream
+from ._snapshot_sources import PinnedSnapshot, Written, stream
 from ._tensors import WrittenPlace, logical_tensors, plain_graph
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ._graph import Graph
     from ._servers import SessionCut
-    from ._shelves import Shelf, ShelvedTensor
+    from ._snapshot_sources import Shelf, ShelvedTensor
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")

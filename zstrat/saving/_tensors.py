@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ._graph import Graph, ObjectNode
-    from ._shelves import ShelvedTensor
+    from ._snapshot_sources import ShelvedTensor
 
 
 class LogicalPiece(NamedTuple):

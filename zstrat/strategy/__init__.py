@@ -1,9 +1,7 @@
 """The strategies: where variables live, where steps run, how results meet."""
 
-from ._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
 from ._central_storage import CentralStorageStrategy as CentralStorageStrategy
 from ._context import ReplicaContext as ReplicaContext
-from ._cross_device import CrossDeviceOps as CrossDeviceOps
 from ._default import experimental_set_strategy as experimental_set_strategy
 from ._default import get_cross_replica_context as get_cross_replica_context
 from ._default import get_loss_reduction as get_loss_reduction
@@ -12,31 +10,35 @@ from ._default import get_strategy as get_strategy
 from ._default import get_update_replica_id as get_update_replica_id
 from ._default import has_strategy as has_strategy
 from ._default import in_cross_replica_context as in_cross_replica_context
-from ._distributed_dataset import DistributedDataset as DistributedDataset
-from ._distributed_dataset import DistributedIterator as DistributedIterator
 from ._extended import StrategyExtended as StrategyExtended
-from ._input_options import InputOptions as InputOptions
-from ._input_options import InputReplicationMode as InputReplicationMode
-from ._inputs import ProcessInputs as ProcessInputs
-from ._mirrored_local import MirroredStrategy as MirroredStrategy
 from ._multi_step import MultiStepContext as MultiStepContext
-from ._multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
-from ._on_read import SyncOnReadVariable as SyncOnReadVariable
 from ._one_device import OneDeviceStrategy as OneDeviceStrategy
-from ._options import CommunicationImplementation as CommunicationImplementation
-from ._options import CommunicationOptions as CommunicationOptions
-from ._options import RunOptions as RunOptions
-from ._parameter_server import ParameterServerStrategy as ParameterServerStrategy
-from ._per_replica import DistributedValues as DistributedValues
-from ._per_replica import Mirrored as Mirrored
-from ._per_replica import PerReplica as PerReplica
-from ._placement import ServerVariables as ServerVariables
-from ._reductions import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
-from ._reductions import NcclAllReduce as NcclAllReduce
-from ._reductions import ReductionToOneDevice as ReductionToOneDevice
-from ._regroup import regroup as regroup
-from ._shares import Share as Share
-from ._shares import per_replica as per_replica
 from ._strategy import Strategy as Strategy
 from ._tpu import TPUStrategy as TPUStrategy
-from ._values import ValueContext as ValueContext
+from .input._distributed_dataset import DistributedDataset as DistributedDataset
+from .input._distributed_dataset import DistributedIterator as DistributedIterator
+from .input._input_options import InputOptions as InputOptions
+from .input._input_options import InputReplicationMode as InputReplicationMode
+from .input._inputs import ProcessInputs as ProcessInputs
+from .input._replica_batches import Share as Share
+from .input._replica_batches import per_replica as per_replica
+from .mirrored._mirrored_strategy import MirroredStrategy as MirroredStrategy
+from .mirrored._multi_worker import (
+    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
+)
+from .mirrored._on_read import SyncOnReadVariable as SyncOnReadVariable
+from .reduce._cross_device import CrossDeviceOps as CrossDeviceOps
+from .reduce._options import CommunicationImplementation as CommunicationImplementation
+from .reduce._options import CommunicationOptions as CommunicationOptions
+from .reduce._options import RunOptions as RunOptions
+from .reduce._reductions import HierarchicalCopyAllReduce as HierarchicalCopyAllReduce
+from .reduce._reductions import NcclAllReduce as NcclAllReduce
+from .reduce._reductions import ReductionToOneDevice as ReductionToOneDevice
+from .reduce._values import ValueContext as ValueContext
+from .replica._per_replica import DistributedValues as DistributedValues
+from .replica._per_replica import Mirrored as Mirrored
+from .replica._per_replica import PerReplica as PerReplica
+from .replica._regroup import regroup as regroup
+from .server._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
+from .server._parameter_server import ParameterServerStrategy as ParameterServerStrategy
+from .server._placement import ServerVariables as ServerVariables

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, final
 
 from ._devices import device_named, devices_named, local_devices
 from ._local_extended import LocalExtended
-from ._local_run import LocalMesh
 from ._local_strategy import LocalStrategy
-from ._mirrored import MirroredVariables
+from .mirrored._mirrored_store import MirroredVariables
+from .replica._local_run import LocalMesh
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import jax
 
-    from ._inputs import ProcessInputs
+    from .input._inputs import ProcessInputs
 
 
 @final

@@ -11,10 +11,8 @@ import jax
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program import _alone
 from zstrat.variables import creator
 
-from ._called_with import called_with
 from ._frames import Frame as Frame
 from ._frames import current as current
 from ._frames import entered as entered
@@ -25,9 +23,11 @@ from ._frames import refuse_mixing as refuse_mixing
 from ._frames import refuse_replica_context as refuse_replica_context
 from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
-from ._meetings import gathering, merging, own, reducing
-from ._turns import NeedsTurns, turn
-from ._values import as_axis, reduction, require_axes, require_gatherable
+from .reduce._options import called_with
+from .reduce._values import as_axis, reduction, require_axes, require_gatherable
+from .replica import _one_replica
+from .replica._meetings import gathering, merging, own, reducing
+from .replica._turns import NeedsTurns, turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,7 +221,7 @@ class ReplicaContext:
             return mine.meet(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
-        with entered(Frame(self._strategy)), _alone.merged():
+        with entered(Frame(self._strategy)), _one_replica.merged():
             return merge_fn(self._strategy, *args, **named)
 
     @property

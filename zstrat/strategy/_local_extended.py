@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from zstrat.variables import Variable
 
-from ._copy_home import container_of
 from ._devices import task_names
 from ._extended import StrategyExtended
-from ._reductions import ReductionToOneDevice
+from .mirrored._copy_home import container_of
+from .reduce._reductions import ReductionToOneDevice
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from zstrat.variables import AbstractVariable
 
-    from ._cross_device import CrossDeviceOps
-    from ._mirrored import MirroredVariables
     from ._strategy import Strategy
+    from .mirrored._mirrored_store import MirroredVariables
+    from .reduce._cross_device import CrossDeviceOps
 
 
 @final

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.program._collective import Team
     from zstrat.variables import Creator
 
-    from ._local_run import LocalMesh
+    from .replica._collective import Team
+    from .replica._local_run import LocalMesh
 
 _Face = TypeVar("_Face", bound=StrategyExtended)
 

@@ -13,7 +13,7 @@ from zstrat.collectives import ReduceOp
 from zstrat.variables import VariableAggregation
 
 from ._frames import current
-from ._values import reduction
+from .reduce._values import reduction
 
 if TYPE_CHECKING:
     from ._context import ReplicaContext

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, final
 
 from ._devices import device_named
 from ._local_extended import LocalExtended
-from ._local_run import LocalMesh
 from ._local_strategy import LocalStrategy
-from ._mirrored import MirroredVariables
+from .mirrored._mirrored_store import MirroredVariables
+from .replica._local_run import LocalMesh
 
 if TYPE_CHECKING:
     import jax
 
-    from ._inputs import ProcessInputs
+    from .input._inputs import ProcessInputs
 
 
 @final

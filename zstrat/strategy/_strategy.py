@@ -2,34 +2,28 @@
 
 The methods are the same for all strategies; a subclass, which is final, says how many
 replicas there are, on which devices, and who creates variables. Replica functions run
-in one program over the local devices (`zstrat.program._replicas`).
+in one program over the local devices (`zstrat.strategy.replica._replicas`).
+
+Strategies that hold a connection: ``with`` closes it at its end.
 """
 
 from __future__ import annotations
 
 import abc
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from zstrat.data import InputContext
-from zstrat.program import _alone, _spread
-from zstrat.program._collective import Team
 from zstrat.variables import Variable, is_staging, recorder
 
 from . import _context
-from ._across import gather_across, reduce_across
-from ._arguments import UnevenParts, require_known
 from ._context import ReplicaContext, Scope
-from ._copy_home import by_copies, copies_of, reducible
-from ._in_turns import in_turns
-from ._inputs import ProcessInputs
-from ._one_program import as_one_program
-from ._options import RunOptions
-from ._regroup import regroup
-from ._turns import NeedsTurns
-from ._turns_region import uneven
 from ._v1 import FirstVersion
-from ._values import (
+from .input._inputs import ProcessInputs
+from .mirrored._copy_home import by_copies, copies_of, reducible
+from .reduce._across import gather_across, reduce_across
+from .reduce._options import RunOptions
+from .reduce._values import (
     PerReplica,
     ValueContext,
     gather_values,
@@ -38,6 +32,14 @@ from ._values import (
     reduction,
     select_replica,
 )
+from .replica import _one_replica, _spread
+from .replica._arguments import UnevenParts, require_known
+from .replica._collective import Team
+from .replica._in_turns import in_turns
+from .replica._one_program import as_one_program
+from .replica._regroup import regroup
+from .replica._turns import NeedsTurns
+from .replica._turns_region import uneven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -48,9 +50,9 @@ if TYPE_CHECKING:
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
-    from ._distributed_dataset import DistributedDataset
     from ._extended import StrategyExtended
-    from ._input_options import InputOptions
+    from .input._distributed_dataset import DistributedDataset
+    from .input._input_options import InputOptions
 
 
 class Strategy(FirstVersion):
@@ -343,6 +345,20 @@ class Strategy(FirstVersion):
             except UnevenParts:
                 return uneven(self, team, devices, fn, args, kwargs)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
-        alone = _alone.alone(team) if team.channel else nullcontext()
+        alone = _one_replica.alone(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), alone:
             return fn(*args, **kwargs)
+
+
+class Closing(abc.ABC):
+    """What has an end."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Ends it; a second time it does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

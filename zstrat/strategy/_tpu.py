@@ -15,23 +15,23 @@ import numpy as np
 
 from zstrat.cluster import ClusterResolver, TPUClusterResolver
 from zstrat.program import Function
-from zstrat.program._substitution import is_live
+from zstrat.program.gradients._substitution import is_live
 from zstrat.tpu._system import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
 
 from ._devices import task_names
-from ._local_run import LocalMesh
 from ._local_strategy import LocalStrategy
 from ._logical_devices import LogicalDevices, logical_axes
-from ._mirrored import MirroredVariables
 from ._tpu_extended import TPUExtended
-from ._values import is_distributed
+from .mirrored._mirrored_store import MirroredVariables
+from .reduce._values import is_distributed
+from .replica._local_run import LocalMesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._inputs import ProcessInputs
+    from .input._inputs import ProcessInputs
 
 _TENSORS = (
     jax.Array,

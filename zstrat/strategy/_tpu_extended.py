@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from zstrat.variables import AbstractVariable
 
     from ._logical_devices import LogicalDevices
-    from ._mirrored import MirroredVariables
     from ._strategy import Strategy
+    from .mirrored._mirrored_store import MirroredVariables
 
 _entered: Final[ContextVar[tuple[tuple[TPUExtended, int], ...]]] = ContextVar(
     "zstrat_logical_devices", default=()

@@ -17,7 +17,7 @@ from zstrat.data import Dataset
 from zstrat.errors import OutOfRangeError
 from zstrat.program import drawn
 
-from ._input_options import InputReplicationMode
+from .input._input_options import InputReplicationMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

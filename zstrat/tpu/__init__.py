@@ -1,6 +1,4 @@
 """The cores of a TPU system, and which replica gets which of them; numbers alone."""
 
 from . import experimental as experimental
-from ._connect import (
-    experimental_connect_to_cluster as experimental_connect_to_cluster,
-)
+from ._system import experimental_connect_to_cluster as experimental_connect_to_cluster

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import zmq
 
-from ._monitor import Event, Happening, Monitor
 from ._pump import Pump, Receive
-from ._socket import new_socket
+from ._socket import Event, Happening, Monitor, new_socket
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,24 +21,30 @@ import zmq
 
 from zstrat.errors import ClosedError
 from zstrat.wire import Hello, Job, Message
-from zstrat.wire._greeting import mismatch, task_name
-from zstrat.wire._orders import Closed, Greeted, Noticed, Order, Requested
-from zstrat.wire._peer import Peer
+from zstrat.wire.connection._greeting import mismatch, task_name
+from zstrat.wire.connection._orders import Closed, Greeted, Noticed, Order, Requested
+from zstrat.wire.connection._peer import Peer
 
-from ._accepted import Accepted, accepted, allowed
 from ._address import SocketFile, parse, socket_file
 from ._admission import Complaints, check_exposure
 from ._attendance import Attendance
+from ._curve import Authenticator
 from ._handling import Handler, Handling
-from ._monitor import Event, Happening, Monitor
-from ._newcomers import IN_ALL, Newcomers
-from ._parting import Parting
+from ._newcomers import IN_ALL, Accepted, Newcomers, accepted, allowed
 from ._pool import POOL
 from ._pump import Outlet, Pump, parts_of
-from ._remote import Connection, Remote
+from ._remote import Connection, Parting, Remote
 from ._shared import lane_of
-from ._socket import LINGER, bound_to, end_context, new_context, new_socket
-from ._zap import Authenticator
+from ._socket import (
+    LINGER,
+    Event,
+    Happening,
+    Monitor,
+    bound_to,
+    end_context,
+    new_context,
+    new_socket,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 Absorber = Callable[["Remote", Message, "Sequence[ArraySpec]"], "Sink | None"]
-"""Called at the header of each large request: see `zstrat.wire._sink.Absorb`."""
+"""Called at the header of each large request: see `zstrat.wire.connection._body.Absorb`."""
 
 
 def _ignore(remote: Remote, reason: str) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
-from zstrat.wire._greeting import mismatch
-from zstrat.wire._orders import (
+from zstrat.wire.connection._greeting import mismatch
+from zstrat.wire.connection._orders import (
     Answered,
     Closed,
     Failed,
@@ -26,17 +26,15 @@ from zstrat.wire._orders import (
     Order,
     OrderState,
 )
-from zstrat.wire._peer import Peer
+from zstrat.wire.connection._peer import Peer
 
 from ._address import parse
-from ._continuity import Continuity
 from ._dial import Dial
-from ._monitor import Event, Happening
-from ._opening import Opening, again
+from ._opening import Continuity, Opening, again
 from ._pool import POOL
 from ._pump import Outlet, parts_of
 from ._shared import lane_of
-from ._socket import LINGER, lease_context, return_context
+from ._socket import LINGER, Event, Happening, lease_context, return_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -1,12 +1,39 @@
-"""The event loop of every zstrat process: uvloop where there is one, else asyncio."""
+"""The event loop of every zstrat process: uvloop where there is one, else asyncio.
+
+How a thread or a coroutine of the user waits for the loop thread.
+
+A bell is made only when somebody really has to wait, is rung at most once, and is rung
+with the engine's lock held. Waiting on a thread's bell is an acquire of a lock, which
+Ctrl-C interrupts.
+
+The background thread on which the loop of this program's cluster runs.
+
+Scripts, notebooks and async programs all keep their own thread; heartbeats go on while
+jax compiles or the user thinks. The law of this file: nothing of the user runs on this
+thread, and nothing waits for it without a deadline.
+
+The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
+is still open when the interpreter exits is closed before: a thread that is frozen in
+the middle of a socket call could otherwise hang or crash the exit.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+import atexit
+import concurrent.futures
+import contextlib
+import logging
+import math
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from zstrat.errors import ClosedError, DeadlineExceededError
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine
+    from collections.abc import Callable, Coroutine
 
 try:
     import uvloop
@@ -22,3 +49,215 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Runs ``main`` to its end on a loop of its own, as `asyncio.run` does."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(main)
+
+
+GLANCE: Final = 1.0
+"""Seconds. A signal that arrives just before the acquire begins to block does not
+interrupt it: Python would see Ctrl-C at the next acquire only."""
+
+
+class Bell(Protocol):
+    """Ends one wait."""
+
+    def ring(self) -> None: ...
+
+
+class ThreadBell:
+    """Wakes the thread that blocks in `wait`."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None) -> bool:
+        """Blocks the thread; False when ``timeout`` seconds have passed."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            if self._lock.acquire(timeout=max(0.0, min(left, GLANCE))):
+                return True
+            if left <= GLANCE:
+                return False
+
+
+class LoopBell:
+    """Wakes the coroutine that awaits ``future``, on whichever loop it runs."""
+
+    __slots__ = ("_loop", "future")
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[None] = self._loop.create_future()
+
+    def ring(self) -> None:
+        # A closed loop raises, and has nobody who waits on it any more.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+
+# Before `_close_all` is registered, so that it ends after it: at its end it frees the
+# memory of messages that libzmq has not sent yet, whoever reads it then.
+
+
+log = logging.getLogger("zstrat.transport")
+
+T = TypeVar("T")
+_CLOSING: Final = 10.0
+"""Seconds for the last coroutine and the thread to end."""
+
+
+class Portal:
+    """An event loop on a thread of its own.
+
+    Args:
+        farewell: What the loop does last, when the portal is closed; a coroutine
+            function, so that it is made on the loop.
+    """
+
+    def __init__(self, name: str = "zstrat") -> None:
+        self.loop = new_event_loop()
+        self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self._thread.start()
+        _open.add(self)
+
+    def at_close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What the loop does last, whoever closes the portal."""
+        self._farewell = farewell
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> bool:
+        """Runs the function on the loop; from any thread, also from a finalizer.
+
+        False: the portal is closed and it will not run. Takes no lock.
+        """
+        if self._closed:
+            return False
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop was closed in between
+            return False
+        return True
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Blocks until the coroutine has ended on the loop.
+
+        Cancellation: Ctrl-C cancels it and is raised at once.
+
+        Raises:
+            DeadlineExceededError: ``timeout`` seconds were not enough.
+            ClosedError: The portal is closed.
+        """
+        return outcome(self._submit(work, what), timeout, what)
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """As `run`, awaitable from any event loop. Cancellation: cancels the work."""
+        return await asyncio.wrap_future(self._submit(work, what))
+
+    def retire(self) -> None:
+        """Begins to close and returns at once; takes no lock (for finalizers)."""
+        self.call_soon(self._leave)
+
+    def close(self) -> None:
+        """Says farewell, ends the thread and waits for it. Idempotent."""
+        self.retire()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * _CLOSING)
+            if self._thread.is_alive():
+                log.error("the thread %s did not end", self._thread.name)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _submit(
+        self, work: Coroutine[Any, Any, T], what: str
+    ) -> concurrent.futures.Future[T]:
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(f"{what}: a blocking call on the loop's own thread")
+        if self._closed:
+            work.close()
+            raise ClosedError(f"{what}: the session is closed")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the loop was closed in between
+            work.close()
+            raise ClosedError(f"{what}: the session is closed") from None
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self._closed = True
+            self.loop.run_until_complete(_end_tasks())
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    def _leave(self) -> None:
+        if self._leaving is None:
+            self._leaving = self.loop.create_task(self._last_words(), name="farewell")
+
+    async def _last_words(self) -> None:
+        try:
+            if self._farewell is not None:
+                async with asyncio.timeout(_CLOSING):
+                    await self._farewell()
+        except Exception:  # goes to the log: the thread has to end all the same
+            log.exception("closing the session")
+        finally:
+            self._closed = True
+            self.loop.stop()
+
+
+def outcome(future: concurrent.futures.Future[T], timeout: float, what: str) -> T:
+    """Blocks until the work on a loop has ended; gives up and cancels it if that
+    takes too long, or if Ctrl-C ends the wait.
+
+    Raises:
+        DeadlineExceededError: ``timeout`` seconds were not enough.
+        ClosedError: The loop ended before the work.
+    """
+    bell = ThreadBell()
+    future.add_done_callback(lambda _: bell.ring())
+    try:
+        if not bell.wait(timeout):
+            raise DeadlineExceededError(f"{what} did not end within {timeout} s")
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise ClosedError(f"{what}: the session was closed") from None
+    finally:
+        future.cancel()
+
+
+async def _end_tasks() -> None:
+    """Cancels what is left, so that every caller gets an outcome."""
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in left:
+        task.cancel()
+    if left:
+        await asyncio.wait(left, timeout=_CLOSING)
+
+
+_open: Final[weakref.WeakSet[Portal]] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for portal in list(_open):
+        portal.close()
+
+
+atexit.register(_close_all)

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.wire import Offer
-from zstrat.wire._body import aligned
-from zstrat.wire._greeting import task_name
+from zstrat.wire.connection._body import aligned
+from zstrat.wire.connection._greeting import task_name
 
 from ._pool import lend
 from ._seldom import Seldom
@@ -230,7 +230,7 @@ def _check(file: int, capacity: int) -> None:
 
 class SharedLane:
     """The arenas of one connection: ours, made when there is a use for it, and the
-    peer's. Implements `zstrat.wire._lane.SharedMemoryLane`."""
+    peer's. Implements `zstrat.wire.connection._sharing.SharedMemoryLane`."""
 
     def __init__(self, me: Hello) -> None:
         self._host = me.host

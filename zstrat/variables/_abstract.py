@@ -24,17 +24,16 @@ from . import _convert
 from ._creator import Creating
 from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
-from ._recorder import Recorder, recorder
 from ._rows import read_rows, read_rows_async
-from ._staging import refuse_read, refuse_update
+from ._tracing import Recorder, recorder, refuse_read, refuse_update
 
 if TYPE_CHECKING:
     from ._home import HomeUpdate
-    from ._optimizer import Optimizer
     from ._slices import IndexedSlices
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from ._table import Table
     from ._variable import Variable
+    from .gradients._optimizer import Optimizer
 
 
 class ValueWanted(RuntimeError):

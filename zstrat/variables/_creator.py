@@ -11,15 +11,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
-from ._recorder import recorder
 from ._spec import VariableAggregation, VariableSynchronization
+from ._tracing import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextvars import Token
 
     from ._abstract import AbstractVariable
-    from ._optimizer import Optimizer
+    from .gradients._optimizer import Optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The value of a variable that stays on this process's devices, and what is beside it.
+"""Where the variables of one strategy live between steps, on this process's devices.
+
+What the copies of one variable, one for each replica, are together, and back.
+
+The value of a variable that stays on this process's devices, and what is beside it.
 
 Where several devices have a replica each, the value is one array that all of them have;
 or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
@@ -12,6 +16,8 @@ lock, too, while the present one is given away, or while several fields change.
 
 from __future__ import annotations
 
+import abc
+import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,17 +26,141 @@ import numpy as np
 
 from zstrat.errors import DataLossError
 
-from ._copies import aggregated, shares_of
-from ._slots import Beside
 from ._spec import VariableAggregation
+from .gradients._slots import Beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Sequence
 
-    from jax.sharding import Sharding
+    from jax.sharding import Mesh, Sharding
 
-    from ._residence import Residence
-    from ._slots import SlotRule
+    from .gradients._slots import SlotRule
+
+
+class Residence(abc.ABC):
+    """Where the variables of one strategy live.
+
+    ``names`` are TF's names of the devices that keep the copies of the replicas, in
+    their order, or of the one that keeps all of them. ``mesh`` are the devices of all
+    processes, if values are arrays over them. ``steps`` is how many steps have put back
+    new values. ``copies`` is how many replicas of this
+    process may have a copy each, ``parted`` how many variables have begun to have them.
+    ``travels``: values are kept elsewhere than steps run. ``has_failed``: a step did,
+    so that values may be gone.
+
+    Who makes next values of the present ones has the ``turn``, from the first look to
+    the last value put back; a step over several parts of the CPU, until they have
+    computed. Who reads takes the ``lock``, which a step holds only while the values are
+    given away: what computes a step may read a variable, in another thread. The turn is
+    taken before the lock, and nobody waits for a value while holding the lock.
+    """
+
+    travels: bool = False
+
+    def __init__(
+        self, names: Sequence[str], mesh: Mesh | None = None, copies: int = 1
+    ) -> None:
+        self.names = tuple(names)
+        self.mesh = mesh
+        self.copies = copies
+        self.parted = 0
+        self.steps = 0
+        self.has_failed = False
+        self.turn = threading.RLock()
+        self.lock = threading.RLock()
+
+    @abc.abstractmethod
+    def place(self, array: Any) -> jax.Array:
+        """Puts a copy of an array where the values live."""
+
+    @abc.abstractmethod
+    def place_apart(self, copies: Any) -> jax.Array:
+        """Puts a copy of an array ``[copies, ...]`` where the values live, a row on
+        each device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding(self) -> Sharding | None:
+        """That of values, None if they live on one device."""
+
+    @property
+    @abc.abstractmethod
+    def sharding_apart(self) -> Sharding | None:
+        """That of copies, None if they live on one device."""
+
+    @abc.abstractmethod
+    def mark(self) -> Hashable:
+        """What a program of a step depends on, but for which variables have copies; it
+        is not used under another one."""
+
+    def replicas(self) -> tuple[int, int]:
+        """Number of the first replica of this process, and how many all processes
+        have."""
+        return 0, self.copies
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Called before values are used, without the lock: they may have to come from
+        other processes first."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        """Pytrees of arrays that are kept here, where a step runs; ``shardings`` is a
+        prefix of them."""
+        del shardings
+        return trees
+
+    def returned(self, trees: Any) -> Any:
+        """The inverse, of what the step made."""
+        return trees
+
+
+def shares_of(value: Any, count: int) -> Any:
+    """Equal shares ``[count, ...]`` that add up to an array. Of integers the first ones
+    are larger by one where there is a remainder: none of what was counted is lost."""
+    dtype = value.dtype
+    numbers = np.arange(count).reshape(count, *[1] * value.ndim)
+    if dtype.kind in "iu":
+        # There may be more copies than a byte counts.
+        wide = value.astype(np.int32) if dtype.itemsize < 4 else value
+        return (wide // count + (numbers < wide % count)).astype(dtype)
+    return (value / count + np.zeros_like(numbers, dtype)).astype(dtype)
+
+
+def cut_for_mean(value: Any, count: int) -> list[Any]:
+    """Two arrays of integers, whose sums over ``count`` values `mean_of_cut` takes. A
+    sum of the values may not fit their dtype, and no float has all their digits."""
+    wide = value.astype(np.int32) if value.dtype.itemsize < 4 else value
+    return [wide // count, wide % count]
+
+
+def summed_for_mean(copies: Any, count: int) -> list[Any]:
+    """What copies ``[n, ...]`` add to the two sums over ``count`` values: ``[1, ...]``,
+    because numpy warns of single numbers that go around, and may do so here."""
+    cut = cut_for_mean(copies, count)
+    return [x.sum(0, dtype=x.dtype, keepdims=True) for x in cut]
+
+
+def mean_of_cut(sums: Sequence[Any], count: int) -> Any:
+    """The mean of integers, exactly; what is behind the point is left out."""
+    quotients, rests = sums
+    floor = quotients + rests // count
+    return floor + ((floor < 0) & (rests % count != 0))
+
+
+def aggregated(copies: Any, aggregation: VariableAggregation) -> Any:
+    """What copies ``[count, ...]`` are together, in their dtype; NONE: the first."""
+    match aggregation:
+        case VariableAggregation.SUM:
+            return copies.sum(0, dtype=copies.dtype)
+        case VariableAggregation.MEAN if copies.dtype.kind in "iu":
+            count = copies.shape[0]
+            sums = summed_for_mean(copies, count)
+            return mean_of_cut(sums, count)[0].astype(copies.dtype)
+        case VariableAggregation.MEAN:
+            return copies.mean(0).astype(copies.dtype)
+        case _:
+            return copies[0]
+
 
 # jax's stubs leave it untyped.
 _wait: Final[Any] = jax.block_until_ready

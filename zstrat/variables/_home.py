@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._gradient_call import GradientCall
-    from ._optimizer import Optimizer
-    from ._slots import Beside, SlotRule
     from ._variable import Variable
+    from .gradients._gradient_call import GradientCall
+    from .gradients._optimizer import Optimizer
+    from .gradients._slots import Beside, SlotRule
 
 Operands = tuple[np.ndarray, ...]
 HomeRows: TypeAlias = "tuple[Variable, np.ndarray]"

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._home import HomeRows, HomeUpdate, Operands
-    from ._optimizer import Optimizer
-    from ._slots import Beside, SlotRule
     from ._variable import Variable
+    from .gradients._optimizer import Optimizer
+    from .gradients._slots import Beside, SlotRule
 
 
 class LocalHome:

@@ -21,11 +21,10 @@ from . import _convert
 from ._abstract import AbstractVariable
 from ._home import read_all, read_all_async, read_parts
 from ._indexing import select
-from ._recorder import Recorder, recorder
 from ._rows import row_updates
 from ._spec import ComponentRows, VariableSpec
-from ._staging import refuse_read
 from ._table import Table
+from ._tracing import Recorder, recorder, refuse_read
 from ._variable import Variable, create, like
 
 if TYPE_CHECKING:
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._home import HomeUpdate
-    from ._optimizer import Optimizer
     from ._slices import IndexedSlices
+    from .gradients._optimizer import Optimizer
 
 
 class ShardedVariable(AbstractVariable):

@@ -1,16 +1,25 @@
-"""Pytrees of variables, from pytrees of arrays and back."""
+"""Pytrees of variables, from pytrees of arrays and back.
+
+Finds the variables of an object among its attributes, as ``tf.Module`` does.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 from jax.tree_util import keystr
 
 from ._abstract import AbstractVariable
 from ._creator import VariableRequest, is_trainable
+from ._sharded import ShardedVariable
 from ._spec import VariableAggregation, VariableSynchronization
-from ._variable import create
+from ._variable import Variable, create
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    OnAttribute = Callable[["Module", str, Any], None]
 
 
 def create_variables(
@@ -65,3 +74,83 @@ def values(tree: Any) -> Any:
 
 def _words(path: tuple[Any, ...]) -> str:
     return keystr(path, simple=True, separator="/")
+
+
+_LISTENERS: Final = "_zstrat_listeners"
+
+
+class _Listeners(list["OnAttribute"]):
+    """Who hears of new attributes. Lies in the module itself, as both may refer to each
+    other; a copy of the module, here or on another task, begins without any."""
+
+    def __reduce__(self) -> Any:
+        return _Listeners, ()
+
+
+class Module:
+    """Base of models that keep variables in attributes.
+
+    Variables in lists, tuples, dicts and other modules count too, each once, in the
+    order of the attributes' names. Of a sharded variable the components count.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = type(self).__name__.lower() if name is None else name
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        for told in tuple(vars(self).get(_LISTENERS, ())):
+            told(self, name, value)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        return tuple(leaf for leaf in _walk(self, set()) if isinstance(leaf, Variable))
+
+    @property
+    def trainable_variables(self) -> tuple[Variable, ...]:
+        return tuple(v for v in self.variables if v.trainable)
+
+    @property
+    def submodules(self) -> tuple[Module, ...]:
+        """All modules below this one."""
+        found = (leaf for leaf in _walk(self, set()) if isinstance(leaf, Module))
+        return tuple(module for module in found if module is not self)
+
+
+def watch(module: Module, told: OnAttribute) -> None:
+    """Has ``told(module, name, value)`` called after each attribute that is set."""
+    vars(module).setdefault(_LISTENERS, _Listeners()).append(told)
+
+
+def unwatch(module: Module, told: OnAttribute) -> None:
+    """Inverse of `watch`."""
+    listeners = vars(module).get(_LISTENERS, [])
+    if told in listeners:
+        listeners.remove(told)
+
+
+def _walk(node: Any, seen: set[int]) -> Iterator[Variable | Module]:
+    if id(node) in seen:
+        return
+    if isinstance(node, Variable):
+        seen.add(id(node))
+        yield node
+        return
+    children: list[Any] = []
+    match node:
+        case ShardedVariable():
+            children = node.variables
+        case Module():
+            yield node
+            children = [value for _, value in sorted(vars(node).items())]
+        case dict():
+            children = list(node.values())
+        case list() | tuple():
+            children = list(node)
+    seen.add(id(node))
+    for child in children:
+        yield from _walk(child, seen)

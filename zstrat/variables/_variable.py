@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._home import HomeUpdate
-    from ._optimizer import Optimizer
-    from ._recorder import Recorder
     from ._sharded import ShardedVariable
+    from ._tracing import Recorder
+    from .gradients._optimizer import Optimizer
 
 _local_keys = itertools.count(-1, -1)
 _DETACHED: Final = Detached()

@@ -100,4 +100,4 @@ from ._messages import Withdraw as Withdraw
 from ._messages import WriteSnapshot as WriteSnapshot
 from ._session import Owner as Owner
 from ._session import Ownership as Ownership
-from ._sink import Sink as Sink
+from .connection._body import Sink as Sink

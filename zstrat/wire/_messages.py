@@ -34,8 +34,8 @@ from ._link_messages import Mapped as Mapped
 from ._link_messages import Offer as Offer
 from ._link_messages import Placed as Placed
 from ._link_messages import Released as Released
-from ._plain import Arrays as Arrays
-from ._plain import PlainTree as PlainTree
+from ._schema import Arrays as Arrays
+from ._schema import PlainTree as PlainTree
 from ._snapshot_messages import LoadEntry as LoadEntry
 from ._snapshot_messages import LoadTensors as LoadTensors
 from ._snapshot_messages import PinSnapshot as PinSnapshot

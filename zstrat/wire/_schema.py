@@ -11,6 +11,8 @@ nested is looked into (`Row`).
 A list of records is checked by columns, where the set of types of a whole column is one
 call into C: thirty completions cost three microseconds. Only when a column is wrong are
 the rows gone through one by one, to say which of them it is.
+
+What fields of messages of every kind may hold.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, get_args, get_origin, get_type_hints
+
+import numpy as np
 
 Check = Callable[[Any], Any]
 Column = Callable[[Sequence[Any]], bool]
@@ -281,3 +285,12 @@ def _passes(check: Check, values: Iterable[Any]) -> bool:
     except Mismatch:
         return False
     return True
+
+
+Arrays = tuple[np.ndarray, ...]
+
+
+PlainTree = (
+    None | bool | int | float | str | bytes | list["PlainTree"] | dict[str, "PlainTree"]
+)
+"""Free-form plain data: statistics, layouts of results, details of an error."""

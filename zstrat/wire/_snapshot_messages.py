@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._plain import Arrays  # noqa: TC001
+from ._schema import Arrays  # noqa: TC001
 
 
 class TensorEntry(NamedTuple):

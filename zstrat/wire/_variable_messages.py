@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._plain import Arrays, PlainTree  # noqa: TC001
+from ._schema import Arrays, PlainTree  # noqa: TC001
 
 
 class UpdateOp(enum.IntEnum):

@@ -2,6 +2,14 @@
 
 Values that `zstrat.worker._pipeline` moves about and the executor obeys; nothing here
 decides.
+
+Tracebacks as the user wants them: their own lines, not the machinery around them.
+
+How a closure ended, in the form in which the coordinator hears of it.
+
+Endings are made on the executor thread, complete with the bytes of a small result, so
+that the loop only puts them together. What a program returns has the same layout each
+time: it is numbered and described once.
 """
 
 from __future__ import annotations
@@ -9,7 +17,22 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Any, final
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+import jax
+
+from zstrat import errors
+from zstrat.wire import Completion, LayoutMessage, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import numpy as np
+
+    from zstrat.program import ResultLayout, StepResult
+    from zstrat.wire import PlainTree
 
 
 class Do(enum.Enum):
@@ -82,3 +105,142 @@ class Post:
 
     def __bool__(self) -> bool:
         return bool(self.pushes or self.pulls or self.endings)
+
+
+_MACHINERY: Final = tuple(
+    str(Path(module).parent) + "/" for module in (Path(__file__).parent, jax.__file__)
+)
+"""Folders whose frames are left out: zstrat itself, and jax with its tracing."""
+
+_CHAIN: Final = 20
+"""Causes of causes that are looked at; a longer chain is a loop of the program."""
+
+
+def trim(error: BaseException) -> BaseException:
+    """Takes the frames of zstrat and jax out of the error's tracebacks and returns it.
+
+    An error without any line of the user's keeps all of its frames: then the machinery
+    is what somebody has to look at.
+    """
+    seen: BaseException | None = error
+    for _ in range(_CHAIN):
+        if seen is None:
+            break
+        seen.__traceback__ = _trimmed(seen.__traceback__) or seen.__traceback__
+        seen = seen.__cause__ or (
+            None if seen.__suppress_context__ else seen.__context__
+        )
+    return error
+
+
+def _trimmed(trace: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_MACHINERY):
+            kept.append(trace)
+        trace = trace.tb_next
+    chain: TracebackType | None = None
+    for part in reversed(kept):
+        chain = TracebackType(chain, part.tb_frame, part.tb_lasti, part.tb_lineno)
+    return chain
+
+
+_NO_LAYOUT: Final = 0
+_REMEMBERED: Final = 4096
+"""Layouts that are found again; an eager step that returns another Python number each
+time makes one for each, and they must not pile up."""
+
+
+@final
+@dataclass(slots=True)
+class Ending:
+    """``data`` are the bytes of a small result, ``kept`` the arrays of a large one."""
+
+    completion: Completion
+    layout: LayoutMessage | None = None
+    data: bytes = b""
+    kept: Sequence[np.ndarray] | None = None
+
+
+def failed(step: int, error: BaseException) -> Ending:
+    """The closure raised, or could not run."""
+    return Ending(Completion(step, int(Outcome.FAILED), _NO_LAYOUT, 0, plain(error)))
+
+
+def cancelled(step: int, error: errors.ZstratError | None = None) -> Ending:
+    """The closure did not begin.
+
+    Without an error it was cancelled as asked. With one, this worker does not take it,
+    and the error says why; it is retryable: another worker may run the closure.
+    """
+    assert error is None or error.retryable
+    told = None if error is None else plain(error)
+    return Ending(Completion(step, int(Outcome.CANCELLED), _NO_LAYOUT, 0, told))
+
+
+def plain(error: BaseException) -> PlainTree:
+    """The error for the wire, with the lines of the user's own traceback."""
+    return cast("PlainTree", errors.to_wire(trim(error)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _KnownLayout:
+    source: ResultLayout  # held, so that its identity is not given to another
+    layout: LayoutMessage
+    size: int
+
+
+@final
+class ResultLayouts:
+    """Numbers the layouts of one session.
+
+    A program has one layout object for all its results, found by identity; eager steps
+    make a new one each time, found by value.
+
+    Args:
+        inline: Results of more bytes stay on the worker.
+    """
+
+    def __init__(self, inline: int) -> None:
+        self._inline: Final = inline
+        self._numbered = 0
+        self._known: dict[int, _KnownLayout] = {}
+        self._by_value: dict[Hashable, _KnownLayout] = {}
+
+    def __len__(self) -> int:
+        """How many layouts there were."""
+        return self._numbered
+
+    def ok(self, step: int, result: StepResult) -> Ending:
+        """The closure ran to its end."""
+        leaves = result.leaves
+        known = self._known.get(id(result.layout)) or self._learn(result.layout, leaves)
+        layout, size = known.layout, known.size
+        if size > self._inline:
+            completion = Completion(step, int(Outcome.OK), layout.layout, -1, None)
+            return Ending(completion, layout, b"", leaves)
+        if len(leaves) == 1:
+            data = leaves[0].tobytes()
+        else:
+            data = b"".join([leaf.tobytes() for leaf in leaves])
+        completion = Completion(step, int(Outcome.OK), layout.layout, size, None)
+        return Ending(completion, layout, data)
+
+    def _learn(
+        self, source: ResultLayout, leaves: Sequence[np.ndarray]
+    ) -> _KnownLayout:
+        value = (source.dtypes, source.shapes, repr(source.structure))
+        known = self._by_value.get(value)
+        if known is None:
+            self._numbered += 1
+            shapes = [list(shape) for shape in source.shapes]
+            layout = LayoutMessage(
+                self._numbered, list(source.dtypes), shapes, source.structure
+            )
+            known = _KnownLayout(source, layout, sum(leaf.nbytes for leaf in leaves))
+            if len(self._by_value) >= _REMEMBERED:
+                self._known.clear()
+                self._by_value.clear()
+            self._by_value[value] = self._known[id(source)] = known
+        return known

@@ -2,27 +2,31 @@
 
 The law: a closure is *open* from its dispatch until its ending was put into a message;
 one that is open is not taken again, and one that is not open is not reported.
+
+Large results that stay on the worker until the coordinator asks for them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, final
 
-from zstrat.errors import BusyError, PeerLostError
+from zstrat.errors import BusyError, NotFoundError, PeerLostError
 from zstrat.wire import Completions, Outcome
 
-from . import _ending
+from . import _closure
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
 
     from zstrat.transport import Remote
     from zstrat.wire import Batch, LayoutMessage
 
-    from ._ending import Ending
-    from ._results import Results
+    from ._closure import Ending
 
 BATCH: Final = 1024
 """Endings of one message: about 20 bytes each in its header, which is bounded."""
@@ -137,7 +141,7 @@ class Reports:
             if len(batch) > 1:
                 self._report(batch[: len(batch) // 2])
                 return
-            broken = _ending.failed(batch[0].completion.step, error)
+            broken = _closure.failed(batch[0].completion.step, error)
             self._remote.notify(self._completions([broken]))
             batch = [broken]
         else:
@@ -167,3 +171,57 @@ class Reports:
         self._counts[_NAMES[completion.outcome]] += 1
         if ending.kept is not None:
             self._results.keep(completion.step, ending.kept)
+
+
+KEPT_BYTES: Final = 2 * 2**30
+"""A program that never fetches its large results must not fill the machine's memory;
+one that fetches them within a few steps never comes near this."""
+
+
+@final
+class Results:
+    """Results by step; the oldest of more than ``limit`` bytes in all are forgotten."""
+
+    def __init__(self, limit: int = KEPT_BYTES) -> None:
+        self.nbytes = 0
+        self._limit: Final = limit
+        self._kept: OrderedDict[int, Sequence[np.ndarray]] = OrderedDict()
+        self._forgotten = 0
+        """Every result that was forgotten is of a step up to this one."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, step: int, arrays: Sequence[np.ndarray]) -> None:
+        """The newest one is kept whatever its size."""
+        self.drop([step])
+        self._kept[step] = arrays
+        self.nbytes += sum(array.nbytes for array in arrays)
+        while self.nbytes > self._limit and len(self._kept) > 1:
+            oldest = next(iter(self._kept))
+            self._forgotten = max(self._forgotten, oldest)
+            self.drop([oldest])
+
+    def of(self, step: int) -> Sequence[np.ndarray]:
+        """The arrays of a result; it stays.
+
+        Raises:
+            NotFoundError: It is not here; says whether it had to be forgotten.
+        """
+        arrays = self._kept.get(step)
+        if arrays is not None:
+            return arrays
+        why = "it was dropped, or the closure left no large result"
+        if step <= self._forgotten:
+            why = (
+                f"this worker keeps {self._limit >> 20} MiB of large results and had "
+                "to forget the oldest: fetch them sooner, or return less from the step"
+            )
+        raise NotFoundError(f"the result of closure {step} is not here: {why}")
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Forgets results; unknown ones are no error."""
+        for step in steps:
+            arrays = self._kept.pop(step, None)
+            if arrays is not None:
+                self.nbytes -= sum(array.nbytes for array in arrays)

@@ -27,15 +27,15 @@ from zstrat.wire import (
     ResourceBuilt,
 )
 
-from . import _ending
+from . import _closure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
     from ._executor import Executor
     from ._resources import Resources
-    from ._tenancy import Tenancy
-    from ._workshop import Workshop
+    from ._step_runner import Workshop
+    from ._worker_session import Tenancy
 
 Owned = (
     PutCode
@@ -89,7 +89,7 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
     try:
         resources.put_code(digest, code)
     except BaseException as error:  # goes to the coordinator
-        return Failure(_ending.plain(error))
+        return Failure(_closure.plain(error))
     return Done()
 
 
@@ -97,4 +97,4 @@ def _build(shop: Workshop, message: BuildResource) -> Message:
     try:
         return ResourceBuilt(shop.build(message))
     except BaseException as error:  # goes to the coordinator, with the user's lines
-        return Failure(_ending.plain(error))
+        return Failure(_closure.plain(error))

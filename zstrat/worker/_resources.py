@@ -19,10 +19,11 @@ import numpy as np
 
 from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
-from zstrat.program import StepDataset, StepIterator, Structure, _joined
+from zstrat.program import StepDataset, StepIterator, Structure
+from zstrat.program.trace import _joined
 from zstrat.wire import LayoutMessage
 
-from ._traceback import trim
+from ._closure import trim
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -3,14 +3,18 @@
 Runs on the loop. One coordinator at a time owns the worker and may run code on it;
 whoever else asks is refused, but for statistics. When the owner is lost its closures,
 datasets and code are dropped and the worker is ready for the next one.
+
+What a worker's process consists of: devices, memory, compilations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol, final
 
 import jax
@@ -37,14 +41,13 @@ from zstrat.wire import (
     Statistics,
 )
 
-from . import _machine
 from ._direct import Asking, Direct, bind
 from ._executor import Executor
 from ._requests import Owned, serve
 from ._resources import Load, Resources
-from ._tenancy import Tenancy
+from ._step_runner import Prepare, RunEager, Workshop
 from ._way import ServerWay
-from ._workshop import Prepare, RunEager, Workshop
+from ._worker_session import Tenancy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -112,7 +115,7 @@ class WorkerService:
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
         self._refusal: WorkerLostError | None = None
-        self._compilations = _machine.Compilations()
+        self._compilations = Compilations()
         self._executor = Executor(self._task, on_crash=self._crashed)
 
     # The Endpoint's handler
@@ -187,7 +190,7 @@ class WorkerService:
         deadline = asyncio.get_running_loop().time() + patience
         try:
             self._platform, self._devices = await self._executor.submit(
-                _machine.devices
+                devices
             )
             await tenancy.wait_open(deadline)
         except BaseException:  # to the coordinator, as the answer
@@ -318,7 +321,7 @@ class WorkerService:
             "queued": 0 if tenancy is None else tenancy.queued,
             "kept_results": 0 if tenancy is None else len(tenancy.results),
             "kept_bytes": 0 if tenancy is None else tenancy.results.nbytes,
-            "rss": _machine.resident_bytes(),
+            "rss": resident_bytes(),
             "compilations": self._compilations.count,
             "compile_seconds": self._compilations.seconds,
             "platform": self._platform,
@@ -335,3 +338,42 @@ _COUNTED: Final = ("done", "failed", "cancelled", "duplicates", "pushes", "pulls
 
 def _input_context(index: int, count: int) -> InputContext:
     return InputContext(count, index, jax.local_device_count())
+
+
+_COMPILED: Final = "/jax/core/compile/backend_compile_duration"
+
+
+def devices() -> tuple[str, int]:
+    """Platform and number of the local devices. Starts jax's backend, which can take
+    seconds: not for the loop."""
+    found = jax.local_devices()
+    return found[0].platform, len(found)
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:  # not Linux
+        return 0
+    return pages * os.sysconf("SC_PAGESIZE")
+
+
+@final
+class Compilations:
+    """Counts what XLA compiles in this process, from its making to its `close`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._heard)
+
+    def close(self) -> None:
+        """Stops counting."""
+        jax.monitoring.unregister_event_duration_listener(self._heard)
+
+    def _heard(self, event: str, duration_secs: float, **details: str | int) -> None:
+        del details
+        if event == _COMPILED:
+            self.count += 1
+            self.seconds += duration_secs

@@ -15,10 +15,10 @@ import jax
 from zstrat.collectives import ReduceOp
 from zstrat.program import function
 from zstrat.strategy import MultiStepContext, PerReplica
-from zstrat.strategy._cross_device import checked_pairs
 from zstrat.strategy._frames import require_cross_replica
-from zstrat.strategy._places import places, put
-from zstrat.strategy._values import is_whole
+from zstrat.strategy.reduce._cross_device import checked_pairs
+from zstrat.strategy.reduce._places import places, put
+from zstrat.strategy.reduce._values import is_whole
 
 from ._dataset import PerDeviceDataset
 from ._reductions import FIRST, first_place, require_aggregation

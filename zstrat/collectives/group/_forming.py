@@ -1,0 +1,231 @@
+"""From a list of tasks to a generation that can work: who sits where, and on what lane
+all agree."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
+from zstrat.collectives.memory._memory import host_memory
+from zstrat.wire import JoinGroup, MemberEntry
+
+from ._flight import begin
+from ._keys import FORMING, about, key_between
+from ._rendezvous import GroupSeat, listed
+from ._station import only_daemon
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.collectives._engine import CollectiveEngine, HostMemory, Started
+    from zstrat.collectives.schedules._choice import Choices
+
+    from ._generation import Generation
+    from ._station import Station
+
+log = logging.getLogger("zstrat.collectives")
+
+JOBS: Final = ("chief", "worker")
+"""Whose tasks are members if nobody says which, in this order."""
+
+ALONE: Final = GroupSeat("worker", 0, "")
+"""The one seat of a program that is in no cluster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a rank wants to be a member of."""
+
+    group: str
+    generation: int
+    seats: tuple[GroupSeat, ...]
+    rank: int
+    lane: str
+    patience: float
+    choices: Choices
+    """Of algorithms; that of rank 0 is everybody's."""
+
+    @property
+    def words(self) -> str:
+        """What is under way, for people."""
+        return f"forming group {self.group!r}"
+
+
+def seats_of(
+    resolver: ClusterResolver, tasks: Sequence[str] | None
+) -> tuple[GroupSeat, ...]:
+    """The members of a group in the order of ranks.
+
+    Args:
+        tasks: Names such as "worker:0" or "/job:worker/task:0"; None: all of `JOBS`.
+
+    Raises:
+        ValueError: There is no such task, one is named twice, or nobody is a member.
+    """
+    spec = resolver.cluster_spec()
+    if not spec:
+        return (ALONE,)
+    if tasks is None:
+        found = tuple(
+            GroupSeat(job, index, spec.task_address(job, index))
+            for job in JOBS
+            if job in spec.jobs
+            for index in spec.task_indices(job)
+        )
+        if not found:
+            raise ValueError(
+                f"the cluster has no {' or '.join(JOBS)}, but {', '.join(spec.jobs)}: "
+                "correct its job names (TF_CONFIG?), or name the members with tasks="
+            )
+        return found
+    seats = tuple(_seat_named(spec, task) for task in tasks)
+    if len(set(seats)) != len(seats) or not seats:
+        raise ValueError(f"tasks={list(tasks)}: expected some, each of them once")
+    return seats
+
+
+def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat:
+    """Which of them is this process.
+
+    Raises:
+        ValueError: That is not known, or it is none of them.
+    """
+    if tuple(seats) == (ALONE,):
+        return ALONE
+    job, index = resolver.task_type, resolver.task_id
+    if job is None or index is None:
+        daemon = only_daemon()
+        if daemon is None:
+            raise ValueError(
+                "the resolver does not say which task this process is: give it "
+                'task_type and task_id (TF_CONFIG\'s "task", [task] of a cluster file)'
+            )
+        job, index = daemon
+    for seat in seats:
+        if (seat.job, seat.number) == (job, index):
+            return seat
+    raise ValueError(
+        f"this process is /job:{job}/task:{index}, which is none of the group's "
+        f"{listed([seat.task for seat in seats])}: correct the task (TF_CONFIG?) or "
+        "the members"
+    )
+
+
+async def form(
+    station: Station, wish: Wish
+) -> tuple[Generation, CollectiveEngine | None]:
+    """Forms a generation, and agrees on its engine. Runs on the station's loop.
+
+    Raises:
+        CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
+            PeerLostError: See `Node.join`.
+
+    Cancellation: this rank has not joined.
+    """
+    node = station.node
+    memory = host_memory(wish.lane)
+    try:
+        request = JoinGroup(
+            wish.group,
+            wish.generation,
+            wish.rank,
+            len(wish.seats),
+            _entry(station, wish, memory),
+            wish.patience,
+        )
+        generation = await node.join(request, wish.seats, wish.lane, wish.choices)
+        try:
+            engine = await _agree(station, generation, memory, wish.patience)
+        except BaseException:  # to `Group`; cancellation, too: the others hear of it
+            await node.leave(generation, "it could not agree on a lane")
+            raise
+    except BaseException:  # to `Group`; no engine has the memory
+        if memory is not None:
+            memory.close()
+        raise
+    if memory is not None and engine is None:
+        memory.close()
+    return generation, engine
+
+
+async def _agree(
+    station: Station,
+    generation: Generation,
+    memory: HostMemory | None,
+    patience: float,
+) -> CollectiveEngine | None:
+    """The engine, if all ranks have one; and nobody is through before all are here."""
+    engine: CollectiveEngine | None = None
+    if memory is not None:
+        between = GenerationLane(station, generation)
+        try:
+            engine = memory.attach(generation.rank, generation.members, between)
+        except OSError as error:  # another user, another container
+            log.info("%s goes by messages: %s", generation.title, error)
+    loop = asyncio.get_running_loop()
+    votes = np.empty(generation.size, np.uint8)
+    words = "forming the group"
+    call = CollectiveCall(
+        FORMING,
+        CallKind.ALL_GATHER,
+        np.array([engine is not None], np.uint8),
+        votes,
+        about(words),
+        words,
+        loop.time() + patience - margin_of(patience),
+        patience,
+        sizes=(1,) * generation.size,
+    )
+    over: asyncio.Future[None] = loop.create_future()
+    generation.start(call, partial(_settle, over))
+    await over
+    if engine is not None and not votes.all():
+        engine.close()
+        return None
+    return engine
+
+
+class GenerationLane:
+    """The message lane of a generation, for an engine; see `_engine.Between`."""
+
+    def __init__(self, station: Station, generation: Generation) -> None:
+        self._station, self._generation = station, generation
+
+    def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
+        named = replace(call, key=key_between(call.key, part), whole=call.key)
+        return begin(self._station, self._generation, named, ranks)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+
+
+def _entry(station: Station, wish: Wish, memory: HostMemory | None) -> MemberEntry:
+    me, seat = station.node.me, wish.seats[wish.rank]
+    shared = (0, 0, b"")
+    if memory is not None:
+        shared = (memory.descriptor, memory.capacity, memory.word)
+    return MemberEntry(
+        seat.task, seat.address, me.host, me.pid, me.incarnation, *shared
+    )
+
+
+def _seat_named(spec: ClusterSpec, task: str) -> GroupSeat:
+    job, found, index = task.removeprefix("/job:").replace("/task:", ":").partition(":")
+    if not found or not index.isdecimal():
+        raise ValueError(
+            f"task {task!r}: expected a name such as 'worker:0' or '/job:worker/task:0'"
+        )
+    return GroupSeat(job, int(index), spec.task_address(job, int(index)))

@@ -1,0 +1,355 @@
+"""One generation of a group on the loop: who is in it, and how it ends.
+
+Its calls are those of `_traffic`. Deadlines, losses and disagreement end the generation
+for all ranks: the one who notices tells the others, everything under way fails, and
+every later call says why at once.
+
+The law of this file: it runs on the loop's thread alone, but for what says otherwise,
+and a generation ends once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
+
+from zstrat.collectives._engine import margin_of
+from zstrat.errors import (
+    BusyError,
+    CancelledError,
+    ClosedError,
+    PeerLostError,
+    ProtocolError,
+    UnavailableError,
+    ZstratError,
+    from_wire,
+    to_wire,
+)
+from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
+
+from ._attribution import FORGOTTEN, Inquiry, inquire, verdict
+from ._keys import FORMING, number_of
+from ._mesh import Mesh, wait_heard
+from ._traffic import Traffic
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Sequence
+
+    from zstrat.collectives._engine import CollectiveCall
+    from zstrat.wire import GroupFormed, Hello, PlainTree
+
+    from ._mesh import MakeMeshLink
+    from ._traffic import Running
+
+_LAST_WORDS: Final = 5.0
+"""Seconds in which what a rank sent before its goodbye can still come and be taken: 32
+hops of 1 MiB on a slow line, to a machine that has other things to do."""
+
+
+_REMEMBERED: Final = 64
+"""Operations that are over of which the words are kept: a rank that waits may ask what
+it was that another one has given up meanwhile."""
+
+
+class Generation:
+    """The members that a group has until one of them is lost, leaves, or is replaced.
+
+    Args:
+        rank: This one.
+        counts: Of the node: hops that were refused, and why.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        formed: GroupFormed,
+        make_link: MakeMeshLink,
+        counts: Counter[str],
+    ) -> None:
+        self.group, self.number, self.rank = group, formed.generation, rank
+        self.ticket, self.members = formed.ticket, tuple(formed.members)
+        self.size = len(self.members)
+        self.hosts = len({member.host for member in self.members})
+        self.broken: ZstratError | None = None
+        """Why it came to an end; set once. May be read from any thread."""
+        self.begun: dict[int, str] = {}
+        """Operations under way that have no tag, by number: what they are, in words.
+        The group writes it, from any thread."""
+        self._ended: deque[tuple[int, str]] = deque(maxlen=_REMEMBERED)
+        self.calls = 0
+        """Operations without a tag that have begun here; the group counts."""
+        self.lost: set[int] = set()
+        """Ranks that are known to be gone."""
+        self.on_broken: Callable[[ZstratError], None] = lambda error: None
+        self.engine_waits: Callable[[], Sequence[int]] = tuple
+        """Ranks that the engine waits for just now."""
+        self._counts = counts
+        self._ranks = {each.incarnation: at for at, each in enumerate(self.members)}
+        self._loop = asyncio.get_running_loop()
+        self._mesh = Mesh(
+            group,
+            rank,
+            self.members,
+            make_link,
+            on_lost=self.gone,
+            on_flushed=self._flushed,
+        )
+        self._traffic = Traffic(self, self._mesh, formed, counts)
+        self.leavers: dict[int, int] = {}
+        """Ranks that left on purpose, and how many operations without a tag they have
+        begun. May be looked at from any thread."""
+        self._is_known = False
+        """A call here has ended with the error."""
+        self._broken_flag = threading.Event()
+        self._inquest: asyncio.Task[None] | None = None
+        self._told: asyncio.Future[None] | None = None
+        """The inquest waits for what another rank has found out already."""
+        self._heard: asyncio.Future[None] | None = None
+        """`close` waits for the others to have what was sent to them."""
+
+    async def open(self, deadline: float) -> None:
+        """Connects to all members; see `Mesh.open`."""
+        await self._mesh.open(deadline)
+
+    def name(self, rank: int) -> str:
+        """What messages call a rank."""
+        return self._mesh.name(rank)
+
+    def rank_of(self, hello: Hello) -> int | None:
+        """The rank of a task, None if it is no member."""
+        return self._ranks.get(hello.incarnation)
+
+    # ---- calls -----------------------------------------------------------------------
+
+    def start(
+        self,
+        call: CollectiveCall,
+        ended: Callable[[Exception | None], None],
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Begins a call; see `Traffic.start`."""
+        self._traffic.start(call, ended, ranks)
+
+    def hop(self, incarnation: int, hop: Hop) -> None:
+        """Part of a call arrived."""
+        sender = self._ranks.get(incarnation)
+        if sender is None or len(hop.arrays) != 1:
+            self._counts["hops of strangers"] += 1
+            return
+        self._traffic.hop(sender, hop)
+
+    def _flushed(self) -> None:
+        """A line has sent what it had."""
+        self._traffic.draw()
+
+    # ---- how far is everybody --------------------------------------------------------
+
+    def end(self, number: int) -> None:
+        """An operation without a tag is over, well or not; from any thread."""
+        # First: whoever asks in between must not hear that it is forgotten.
+        if (words := self.begun.get(number)) is not None:
+            self._ended.append((number, words))
+            del self.begun[number]
+
+    def state(self, ask: AskCall) -> CallState:
+        """The answer to a rank that waits."""
+        found = self._traffic.state(ask.call)
+        number = number_of(ask.call)
+        if found is not None:
+            if found.about == FORGOTTEN:
+                # The engine's calls are none of the traffic's.
+                words = dict(self._ended).get(number or 0, FORGOTTEN)
+                return replace(found, about=words)
+            return found
+        words = self.begun.get(number, "") if number is not None else ""
+        waits = list(self.engine_waits()) if words else []
+        return CallState(words, waits, False, self.broken is not None)
+
+    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None:
+        """A call's deadline has come: finds out why, and ends the generation."""
+        self._inquire(call, waits)
+
+    def differs(self, call: CollectiveCall, sender: int) -> None:
+        """A rank calls something else: asks what, and ends the generation."""
+        self._inquire(call, (sender,))
+
+    def _inquire(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+        if self._inquest is None and self.broken is None:
+            self._inquest = self._loop.create_task(
+                self._find_out(call, ranks), name=f"inquest about {call.words}"
+            )
+
+    async def _find_out(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
+        inquiry = Inquiry(self.rank, call.words)
+        key = call.key if call.whole is None else call.whole
+        question = AskCall(self.ticket, key)
+        # Loop time and the monotonic clock are the same clock.
+        deadline = max(call.deadline, self._loop.time()) + margin_of(call.timeout)
+        ask = partial(self._mesh.ask, message=question)
+        await inquire(inquiry, ranks, ask, deadline)
+        if inquiry.is_told and self.broken is None:
+            self._told = self._loop.create_future()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self._told
+        self.abort(verdict(inquiry, self.said(call), self.name, call.timeout), key)
+
+    def said(self, call: CollectiveCall) -> str:
+        """What messages call a call."""
+        number = number_of(call.key if call.whole is None else call.whole)
+        which = f"call {number}" if call.tag is None else f"call with tag {call.tag!r}"
+        return f"{call.words}, {which} of {self.title}"
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return f"group {self.group!r} (generation {self.number})"
+
+    # ---- the end ---------------------------------------------------------------------
+
+    def abort(
+        self,
+        error: ZstratError,
+        key: int = FORMING,
+        lost: Sequence[int] = (),
+        *,
+        tell: bool = True,
+    ) -> None:
+        """Ends the generation: all that is under way fails with this error.
+
+        Args:
+            lost: Ranks that are gone.
+            tell: Whether the others have to hear of it.
+        """
+        if self.broken is not None:
+            return
+        self.broken = error
+        self._broken_flag.set()
+        for waiting in (self._heard, self._told):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        self.lost.update(lost)
+        if tell:
+            plain = cast("PlainTree", to_wire(error))
+            self._mesh.tell_all(AbortCall(self.ticket, key, plain, list(lost)), lost)
+        if self._traffic.running:
+            self._is_known = True
+        self._traffic.fail(partial(again, error))
+        self.on_broken(error)
+
+    def abort_by(self, error: Exception) -> None:
+        """Something here went wrong that the other ranks cannot know: tells them."""
+        if not isinstance(error, ZstratError):
+            error = ProtocolError(f"{type(error).__name__}: {error}")
+        why = f"{self.name(self.rank)} gave up in {self.title}: {error}"
+        self.abort(CancelledError(why))
+
+    def wait_broken(self, timeout: float) -> ZstratError:
+        """Blocks until the generation has ended; why it did. From any thread but the
+        loop's."""
+        self._broken_flag.wait(timeout)
+        self._is_known = True
+        return again(self.broken) if self.broken is not None else self.refusal()
+
+    def aborted(self, sender: int, message: AbortCall) -> None:
+        """Another rank has ended the generation."""
+        error = from_wire(message.error)
+        if not isinstance(error, ZstratError):
+            error = ProtocolError(f"{self.name(sender)} gave up: {error}")
+        lost = [rank for rank in message.lost if 0 <= rank < self.size]
+        self.abort(error, message.call, lost, tell=False)
+
+    def gone(self, rank: int, reason: str, left: bool = False) -> None:
+        """A member cannot be reached any more. One that said goodbye has sent what
+        others need of it, and `LeaveGroup` last: on another connection, and later."""
+        if left:
+            self._loop.call_later(_LAST_WORDS, self.gone, rank, reason)
+            return
+        if rank in self.leavers:
+            return
+        why = f"{reason}; {self.title} has ended: call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why), lost=(rank,))
+
+    def left(self, sender: int, message: LeaveGroup) -> None:
+        """A member leaves on purpose: what it has called is complete on its side."""
+        self.leavers[sender] = message.calls
+        self.lost.add(sender)
+        for running in list(self._traffic.running.values()):
+            self.check_left(running)
+        self.check_begun(max(list(self.begun), default=0))
+
+    def check_begun(self, number: int) -> None:
+        """Ends the generation if a rank that has left does not make this operation."""
+        for rank, calls in self.leavers.items():
+            if number > calls:
+                self._abort_left(rank)
+                return
+
+    def check_left(self, running: Running) -> None:
+        """Ends the generation if a call waits for a rank that has left."""
+        for rank in self.leavers:
+            if rank in running.waits:
+                self._abort_left(rank)
+                return
+
+    def _abort_left(self, rank: int) -> None:
+        why = f"it left {self.title}; call reform() to go on without it"
+        self.abort(PeerLostError(self.name(rank), why, True), lost=(rank,))
+
+    def refusal(self) -> ZstratError:
+        """What a call gets after the end; from any thread. The first one on this rank
+        that hears of it gets the error itself."""
+        if self.broken is not None and not self._is_known:
+            self._is_known = True
+            return again(self.broken)
+        return UnavailableError(
+            f"{self.title} has ended: {self.broken}; call reform() on all ranks that "
+            "go on, for a new generation"
+        )
+
+    async def close(self, reason: str, deadline: float) -> None:
+        """Leaves: what was sent arrives if the others take it by the deadline, what is
+        under way fails with `ClosedError`.
+
+        Cancellation: the links are closed all the same.
+        """
+        told: set[int] = set()
+        try:
+            if self.broken is None:
+                await self._part(reason, told, deadline)
+        finally:
+            await self._leave(reason, told)
+
+    async def _part(self, reason: str, told: set[int], deadline: float) -> None:
+        """Tells each of the others that this rank leaves, when it has all."""
+        others = set(range(self.size)) - {self.rank} - self.lost
+        self._heard = self._loop.create_future()
+
+        def tell(rank: int) -> None:
+            if self.broken is None:
+                told.add(rank)
+                with suppress(BusyError):  # it hears of it from the end of the link
+                    self._mesh.send(rank, LeaveGroup(self.ticket, self.calls, reason))
+
+        question = AskCall(self.ticket, FORMING)
+        await wait_heard(self._mesh, others, question, deadline, self._heard, tell)
+
+    async def _leave(self, reason: str, told: set[int]) -> None:
+        if self.broken is None:
+            self._mesh.tell_all(LeaveGroup(self.ticket, self.calls, reason), [*told])
+            self.abort(ClosedError(f"{self.title} was closed"), tell=False)
+        if self._inquest is not None:
+            self._inquest.cancel()
+        await self._mesh.close(reason)
+
+
+def again(error: ZstratError) -> ZstratError:
+    """Another one like it: an exception that is raised twice collects tracebacks."""
+    return type(error)(*error.args)

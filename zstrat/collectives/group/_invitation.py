@@ -1,0 +1,169 @@
+"""What a process is told about the group that it is to be in, checked and filled in.
+
+Nothing is bound and nobody is asked: an invitation says who the ranks are, which of
+them this process is, and what it wishes of rank 0 - at first, and whenever the group
+forms a new generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from zstrat.cluster import TFConfigClusterResolver
+from zstrat.collectives.schedules._choice import Choices, read_choices
+from zstrat.config import LANES, environment, settings_from
+
+from ._forming import Wish, own_seat, seats_of
+from ._station import station_for
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.cluster import ClusterResolver
+    from zstrat.config import Settings
+
+    from ._rendezvous import GroupSeat
+    from ._station import Station
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """The arguments of a `Group`; ``seats`` are its first members, in order of ranks,
+    ``seat`` is that of this process."""
+
+    name: str
+    resolver: ClusterResolver
+    tasks: Sequence[str] | None
+    seats: tuple[GroupSeat, ...]
+    seat: GroupSeat
+    timeout: float
+    patience: float
+    lane: str
+    bytes_per_pack: int
+    bind: str
+    settings: Settings
+
+    def station(self) -> Station:
+        """Where this process listens; blocks.
+
+        Raises:
+            OSError, PermissionDeniedError: The address cannot be bound.
+        """
+        return station_for(self.seat, self.bind, self.settings)
+
+    def wish(self) -> Wish:
+        """To be in the next generation that is formed.
+
+        Raises:
+            ValueError: The table of algorithms cannot be read.
+        """
+        return self._wish(self.seats, 0, self.patience)
+
+    def again(
+        self,
+        last: Wish,
+        generation: int,
+        tasks: Sequence[str] | None,
+        ranks: Sequence[int] | None,
+        timeout: float | None,
+    ) -> Wish:
+        """To be in the generation after ``generation``, which came of the wish
+        ``last``, with these members.
+
+        Raises:
+            ValueError: They are none, or this process is none of them; or as `wish`.
+        """
+        if tasks is not None and ranks is not None:
+            raise ValueError("reform: give tasks or ranks, not both")
+        if ranks is not None:
+            size = len(last.seats)
+            wrong = [rank for rank in ranks if not 0 <= rank < size]
+            if wrong or last.rank not in ranks:
+                raise ValueError(
+                    f"ranks={list(ranks)}: expected ranks below {size}, and this "
+                    f"one ({last.rank}) among them"
+                )
+            seats = tuple(last.seats[rank] for rank in sorted(set(ranks)))
+        else:
+            seats = seats_of(self.resolver, self.tasks if tasks is None else tasks)
+            own_seat(self.resolver, seats)
+        patience = positive("timeout", timeout, self.patience)
+        return self._wish(seats, generation + 1, patience)
+
+    def _wish(
+        self, seats: tuple[GroupSeat, ...], generation: int, patience: float
+    ) -> Wish:
+        mine = (self.seat.job, self.seat.number)
+        rank = [(each.job, each.number) for each in seats].index(mine)
+        file = self.settings.choices
+        # That of rank 0 counts: the others need not even have the file.
+        choices = read_choices(file) if file is not None and rank == 0 else Choices()
+        return Wish(self.name, generation, seats, rank, self.lane, patience, choices)
+
+
+def invitation_of(
+    resolver: ClusterResolver | None,
+    name: str,
+    tasks: Sequence[str] | None,
+    timeout: float | None,
+    rendezvous_timeout: float | None,
+    lane: str | None,
+    bytes_per_pack: int,
+    bind: str | None,
+    settings: Settings | None,
+) -> Invitation:
+    """See `Group`.
+
+    Raises:
+        ValueError: It is not clear which task this process is, or it is no member, or
+            a number or the lane cannot be.
+    """
+    settings = settings or settings_from(environment())
+    resolver = resolver or TFConfigClusterResolver()
+    not_negative("bytes_per_pack", bytes_per_pack)
+    seats = seats_of(resolver, tasks)
+    seat = own_seat(resolver, seats)
+    times = settings.timeouts
+    return Invitation(
+        name,
+        resolver,
+        tasks,
+        seats,
+        seat,
+        positive("timeout", timeout, times.request),
+        positive("rendezvous_timeout", rendezvous_timeout, times.connect),
+        _lane_named(lane or settings.lane),
+        bytes_per_pack,
+        seat.address if bind is None else bind,
+        settings,
+    )
+
+
+def positive(name: str, given: float | None, default: float) -> float:
+    """Seconds that a caller gave, or the default.
+
+    Raises:
+        ValueError: They are not above 0.
+    """
+    value = default if given is None else given
+    if not value > 0:
+        raise ValueError(f"{name}={given}: expected seconds above 0")
+    return float(value)
+
+
+def not_negative(name: str, given: int) -> int:
+    """A number that a caller gave.
+
+    Raises:
+        ValueError: It is below 0.
+    """
+    if given < 0:
+        raise ValueError(f"{name}={given}: expected 0 or more")
+    return given
+
+
+def _lane_named(lane: str) -> str:
+    if lane not in LANES:
+        raise ValueError(f"lane={lane!r}: expected one of {', '.join(LANES)}")
+    return lane

@@ -1,0 +1,280 @@
+"""How a task makes its links to others: as whom, by which lane, with which keys.
+
+What one process says and hears about groups: rendezvous, hops, questions.
+
+A node has no socket of its own to be reached at: whoever owns the endpoint of the task
+(a daemon, or a program that is a member of a group) hands it the messages in
+`GROUP_MESSAGES`. Everything but what says otherwise belongs to the thread of the loop.
+
+Threats: only a task with the key of a worker or a coordinator may join. A ticket of 63
+random bits and the incarnation of a member stand on all that belongs to a generation;
+whatever has another one is refused and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from zstrat.errors import (
+    CollectiveTimeoutError,
+    DeadlineExceededError,
+    PeerLostError,
+    PermissionDeniedError,
+    ProtocolError,
+    StaleSessionError,
+)
+from zstrat.transport import Link
+from zstrat.wire import AbortCall, AskCall, GroupFormed, Hop, Job, JoinGroup, LeaveGroup
+
+from ._generation import Generation
+from ._rendezvous import Desk, rank_at
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from zstrat.collectives.schedules._choice import Choices
+    from zstrat.config import Settings
+    from zstrat.transport import Remote, Security
+    from zstrat.wire import CallState, Hello, Message
+
+    from ._rendezvous import GroupSeat
+
+
+class LinkMaker:
+    """Makes links of this task; implements `_mesh.MakeLink`."""
+
+    def __init__(
+        self, me: Hello, settings: Settings, security: Security | None
+    ) -> None:
+        self._me, self._settings, self._security = me, settings, security
+
+    def __call__(
+        self,
+        seat: GroupSeat,
+        *,
+        on_open: Callable[[Hello], None] = lambda hello: None,
+        on_lost: Callable[[PeerLostError], None] = lambda error: None,
+        on_flushed: Callable[[], None] | None = None,
+    ) -> Link:
+        return Link(
+            seat.address,
+            self._me,
+            name=seat.task,
+            settings=self._settings,
+            on_open=on_open,
+            on_lost=on_lost,
+            on_flushed=on_flushed,
+            security=self._security,
+            expect=(seat.job, seat.number),
+        )
+
+
+GROUP_MESSAGES: Final = frozenset({Hop, JoinGroup, AskCall, AbortCall, LeaveGroup})
+"""What the owner of the endpoint hands to the node."""
+
+_STRAYS: Final = 4096
+"""Hops of generations of which the last word has not come yet: the first call of each
+is a byte from every rank."""
+
+_MEMBERS: Final = frozenset({Job.WORKER, Job.CHIEF})
+
+_GRACE: Final = 1.0
+"""Seconds that an answer of rank 0 may be late: it says more than our own error; and
+that lines may take when this task ends."""
+
+
+class GroupNode:
+    """The groups of one task.
+
+    Args:
+        me: The HELLO of this task.
+        security: Its keys, or None.
+    """
+
+    def __init__(
+        self, me: Hello, settings: Settings, security: Security | None = None
+    ) -> None:
+        self.me, self.loop = me, asyncio.get_running_loop()
+        self.settings, self._security = settings, security
+        self._generations: dict[int, Generation] = {}
+        self._desk = Desk(self.loop)
+        self._strays: deque[tuple[int, Hop]] = deque()
+        self._forming = 0
+        self._counts: Counter[str] = Counter()
+
+    # ---- what arrives ----------------------------------------------------------------
+
+    def handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        """One of `GROUP_MESSAGES`.
+
+        Raises:
+            PermissionDeniedError: The key of the caller is not one of a member.
+            StaleSessionError: It asks about a generation that is not there (any more).
+        """
+        if type(message) is Hop:
+            generation = self._generations.get(message.ticket)
+            if generation is not None:
+                generation.hop(remote.hello.incarnation, message)
+            else:
+                self._stray(remote, message)
+            return None
+        return self._other(remote, message)
+
+    def _other(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        if remote.role not in _MEMBERS:
+            raise PermissionDeniedError(
+                f"{remote.name} has the role {remote.role}: only workers and "
+                "coordinators may join groups"
+            )
+        match message:
+            case JoinGroup():
+                return self._desk.asks(remote, message)
+            case AskCall():
+                return self._question(remote, message)
+            case AbortCall() | LeaveGroup():
+                self._notice(remote, message)
+                return None
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not about a group")
+
+    def lost(self, remote: Remote) -> None:
+        """A task that was connected is not any more."""
+        self._desk.lost(remote)
+
+    def _question(self, remote: Remote, message: AskCall) -> CallState:
+        generation = self._generations.get(message.ticket)
+        if generation is None or generation.rank_of(remote.hello) is None:
+            self._counts["stale questions"] += 1
+            raise StaleSessionError(
+                f"{remote.name} asks about a generation that this task is not in"
+            )
+        return generation.state(message)
+
+    def _notice(self, remote: Remote, message: AbortCall | LeaveGroup) -> None:
+        generation = self._generations.get(message.ticket)
+        rank = None if generation is None else generation.rank_of(remote.hello)
+        if generation is None or rank is None:
+            self._counts["stale notices"] += 1
+        elif isinstance(message, AbortCall):
+            generation.aborted(rank, message)
+        else:
+            generation.left(rank, message)
+
+    def _stray(self, remote: Remote, hop: Hop) -> None:
+        if self._forming and len(self._strays) < _STRAYS:
+            self._strays.append((remote.hello.incarnation, hop))
+        else:
+            self._counts["stale hops"] += 1
+
+    def statistics(self) -> dict[str, int]:
+        """Counts since the start; from any thread."""
+        return {"generations": len(self._generations), **self._counts}
+
+    # ---- joining ---------------------------------------------------------------------
+
+    async def join(
+        self,
+        request: JoinGroup,
+        seats: Sequence[GroupSeat],
+        lane: str,
+        choices: Choices,
+    ) -> Generation:
+        """Forms a generation with all ranks, and opens the ways to them.
+
+        Args:
+            request: What this rank asks of rank 0; its patience counts for all.
+            seats: Where the ranks are.
+            lane: How the bodies of links travel, as in ``ZSTRAT_LANE``.
+            choices: The table of algorithms for all ranks, if this is rank 0.
+
+        Raises:
+            CollectiveTimeoutError: Not all came in time, or cannot be reached.
+            InvalidArgumentError, AlreadyExistsError: The ranks do not agree on who
+                they are; says how.
+            PeerLostError: A rank went away meanwhile.
+
+        Cancellation: this rank has not joined.
+        """
+        make = LinkMaker(self.me, replace(self.settings, lane=lane), self._security)
+        deadline = self.loop.time() + request.patience
+        self._forming += 1
+        try:
+            if request.rank == 0:
+                formed = _formed(await self._desk.open(request, seats, choices))
+            else:
+                formed = await self._join_there(request, seats[0], make, deadline)
+            generation = Generation(
+                request.group, request.rank, formed, make, self._counts
+            )
+            self._generations[formed.ticket] = generation
+        finally:
+            self._forming -= 1
+        try:
+            for incarnation, hop in self._claim(formed.ticket):
+                generation.hop(incarnation, hop)
+            await generation.open(deadline + _GRACE)
+        except BaseException:  # to `form`; cancellation, too: the others hear of it
+            await self.leave(generation, "it could not reach all ranks")
+            raise
+        return generation
+
+    async def leave(
+        self, generation: Generation, reason: str, patience: float = _GRACE
+    ) -> None:
+        """Leaves a generation; see `Generation.close`. ``patience`` in seconds."""
+        try:
+            await generation.close(reason, self.loop.time() + patience)
+        finally:
+            self._generations.pop(generation.ticket, None)
+
+    async def close(self, reason: str) -> None:
+        """Leaves all generations. Cancellation: as `leave`."""
+        everything = list(self._generations.values())
+        await asyncio.gather(*(self.leave(each, reason) for each in everything))
+        self._desk.close()
+
+    async def _join_there(
+        self, request: JoinGroup, first: GroupSeat, make: LinkMaker, deadline: float
+    ) -> GroupFormed:
+        link = make(first)
+        link.start()
+        try:
+            while True:
+                await link.wait_open(deadline)
+                with suppress(PeerLostError):  # it may be started anew
+                    late = deadline + _GRACE
+                    return _formed(await link.request(request, deadline=late))
+        except DeadlineExceededError as error:
+            if isinstance(error, CollectiveTimeoutError):
+                raise
+            raise CollectiveTimeoutError(
+                f"group {request.group!r} was not formed within {request.patience:g} "
+                f"s: {rank_at(0, first)}: {error}"
+            ) from error
+        finally:
+            await link.close("it has joined, or given up")
+
+    def _claim(self, ticket: int) -> list[tuple[int, Hop]]:
+        """Hops of a generation that came before the word that it was formed."""
+        claimed = [each for each in self._strays if each[1].ticket == ticket]
+        others = [each for each in self._strays if each[1].ticket != ticket]
+        self._strays.clear()
+        if self._forming:
+            self._strays.extend(others)
+        else:
+            self._counts["stale hops"] += len(others)
+        return claimed
+
+
+def _formed(answer: Message) -> GroupFormed:
+    if not isinstance(answer, GroupFormed):
+        raise ProtocolError(f"rank 0 answered JoinGroup with {type(answer).__name__}")
+    return answer

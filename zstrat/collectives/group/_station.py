@@ -1,0 +1,191 @@
+"""Where the groups of this process live: one node per task, and the loop it runs on.
+
+A daemon has a loop and an endpoint; it announces its node with `announce`. A program
+that is a member itself gets both here: a thread with a loop, and an endpoint at the
+address that the cluster gives its task. All groups of one task share them, and the
+last one that closes ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from zstrat.errors import ClosedError
+from zstrat.transport import Endpoint, Portal, Security, hello, new_incarnation, outcome
+
+from ._node import GROUP_MESSAGES, GroupNode
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+    from concurrent.futures import Future
+
+    from zstrat.config import Settings
+    from zstrat.transport import Remote
+    from zstrat.wire import Message
+
+    from ._rendezvous import GroupSeat
+
+T = TypeVar("T")
+
+_BINDING: Final = 30.0
+"""Seconds to bind a socket; a name may have to be looked up."""
+
+
+class Station:
+    """A node, and how other threads reach its loop."""
+
+    def __init__(self, node: GroupNode) -> None:
+        self.node = node
+        self.users = 0
+        self._portal: Portal | None = None
+        self._endpoint: Endpoint | None = None
+
+    def run(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        """Blocks until the work has ended on the loop; see `Portal.run`."""
+        return outcome(self._submit(work, what), timeout, what)
+
+    async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """As `run`, awaitable from any loop. Cancellation: cancels the work."""
+        return await asyncio.wrap_future(self._submit(work, what))
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> bool:
+        """Runs the function on the loop; False: the loop has ended."""
+        try:
+            self.node.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def _submit(self, work: Coroutine[Any, Any, T], what: str) -> Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.node.loop)
+        except RuntimeError:
+            work.close()
+            raise ClosedError(f"{what}: the loop has ended") from None
+
+    def release(self) -> None:
+        """A group that used it is closed."""
+        with _lock:
+            self.users -= 1
+            if self.users or self._portal is None:
+                return
+            for key in [key for key, each in _stations.items() if each is self]:
+                del _stations[key]
+        self._portal.close()
+
+    def _handle(
+        self, remote: Remote, message: Message
+    ) -> Message | Awaitable[Message] | None:
+        if type(message) in GROUP_MESSAGES:
+            return self.node.handle(remote, message)
+        raise ClosedError(
+            f"{type(message).__name__}: this process is a member of groups and serves "
+            "nothing else"
+        )
+
+    async def _open(self, address: str, security: Security | None) -> None:
+        self._endpoint = Endpoint(
+            self.node.me,
+            self._handle,
+            settings=self.node.settings,
+            on_lost=lambda remote, reason: self.node.lost(remote),
+            security=security,
+        )
+        await self._endpoint.bind(address)
+
+    async def _close(self) -> None:
+        await self.node.close("its program ended")
+        if self._endpoint is not None:
+            await self._endpoint.close()
+
+    @classmethod
+    def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> Station:
+        """A station of this process's own, bound at ``bind`` ("": nowhere, for a group
+        of one).
+
+        Raises:
+            OSError, ValueError, ZstratError: The address cannot be bound, or the keys
+                are missing; says why.
+        """
+        folder = settings.keys
+        security = None
+        if folder is not None:
+            security = Security.load(folder, seat.job, seat.number)
+        portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
+
+        async def begin() -> Station:
+            me = hello(seat.job, seat.number, new_incarnation())
+            station = cls(GroupNode(me, settings, security))
+            if bind:
+                await station._open(bind, security)
+            return station
+
+        try:
+            station = portal.run(begin(), _BINDING, f"binding {bind}")
+        except BaseException:  # to whoever makes a group; Ctrl-C, too
+            portal.close()
+            raise
+        station._portal = portal
+        portal.at_close(station._close)
+        return station
+
+
+def station_for(seat: GroupSeat, bind: str, settings: Settings) -> Station:
+    """The station of a task of this process, made if there is none.
+
+    Blocks while it binds. Give it back with `Station.release`.
+    """
+    with _lock:
+        station = _stations.get((seat.job, seat.number, bind)) or _daemons.get(
+            (seat.job, seat.number)
+        )
+        if station is None:
+            station = Station.settle(seat, bind, settings)
+            _stations[seat.job, seat.number, bind] = station
+        station.users += 1
+        return station
+
+
+async def awaited(make: Callable[[], Station]) -> Station:
+    """What ``make`` gives, which blocks and so runs on a thread.
+
+    Cancellation: the station is given back as soon as it is there.
+    """
+    making = asyncio.get_running_loop().run_in_executor(None, make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_give_back)
+        raise
+
+
+def _give_back(making: asyncio.Future[Station]) -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.get_loop().run_in_executor(None, making.result().release)
+
+
+def announce(node: GroupNode) -> None:
+    """A daemon of this process has a node, and will hand it its messages."""
+    with _lock:
+        _daemons[node.me.job, node.me.index] = Station(node)
+
+
+def withdraw(node: GroupNode) -> None:
+    """The daemon ends."""
+    with _lock, suppress(KeyError):
+        if _daemons[node.me.job, node.me.index].node is node:
+            del _daemons[node.me.job, node.me.index]
+
+
+def only_daemon() -> tuple[str, int] | None:
+    """Job and index of the daemon that this process is, if it is one."""
+    with _lock:
+        return next(iter(_daemons)) if len(_daemons) == 1 else None
+
+
+_lock: Final = threading.Lock()
+_stations: Final[dict[tuple[str, int, str], Station]] = {}
+_daemons: Final[dict[tuple[str, int], Station]] = {}

@@ -1,0 +1,286 @@
+"""Calls of a generation that are under way: what they send, and what comes for them.
+
+Hops are matched with calls by key. A hop may come before this rank makes the call; it
+is kept then. What goes wrong is the generation's business: it is told, and ends.
+
+The law of this file: every call that was started ends exactly once, and it runs on the
+loop's thread alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING, Final
+
+from zstrat.collectives._compression import Compression, Compressor
+from zstrat.collectives.schedules._choice import Choices, choices_from
+from zstrat.collectives.schedules._plans import progress_of
+from zstrat.config import MiB
+from zstrat.errors import BusyError, ProtocolError
+from zstrat.wire import CallState, Hop
+
+from ._attribution import FORGOTTEN
+from ._keys import number_of
+
+if TYPE_CHECKING:
+    from collections import Counter
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.collectives._engine import CollectiveCall
+    from zstrat.collectives.schedules._progress import ScheduleProgress, Send
+    from zstrat.wire import GroupFormed
+
+    from ._generation import Generation
+    from ._mesh import Mesh
+
+EARLY: Final = 1024 * MiB
+"""Bytes of hops of calls that this rank has not made yet. Nobody asks before he sends:
+what waits for an answer cannot be sent ahead by much, but the root of a broadcast sends
+all of it. To whom more comes than this, the group ends, and the error says what to do.
+"""
+
+BACKLOG: Final = 32
+"""Hops that may wait for one rank before no more are made: enough to keep its line
+busy, few enough that private copies of chunks cost little memory."""
+
+_REMEMBERED: Final = 4096
+"""Ended calls that are known as such, for ranks that ask."""
+
+
+class Running:
+    """A call under way."""
+
+    __slots__ = ("call", "draws", "ended", "progress", "ranks", "timer")
+
+    def __init__(
+        self,
+        call: CollectiveCall,
+        progress: ScheduleProgress,
+        ranks: Sequence[int],
+        ended: Callable[[Exception | None], None],
+    ) -> None:
+        self.call, self.progress, self.ranks, self.ended = call, progress, ranks, ended
+        self.draws: Iterator[Send] | None = progress.start()
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def waits(self) -> list[int]:
+        return sorted(self.ranks[rank] for rank in self.progress.waits)
+
+
+class Traffic:
+    """The calls of one generation, its ``owner``.
+
+    Args:
+        formed: Who is in it, and its table of algorithms.
+        counts: Of the node: hops that were refused, and why.
+    """
+
+    def __init__(
+        self,
+        owner: Generation,
+        mesh: Mesh,
+        formed: GroupFormed,
+        counts: Counter[str],
+    ) -> None:
+        self.running: dict[int, Running] = {}
+        """Calls under way, by key."""
+        self._owner, self._mesh, self._ticket = owner, mesh, owner.ticket
+        self.choices = _choices_of(formed)
+        self._one_host = owner.hosts == 1
+        self._counts = counts
+        self._loop = asyncio.get_running_loop()
+        self._drawing: deque[Running] = deque()
+        self._is_drawing = False
+        self._early: dict[int, list[tuple[int, Hop]]] = {}
+        self._early_bytes = 0
+        self._over: OrderedDict[int, str] = OrderedDict()
+        self._compressors: dict[str, Compressor] = {}
+
+    def start(
+        self,
+        call: CollectiveCall,
+        ended: Callable[[Exception | None], None],
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Begins a call; ``ended`` hears once how it went, maybe before this returns.
+
+        Args:
+            ranks: Those that take part, ascending; all if None.
+        """
+        owner = self._owner
+        if owner.broken is not None:
+            ended(owner.refusal())
+            return
+        who = range(owner.size) if ranks is None else ranks
+        try:
+            progress = progress_of(
+                call,
+                who.index(owner.rank),
+                len(who),
+                one_host=self._one_host,
+                compressor=self._compressor_of(call),
+                choices=self.choices,
+            )
+        except (TypeError, ValueError) as error:  # to the caller
+            ended(error)
+            return
+        running = Running(call, progress, who, ended)
+        self.running[call.key] = running
+        running.timer = self._loop.call_at(
+            call.deadline, self._overdue, call.key, call.words
+        )
+        self._drawing.append(running)
+        self.draw()
+        for sender, hop in self._early.pop(call.key, ()):
+            self._early_bytes -= _nbytes(hop)
+            self._deliver(running, sender, hop)
+        # Not before all that came early was taken: who has left may have sent it.
+        if self._owner.leavers and call.key in self.running:
+            self._owner.check_left(running)
+
+    def hop(self, sender: int, hop: Hop) -> None:
+        """Part of a call arrived from a rank."""
+        running = self.running.get(hop.call)
+        if running is not None:
+            self._take(running, sender, hop)
+        elif self._owner.broken is None and not self._is_over(hop.call):
+            self._keep(sender, hop)
+        else:
+            self._counts["late hops"] += 1
+
+    def draw(self) -> None:
+        """Makes first hops, as fast as the lines take them, oldest call first."""
+        if self._is_drawing or not self._drawing:
+            return
+        self._is_drawing = True  # sending flushes, and what is flushed draws
+        try:
+            while self._drawing:
+                running = self._drawing[0]
+                if not self._draw_from(running):
+                    return
+                if self._drawing and self._drawing[0] is running:
+                    self._drawing.popleft()
+                running.draws = None
+                if running.progress.is_done and self._owner.broken is None:
+                    self._end(running, None)
+        finally:
+            self._is_drawing = False
+
+    def state(self, key: int) -> CallState | None:
+        """How far a call is, None if it is not under way and has not been."""
+        running = self.running.get(key)
+        if running is not None:
+            return CallState(running.call.words, running.waits, False, False)
+        if self._is_over(key):
+            is_broken = self._owner.broken is not None
+            return CallState(self._over.get(key, FORGOTTEN), [], True, is_broken)
+        return None
+
+    def fail(self, error: Callable[[], Exception]) -> None:
+        """All that is under way fails, each with an error of its own."""
+        self._early.clear()
+        self._drawing.clear()
+        for running in list(self.running.values()):
+            self._end(running, error())
+
+    def _keep(self, sender: int, hop: Hop) -> None:
+        self._early.setdefault(hop.call, []).append((sender, hop))
+        self._early_bytes += _nbytes(hop)
+        if self._early_bytes > EARLY:
+            owner = self._owner
+            error = BusyError(
+                f"{owner.title}: {self._early_bytes >> 20} MiB arrived, the last of "
+                f"them from {owner.name(sender)}, for calls that "
+                f"{owner.name(owner.rank)} has not made yet; it keeps {EARLY >> 20} "
+                "MiB of such. If it is only late, call barrier() on all ranks before "
+                "calls that send so much (a broadcast after loading, say); else the "
+                "ranks do not make the same calls"
+            )
+            owner.abort(error, hop.call)
+
+    def _take(self, running: Running, sender: int, hop: Hop) -> None:
+        self._deliver(running, sender, hop)
+        if self._owner.leavers and running.call.key in self.running:
+            self._owner.check_left(running)
+
+    def _deliver(self, running: Running, sender: int, hop: Hop) -> None:
+        if running.call.key not in self.running:
+            return  # an earlier hop has ended it
+        if hop.about != running.call.about:
+            self._owner.differs(running.call, sender)
+            return
+        try:
+            sends = running.progress.arrived(hop.place, hop.arrays[0])
+        except ProtocolError as error:
+            owner = self._owner
+            why = f"{owner.said(running.call)}: {owner.name(sender)}: {error}"
+            owner.abort(ProtocolError(why), hop.call)
+            return
+        if sends:
+            self._send(running, sends)
+        if running.draws is None and running.progress.is_done:
+            self._end(running, None)
+
+    def _send(self, running: Running, sends: Sequence[Send]) -> None:
+        call, ranks = running.call, running.ranks
+        for peer, place, data in sends:
+            hop = Hop(self._ticket, call.key, place, call.about, (data,))
+            try:
+                self._mesh.send(ranks[peer], hop)
+            except BusyError as error:
+                self._owner.abort(error, call.key)
+                return
+
+    def _draw_from(self, running: Running) -> bool:
+        """Whether the call has no more first hops."""
+        assert running.draws is not None
+        for send in running.draws:
+            self._send(running, (send,))
+            if self._mesh.backlog(running.ranks[send.peer]) >= BACKLOG:
+                return False
+        return True
+
+    def _end(self, running: Running, error: Exception | None) -> None:
+        key = running.call.key
+        if self.running.pop(key, None) is None:
+            return
+        if running.timer is not None:
+            running.timer.cancel()
+        self._over[key] = running.call.words
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+        running.ended(error)
+
+    def _is_over(self, key: int) -> bool:
+        number = number_of(key)
+        if key in self._over:
+            return True
+        if not number:  # the forming call, or one with a tag
+            return False
+        return number <= self._owner.calls and number not in self._owner.begun
+
+    def _overdue(self, key: int, words: str) -> None:
+        running = self.running.get(key)
+        if running is not None:
+            self._owner.overdue(running.call, running.waits)
+
+    def _compressor_of(self, call: CollectiveCall) -> Compressor | None:
+        name = call.compression
+        if name is None:
+            return None
+        if name not in self._compressors:
+            self._compressors[name] = Compressor(Compression.of(name))
+        return self._compressors[name]
+
+
+def _choices_of(formed: GroupFormed) -> Choices:
+    try:
+        return choices_from(formed.choices)
+    except ValueError as error:
+        raise ProtocolError(f"rank 0's table of algorithms: {error}") from error
+
+
+def _nbytes(hop: Hop) -> int:
+    return sum([array.nbytes for array in hop.arrays])

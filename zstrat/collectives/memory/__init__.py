@@ -1,0 +1,3 @@
+"""Collectives of ranks on one host, in memory that they share."""
+
+from __future__ import annotations

@@ -1,0 +1,181 @@
+"""Ranks of one host go from step to step together.
+
+Every rank counts its steps in a word of its own memory that the others see. Before a
+step a rank writes into its own room (`_segment`), then it posts the step, waits until
+all others have posted it, and reads their rooms. There are two rooms, taken in turn.
+The one law, from which every collective here is safe whatever was called before it:
+
+    the room of step s is read by others only before they post step s + 1.
+
+So whoever has seen all post s + 1 may write the room of step s + 2, which is that of
+step s. All ranks make the same calls of the same sizes, hence the same steps; what is
+called is compared at the first step of each call.
+
+A wait looks for a moment, as the others are mostly just as far (`_futex`), and then
+sleeps on the word of whom it waits for. Who dies wakes nobody: `abort` does, told by
+messages.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from zstrat.collectives._engine import Differs, Overdue
+from zstrat.errors import ClosedError
+
+from ._futex import Patience, fence, sleep_while, wake
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_NAP: Final = 1.0
+"""Seconds of the longest sleep. Ctrl-C just before the system call does not end it, as
+Python runs handlers of signals between its own instructions: then it waits for this."""
+
+_RING_AGAIN: Final = 0.001
+"""Seconds: some hundred times what a thread needs from its last look to its sleep."""
+
+
+class ControlWords(NamedTuple):
+    """The control words of a rank: ``words[0]`` the last step it has posted,
+    ``words[1]`` and ``words[2]`` what it calls, in turn. At ``address``."""
+
+    rank: int
+    words: memoryview
+    address: int
+
+
+class ShmBarrier:
+    """One rank's way from step to step, on one thread; `abort` and `waits` on any."""
+
+    def __init__(
+        self, mine: ControlWords, others: Sequence[ControlWords], cores: int
+    ) -> None:
+        self._mine, self._others = mine, tuple(others)
+        self._patience = Patience(is_crowded=len(others) >= cores)
+        self.step = 0
+        """The last step that this rank has posted; its parity tells the room."""
+        self._calls, self._about, self._is_checked = 0, 0, True
+        self._deadline = math.inf
+        self._error: Exception | None = None
+        self._asleep: ControlWords | None = None
+
+    @contextmanager
+    def call(self, about: int, deadline: float) -> Iterator[None]:
+        """One call, of which ``about`` is a digest. What cuts it off ends the meeting:
+        this rank and the others no longer are at the same step.
+
+        Raises:
+            Exception: What ended the meeting before.
+        """
+        if self._error is not None:
+            raise self._error
+        # In turn: a rank that is ahead by a call must not change what others compare.
+        # It cannot be ahead by two, as every call has a step.
+        self._calls += 1
+        self._mine.words[1 + self._calls % 2] = about
+        self._about, self._is_checked, self._deadline = about, False, deadline
+        try:
+            yield
+        except Exception as error:  # to the caller, and to every call after it
+            self._error = self._error or error
+            raise
+        except BaseException as error:  # Ctrl-C in a blocking call
+            self._error = ClosedError(f"a call was cut off by {type(error).__name__}")
+            raise
+
+    def post(self) -> None:
+        """This rank's room is written; the next one may be written after `wait`."""
+        self.step += 1
+        fence()
+        self._mine.words[0] = self.step
+        wake(self._mine.address)
+
+    def wait(self) -> None:
+        """Until all others have posted this step.
+
+        Raises:
+            Overdue: They have not by the deadline of the call.
+            Differs: A rank calls something else.
+            Exception: What `abort` was given.
+        """
+        for line in self._others:
+            if line.words[0] < self.step:
+                self._wait_for(line)
+        fence()
+        if not self._is_checked:
+            self._check()
+
+    def meet(self) -> None:
+        """`post` and `wait`."""
+        self.post()
+        self.wait()
+
+    def waits(self) -> tuple[int, ...]:
+        """Ranks that are not as far as this one has posted. From any thread."""
+        posted = self._mine.words[0]
+        return tuple(line.rank for line in self._others if line.words[0] < posted)
+
+    def abort(self, error: Exception) -> None:
+        """From any thread: calls, the one that waits too, raise ``error`` or what came
+        before it."""
+        self._error = self._error or error
+        line = self._asleep
+        if line is not None:
+            ring = threading.Thread(
+                target=self._ring, args=(line,), name="zstrat-ring", daemon=True
+            )
+            ring.start()
+
+    def _ring(self, line: ControlWords) -> None:
+        """Wakes who sleeps on ``line`` until it has heard.
+
+        Between its last look at the error and its sleep nobody can reach it: the word
+        is another rank's, and only a change of it would keep it awake.
+        """
+        heard = threading.Event()  # nobody sets it: a pause that needs no clock
+        while self._asleep is line:
+            wake(line.address)
+            heard.wait(_RING_AGAIN)
+
+    def _wait_for(self, line: ControlWords) -> None:
+        looks = self._patience.looks()
+        if looks and self._look(line, looks):
+            return
+        words, step = line.words, self.step
+        try:
+            while (posted := words[0]) < step:
+                self._asleep = line  # before the look at the error: see `abort`
+                if self._error is not None:
+                    raise self._error
+                now = time.monotonic()
+                if now >= self._deadline:
+                    raise Overdue(self.waits())
+                until = min(self._deadline, now + _NAP)
+                sleep_while(line.address, posted, until)
+        finally:
+            self._asleep = None
+
+    def _look(self, line: ControlWords, looks: int) -> bool:
+        words, step, yields = line.words, self.step, self._patience.yields
+        started, arrived = time.monotonic(), False
+        for _ in range(looks):
+            if words[0] >= step:
+                arrived = True
+                break
+            if yields:
+                os.sched_yield()
+        self._patience.ended(arrived, time.monotonic() - started)
+        return arrived
+
+    def _check(self) -> None:
+        self._is_checked = True
+        for line in self._others:
+            about = line.words[1 + self._calls % 2]
+            if about != self._about:
+                raise Differs(line.rank, about)

@@ -1,0 +1,248 @@
+"""Collectives of ranks that all run on one host, through the memory that they share.
+
+A call is a row of steps (`_barrier`): write what the others need of this rank into its
+room, meet, read the others' rooms. What is larger than a room goes chunk by chunk, so
+that both the memory and the cache that a call needs are bounded.
+
+Reductions are made in the order of ranks, each element by one rank or by all alike, so
+all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ._barrier import ShmBarrier
+from ._segment import ROOM
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.collectives._reduction import Reduction
+
+    from ._segment import RankMemory
+
+SMALL: Final = 64 * 1024
+"""Bytes up to which every rank reads all and reduces for itself: one step, not two."""
+
+_LINE: Final = 64  # bytes: ranks write no cache line in common
+
+_BLOCK: Final = 32 * 1024
+"""Elements whose sum in f32 stays in the cache until it is rounded."""
+
+
+class Rooms:
+    """The ranks of one host at their steps. ``place`` is a rank's place among them."""
+
+    def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:
+        self.place, self.size = place, len(segments)
+        self._rooms = [segment.rooms for segment in segments]
+        others = [each.line for i, each in enumerate(segments) if i != place]
+        self.meeting = ShmBarrier(segments[place].line, others, cores)
+
+    def own(self, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
+        """Where this rank writes for the next step: ``count`` elements."""
+        room = self._rooms[self.place][(self.meeting.step + 1) & 1]
+        return _part(room, dtype, count, start)
+
+    def of(self, place: int, dtype: np.dtype, count: int, start: int = 0) -> np.ndarray:
+        """What a rank wrote for the step that this rank has met."""
+        room = self._rooms[place][self.meeting.step & 1]
+        return _part(room, dtype, count, start)
+
+    def all_reduce(
+        self, reduction: Reduction, source: np.ndarray, target: np.ndarray
+    ) -> None:
+        """``target`` becomes the reduction of all sources; it may be ``source``.
+
+        Cost: one step, in which each rank reads all, up to `SMALL` bytes; else two
+        a chunk, in which each copies the chunk in and out once but for its share.
+        """
+        if source.nbytes <= SMALL:
+            self._reduce_at_once(reduction, source, target)
+            return
+        chunk = ROOM // source.itemsize
+        for start in range(0, source.size, chunk):
+            end = min(start + chunk, source.size)
+            self._reduce_chunk(reduction, source[start:end], target[start:end])
+
+    def reduce(
+        self, reduction: Reduction, source: np.ndarray, target: np.ndarray
+    ) -> None:
+        """The first rank's ``target``, of the accumulator's dtype, becomes the
+        reduction of all sources; that of other ranks is not touched.
+
+        Cost: two steps a chunk; each rank copies it in, the first one also out.
+        """
+        chunk = ROOM // reduction.accumulator.itemsize
+        for start in range(0, max(source.size, 1), chunk):
+            end = min(start + chunk, source.size)
+            bounds = self._reduce_shares(reduction, source[start:end])
+            self.meeting.meet()
+            if self.place == 0:
+                self._take_shares(bounds, target[start:end])
+
+    def broadcast(self, root: int, source: np.ndarray, target: np.ndarray) -> None:
+        """``target`` becomes the ``source`` of the rank at place ``root``, where both
+        may be the same. Cost: a step a chunk; each rank copies once."""
+        dtype, chunk = source.dtype, ROOM // source.itemsize
+        for start in range(0, max(source.size, 1), chunk):
+            end = min(start + chunk, source.size)
+            if self.place == root:
+                self.own(dtype, end - start)[...] = source[start:end]
+                self.meeting.post()
+                if target is not source:
+                    target[start:end] = source[start:end]
+                self.meeting.wait()
+            else:
+                self.meeting.meet()
+                target[start:end] = self.of(root, dtype, end - start)
+
+    def all_gather(
+        self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray
+    ) -> None:
+        """``target`` becomes all sources, in the order of places.
+
+        Cost: a step a chunk of the largest source; each rank reads all others'.
+        """
+        dtype, chunk = source.dtype, ROOM // source.itemsize
+        for done in range(0, max(*sizes, 1), chunk):
+            mine = source[done : done + chunk]
+            self.own(dtype, mine.size)[...] = mine
+            self.meeting.meet()
+            for place, piece in enumerate(_pieces(target, sizes, done, chunk)):
+                piece[...] = self.of(place, dtype, piece.size)
+
+    def reduce_scatter(
+        self,
+        reduction: Reduction,
+        sizes: Sequence[int],
+        source: np.ndarray,
+        target: np.ndarray,
+    ) -> None:
+        """``target`` becomes this rank's block of the reduction of all sources.
+
+        Cost: a step a chunk of the largest block; each rank copies its source in once.
+        """
+        dtype, chunk = source.dtype, self._share(source.dtype)
+        first = self.place * chunk
+        for done in range(0, max(*sizes, 1), chunk):
+            for place, piece in enumerate(_pieces(source, sizes, done, chunk)):
+                self.own(dtype, piece.size, place * chunk)[...] = piece
+            self.meeting.meet()
+            mine = target[done : done + chunk]
+            parts = [self.of(i, dtype, mine.size, first) for i in range(self.size)]
+            _reduce(reduction, parts, mine)
+
+    def all_to_all(
+        self, sizes: Sequence[int], source: np.ndarray, target: np.ndarray
+    ) -> None:
+        """``target`` becomes the blocks for this rank, in the order of places;
+        ``sizes`` are those of the blocks from i to j, row by row.
+
+        Cost: a step a chunk of the largest block; each rank copies in and out once.
+        """
+        dtype, chunk = source.dtype, self._share(source.dtype)
+        row = sizes[self.place * self.size : (self.place + 1) * self.size]
+        column = sizes[self.place :: self.size]
+        first = self.place * chunk
+        for done in range(0, max(*sizes, 1), chunk):
+            for place, piece in enumerate(_pieces(source, row, done, chunk)):
+                self.own(dtype, piece.size, place * chunk)[...] = piece
+            self.meeting.meet()
+            for place, piece in enumerate(_pieces(target, column, done, chunk)):
+                piece[...] = self.of(place, dtype, piece.size, first)
+
+    def _reduce_at_once(
+        self, reduction: Reduction, source: np.ndarray, target: np.ndarray
+    ) -> None:
+        self.own(source.dtype, source.size)[...] = source
+        self.meeting.meet()
+        # All from the rooms: an in-place call overwrites its own source on the way.
+        parts = [self.of(i, source.dtype, source.size) for i in range(self.size)]
+        _reduce(reduction, parts, target)
+
+    def _reduce_chunk(
+        self, reduction: Reduction, source: np.ndarray, target: np.ndarray
+    ) -> None:
+        bounds = self._reduce_shares(reduction, source)
+        low, high = bounds[self.place], bounds[self.place + 1]
+        result = self.own(target.dtype, high - low)
+        self.meeting.post()
+        target[low:high] = result
+        self.meeting.wait()
+        self._take_shares(bounds, target, besides=self.place)
+
+    def _reduce_shares(self, reduction: Reduction, source: np.ndarray) -> list[int]:
+        """A step, after which each rank has its share of the result in its next room;
+        where the shares begin and end."""
+        dtype, count = source.dtype, source.size
+        bounds = _shares(count, self.size, _LINE // reduction.dtype.itemsize)
+        low, high = bounds[self.place], bounds[self.place + 1]
+        # Nobody reads this rank's own share but itself.
+        self.own(dtype, low)[...] = source[:low]
+        self.own(dtype, count - high, high)[...] = source[high:]
+        self.meeting.meet()
+        parts = [
+            source[low:high]
+            if place == self.place
+            else self.of(place, dtype, high - low, low)
+            for place in range(self.size)
+        ]
+        _reduce(reduction, parts, self.own(reduction.dtype, high - low))
+        return bounds
+
+    def _take_shares(
+        self, bounds: Sequence[int], target: np.ndarray, besides: int = -1
+    ) -> None:
+        """Copies what `_reduce_shares` has left, but for the share of one rank."""
+        for place, (low, high) in enumerate(pairwise(bounds)):
+            if place != besides:
+                target[low:high] = self.of(place, target.dtype, high - low)
+
+    def _share(self, dtype: np.dtype) -> int:
+        """Elements of a room that are one rank's when all ranks share it."""
+        return ROOM // self.size // _LINE * (_LINE // dtype.itemsize)
+
+
+def _part(room: np.ndarray, dtype: np.dtype, count: int, start: int) -> np.ndarray:
+    size = dtype.itemsize
+    return room[start * size : (start + count) * size].view(dtype)
+
+
+def _pieces(
+    array: np.ndarray, sizes: Sequence[int], done: int, chunk: int
+) -> Iterator[np.ndarray]:
+    """The next ``chunk`` elements, or what is left, of each block of ``array``."""
+    start = 0
+    for size in sizes:
+        yield array[start + min(done, size) : start + min(done + chunk, size)]
+        start += size
+
+
+def _shares(count: int, size: int, step: int) -> list[int]:
+    """Where the shares of ``size`` ranks begin and end: at multiples of ``step``."""
+    share = -(-count // (size * step)) * step
+    return [min(i * share, count) for i in range(size + 1)]
+
+
+def _reduce(reduction: Reduction, parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """``out`` becomes the finished reduction of ``parts``, in their order."""
+    step = _BLOCK if reduction.rounds else max(out.size, 1)
+    for start in range(0, out.size, step):
+        end = start + step
+        block = out[start:end]
+        total, *rest = (part[start:end] for part in parts)
+        if rest:
+            into = (
+                np.empty(block.size, reduction.accumulator)
+                if reduction.rounds
+                else block
+            )
+            for more in rest:
+                reduction.reduce(total, more, into)
+                total = into
+        reduction.finish(total, block)

@@ -1,0 +1,291 @@
+"""One block of a call under way: its memory, its chunks, how far each of them is.
+
+What one rank has of a chunk: what goes out of it, and what becomes of what comes in.
+
+Arrays are reduced from the memory that they were received in.
+
+**Which memory is sent.** A sender does not hear when its bytes have left, so it may
+send only what nobody changes afterwards: a frame as it was received; a private copy of
+the chunk, made while it is in the cache; or memory of the call (the user's own) if this
+rank later takes the block as finished, for then all whom it was sent to have had it
+before (the last law of `Schedule`).
+
+**What is sent.** A contribution travels in its own dtype, a partial sum in that of the
+accumulator, a finished block in that of the result. Contribution and result have the
+same length; the receiver tells them from a partial sum by the length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from zstrat.collectives._reduction import narrow
+from zstrat.errors import ProtocolError
+
+from ._schedule import Act
+
+if TYPE_CHECKING:
+    from zstrat.collectives._reduction import Reduction
+
+    from ._schedule import Action
+
+CHUNKS: Final = 2**20
+"""Chunks of a block, at most: the place of a hop on the wire is the schedule's place
+times this, plus the chunk. With chunks of 1 MiB a block may have a tebibyte."""
+
+_GRAIN: Final = 64
+"""Chunks hold a multiple of so many elements: vector units like it."""
+
+_ENDS: Final = (Act.TAKE, Act.FINISH)
+
+
+class Block:
+    """The actions on one block, and how far each of its chunks is."""
+
+    __slots__ = (
+        "actions",
+        "at",
+        "count",
+        "forwards",
+        "have",
+        "is_direct",
+        "is_same",
+        "is_taken",
+        "number",
+        "result",
+        "source",
+        "step",
+        "turn",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        actions: tuple[Action, ...],
+        source: np.ndarray | None,
+        result: np.ndarray | None,
+    ) -> None:
+        acts = [action.act for action in actions]
+        some = source if source is not None else result
+        self.number, self.actions = number, actions
+        self.source, self.result = source, result
+        self.count = 0 if some is None else len(some)
+        self.turn = next((i for i, act in enumerate(acts) if act in _ENDS), len(acts))
+        """The action that makes it finished."""
+        self.forwards = Act.SEND in acts[self.turn :]
+        """It is sent once it is finished."""
+        self.is_taken = Act.TAKE in acts
+        """It comes back as finished: until then it may be sent from live memory."""
+        self.is_same = _is_same(source, result)
+        self.is_direct = False
+        """Partial sums are made where the result goes."""
+        self.step = 0
+        """Elements per chunk."""
+        self.at: list[int] = []
+        """The action that each chunk stands before; -1: it has not begun."""
+        self.have: list[np.ndarray | None] = []
+        """What this rank has of each chunk, once it is not the source any more. Of a
+        finished chunk: what is sent on, if anything is."""
+
+    def cut(self, elements: int) -> int:
+        """Cuts it into chunks of at most so many elements; how many there are."""
+        self.step, chunks = cut(self.count, elements)
+        self.at, self.have = [-1] * chunks, [None] * chunks
+        return chunks
+
+    def part(self, of: np.ndarray, chunk: int) -> np.ndarray:
+        """The elements of a chunk."""
+        start = chunk * self.step
+        return of[start : min(start + self.step, self.count)]
+
+
+def cut(count: int, elements: int) -> tuple[int, int]:
+    """Chunks of ``count`` elements, at most ``elements`` (or `_GRAIN`) in each, alike
+    but for the last: elements per chunk, and how many chunks; of nothing one."""
+    chunks = -(-count // elements) or 1
+    step = -(-count // chunks)
+    step = -(-step // _GRAIN) * _GRAIN or _GRAIN
+    return step, -(-count // step) or 1
+
+
+def _is_same(source: np.ndarray | None, result: np.ndarray | None) -> bool:
+    if source is None or result is None:
+        return False
+    return source is result or source.ctypes.data == result.ctypes.data
+
+
+_REDUCE: Final = Act.REDUCE
+
+
+class Codec(Protocol):
+    """How values are made smaller for the wire.
+
+    ``place`` names the same part of the same call every time that the call is made, so
+    that a codec can add next time what it left out this time.
+    """
+
+    def encode(self, place: int, values: np.ndarray) -> np.ndarray:
+        """``values`` ``[n]`` as bytes, in new memory."""
+
+    def decode(self, data: np.ndarray, count: int) -> np.ndarray:
+        """Bytes as values ``[count]`` of the accumulator's dtype, in new memory.
+
+        Raises:
+            ProtocolError: So many values are not encoded as such bytes.
+        """
+
+
+class Values:
+    """The arithmetic of one call on its blocks; see `Progress` for the arguments.
+
+    ``places`` is that of the schedule: what a codec encodes last is named beyond it.
+    """
+
+    __slots__ = ("_codec", "_frozen", "_places", "_reduction")
+
+    def __init__(
+        self,
+        reduction: Reduction | None,
+        codec: Codec | None,
+        frozen: bool,
+        places: int,
+    ) -> None:
+        self._reduction, self._codec, self._frozen = reduction, codec, frozen
+        self._places = places
+
+    def prepare(self, block: Block) -> int:
+        """Decides where partial sums of a block are made; bytes per element on the
+        wire, at most."""
+        some = block.source if block.source is not None else block.result
+        width = 1 if some is None else some.itemsize
+        block.is_direct = block.result is not None
+        if self._reduction is not None:
+            width = self._reduction.accumulator.itemsize
+            block.is_direct &= not self._reduction.rounds
+        # What was encoded is sent from memory of its own.
+        block.is_direct &= (
+            block.is_taken or not block.forwards or self._codec is not None
+        )
+        return width
+
+    def outgoing(self, block: Block, chunk: int, place: int) -> np.ndarray:
+        """What this rank has of a chunk, as bytes to send."""
+        have = block.have[chunk]
+        if block.at[chunk] > block.turn:
+            assert have is not None
+            return have.view(np.uint8)
+        values = self._latest(block, chunk)
+        if self._codec is not None:
+            return self._codec.encode(place, self._wide(values))
+        if have is None and not (block.is_taken or self._frozen):
+            values = values.copy()
+        return values.view(np.uint8)
+
+    def receive(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
+        """Reduces or takes what came for a chunk.
+
+        Raises:
+            ProtocolError: It has not so many bytes.
+        """
+        if block.actions[block.at[chunk]].act is _REDUCE:
+            self._reduce(block, chunk, place, data)
+        else:
+            if block.result is not None:
+                result = block.part(block.result, chunk)
+                self._take(data, result, place)
+            if block.forwards:
+                block.have[chunk] = data
+
+    def finish(self, block: Block, chunk: int) -> None:
+        """Makes the final values of a chunk."""
+        have = block.have[chunk]
+        result = None if block.result is None else block.part(block.result, chunk)
+        if not block.forwards:
+            if result is not None:
+                values = self._latest(block, chunk)
+                direct = have is not None and block.is_direct
+                self._conclude(values, values if direct else result)
+            return
+        finished = self._finished(block, chunk)
+        if self._codec is not None:
+            place = (self._places + block.number) * CHUNKS + chunk
+            block.have[chunk] = data = self._codec.encode(place, self._wide(finished))
+            if result is not None:
+                self._take(data, result, place)  # as all others will have it
+            return
+        block.have[chunk] = finished
+        if result is not None and not (block.is_same and self._reduction is None):
+            result[...] = finished
+
+    def _take(self, data: np.ndarray, result: np.ndarray, place: int) -> None:
+        if self._codec is not None:
+            narrow(self._codec.decode(data, len(result)), result)
+            return
+        if data.nbytes != result.nbytes:
+            raise _wrong_length(place, data, result.nbytes)
+        result[...] = data.view(result.dtype)
+
+    def _reduce(self, block: Block, chunk: int, place: int, data: np.ndarray) -> None:
+        assert self._reduction is not None
+        assert block.source is not None
+        have = block.have[chunk]
+        some = block.part(block.source, chunk) if have is None else have
+        more = self._incoming(place, data, len(some))
+        if have is None:
+            if block.is_direct:
+                assert block.result is not None
+                have = block.part(block.result, chunk)
+            else:
+                have = np.empty(len(some), self._reduction.accumulator)
+            block.have[chunk] = have
+        self._reduction.reduce(some, more, have)
+
+    def _incoming(self, place: int, data: np.ndarray, count: int) -> np.ndarray:
+        """A contribution or partial sum, from the wire."""
+        assert self._reduction is not None
+        if self._codec is not None:
+            return self._codec.decode(data, count)
+        for dtype in (self._reduction.accumulator, self._reduction.dtype):
+            if data.nbytes == count * dtype.itemsize:
+                return data.view(dtype)
+        raise _wrong_length(place, data, count * self._reduction.accumulator.itemsize)
+
+    def _finished(self, block: Block, chunk: int) -> np.ndarray:
+        """The final values, in memory that nobody changes."""
+        values = self._latest(block, chunk)
+        if self._reduction is None:
+            return values if self._frozen else values.copy()
+        if block.have[chunk] is not None and not self._reduction.rounds:
+            finished = values
+        else:
+            finished = np.empty(len(values), self._reduction.dtype)
+        self._reduction.finish(values, finished)
+        return finished
+
+    def _conclude(self, values: np.ndarray, result: np.ndarray) -> None:
+        if self._reduction is not None:
+            self._reduction.finish(values, result)
+        elif values.ctypes.data != result.ctypes.data:
+            result[...] = values
+
+    def _latest(self, block: Block, chunk: int) -> np.ndarray:
+        have = block.have[chunk]
+        if have is not None:
+            return have
+        assert block.source is not None
+        return block.part(block.source, chunk)
+
+    def _wide(self, values: np.ndarray) -> np.ndarray:
+        """What a codec is given."""
+        reduction = self._reduction
+        return values if reduction is None else reduction.widened(values)
+
+
+def _wrong_length(place: int, data: np.ndarray, expected: int) -> ProtocolError:
+    number, chunk = divmod(place, CHUNKS)
+    return ProtocolError(
+        f"hop {number}, chunk {chunk} has {data.nbytes} bytes, expected {expected}: "
+        "the ranks call with different sizes, dtypes or chunks"
+    )

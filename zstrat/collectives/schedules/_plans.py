@@ -1,0 +1,157 @@
+"""From a call to what one rank does: schedule, blocks, chunks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Final, assert_never
+
+import numpy as np
+
+from zstrat.collectives._engine import CallKind, CollectiveCall
+from zstrat.collectives._reduction import Reduction, reduction_of
+from zstrat.config import MiB
+
+from ._algorithms import algorithm_named
+from ._choice import Choices
+from ._progress import ScheduleProgress, parts
+
+if TYPE_CHECKING:
+    from zstrat.collectives._compression import Compressor
+
+    from ._chunks import Codec
+    from ._schedule import Schedule
+
+_EXPERIENCE: Final = Choices()
+
+_NOTHING: Final = np.empty(0, np.uint8)
+
+_WHOLE: Final = 512 * 1024
+"""Blocks of so many bytes are not cut: a hop costs its ranks more than the overlap of
+two halves gains."""
+
+_TRICKY: Final = 256 * 1024
+"""Largest chunk that is compressed: the loop does it, and has other things to do."""
+
+
+def progress_of(
+    call: CollectiveCall,
+    rank: int,
+    size: int,
+    *,
+    one_host: bool = False,
+    compressor: Compressor | None = None,
+    choices: Choices = _EXPERIENCE,
+) -> ScheduleProgress:
+    """What rank ``rank`` of ``size`` does in a call.
+
+    Args:
+        one_host: All ranks are on one machine, and share its cores.
+        choices: The group's table of algorithms.
+
+    Raises:
+        TypeError, ValueError: The call cannot be made, in words for its caller.
+    """
+    algorithm = _algorithm(call, choices, size, one_host)
+    schedule = _made(call.kind, algorithm, call.root, rank, size)
+    reduction = codec = None
+    if call.kind in (CallKind.ALL_REDUCE, CallKind.REDUCE_SCATTER):
+        reduction = reduction_of(call.op, call.source.dtype, size)
+        codec = _codec(call, compressor, reduction)
+    sources, results = _blocks(call, rank, size, len(schedule.blocks))
+    largest = max(
+        (each.nbytes for each in (*sources, *results) if each is not None), default=0
+    )
+    if call.kind is CallKind.ALL_TO_ALL:  # each rank sees but its own row and column
+        largest = max(call.sizes) * call.source.itemsize
+    chunk = chunk_of(largest)
+    return ScheduleProgress(
+        schedule,
+        sources,
+        results,
+        reduction=reduction,
+        codec=codec,
+        chunk_bytes=chunk if codec is None else min(chunk, _TRICKY),
+        frozen=call.is_frozen,
+    )
+
+
+def checked_algorithm(kind: CallKind, name: str | None) -> None:
+    """Raises: ValueError: There is no such algorithm for the call; says which."""
+    if name not in (None, "auto"):
+        algorithm_named(kind.value, name)
+
+
+def _algorithm(
+    call: CollectiveCall, choices: Choices, size: int, one_host: bool
+) -> str:
+    if call.algorithm not in (None, "auto"):
+        return call.algorithm
+    whole = max(call.source.nbytes, call.target.nbytes)
+    return choices.choose(call.kind.value, whole, size, one_host)
+
+
+def _codec(
+    call: CollectiveCall, compressor: Compressor | None, reduction: Reduction
+) -> Codec | None:
+    if compressor is None:
+        return None
+    return compressor.codec(call.place, reduction)
+
+
+Blocks = tuple[Sequence[np.ndarray | None], Sequence[np.ndarray | None]]
+
+
+def _blocks(call: CollectiveCall, rank: int, size: int, count: int) -> Blocks:
+    """Sources and results of a schedule of ``count`` blocks."""
+    match call.kind:
+        case CallKind.ALL_REDUCE:
+            return parts(call.source, count), parts(call.target, count)
+        case CallKind.REDUCE_SCATTER:
+            return split(call.source, call.sizes), _only(rank, size, call.target)
+        case CallKind.ALL_GATHER:
+            return _only(rank, size, call.source), split(call.target, call.sizes)
+        case CallKind.BROADCAST:
+            results = parts(call.target, count)
+            if rank == call.root:
+                return parts(call.source, count), results
+            return [None] * count, results
+        case CallKind.ALL_TO_ALL:
+            return _crossing(call, rank, size)
+        case CallKind.BARRIER:
+            return [_NOTHING], [None]
+        case _:
+            assert_never(call.kind)
+
+
+def _only(at: int, count: int, block: np.ndarray) -> list[np.ndarray | None]:
+    blocks: list[np.ndarray | None] = [None] * count
+    blocks[at] = block
+    return blocks
+
+
+def _crossing(call: CollectiveCall, rank: int, size: int) -> Blocks:
+    sources: list[np.ndarray | None] = [None] * (size * size)
+    results: list[np.ndarray | None] = [None] * (size * size)
+    row, column = slice(rank * size, (rank + 1) * size), slice(rank, None, size)
+    sources[row] = split(call.source, call.sizes[row])
+    results[column] = split(call.target, call.sizes[column])
+    return sources, results
+
+
+def chunk_of(block: int) -> int:
+    """Bytes per chunk for blocks of at most so many: enough chunks to keep lines and
+    ranks busy, none so small that its price matters."""
+    return MiB if block <= _WHOLE else min(max(block // 4, _WHOLE), MiB)
+
+
+def split(flat: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """Neighbouring views of ``flat`` ``[sum(sizes)]``."""
+    ends = accumulate(sizes, initial=0)
+    return [flat[start:end] for start, end in pairwise(ends)]
+
+
+@cache
+def _made(kind: CallKind, algorithm: str, root: int, rank: int, size: int) -> Schedule:
+    return algorithm_named(kind.value, algorithm).rooted(root)(rank, size)

@@ -1,0 +1,417 @@
+"""One task of the cluster, kept in our session.
+
+A lane holds the link to one worker or parameter server and opens the session on it each
+time the link (re)opens: again with a growing pause while another coordinator that is
+still alive holds the task, and while a previous coordinator's death is not yet noticed.
+It runs on the loop thread and has no task of its own: futures and timers call it back.
+
+A task with one life (a parameter server) keeps what is ours over a cut line and over
+our own absence. So nobody is told of its loss while it may come back with all of it: it
+is asked whether the session goes on, in silence.
+
+The law of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate.
+
+Says who is awaited while a program connects, so that nobody looks at silence.
+
+The law of this file: one warning names all tasks that are awaited; it comes after
+`FIRST_WORD` seconds and then every `NEXT_WORD`, and never after `stop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import (
+    BusyError,
+    ClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    ZstratError,
+)
+from zstrat.wire import (
+    Hello,
+    JoinSession,
+    LayoutMessage,
+    Message,
+    OpenSession,
+    SessionOpened,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.ps import ServerLine
+
+log = logging.getLogger("zstrat.coordinator")
+
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
+
+
+class TaskLink(Protocol):
+    """What a lane needs of `zstrat.transport.Link`."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def is_refused(self) -> bool: ...
+
+    @property
+    def peer(self) -> Hello | None: ...
+
+    def start(self) -> None: ...
+
+    async def wait_open(self, deadline: float) -> Hello: ...
+
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]: ...
+
+    def notify(self, message: Message) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class MakeTaskLink(Protocol):
+    """Makes the link to one task; it is not started yet."""
+
+    def __call__(
+        self,
+        address: str,
+        *,
+        name: str,
+        expect: tuple[str, int],
+        on_notice: Callable[[Message], None],
+        on_open: Callable[[Hello], None],
+        on_lost: Callable[[PeerLostError], None],
+    ) -> TaskLink: ...
+
+
+class LaneEvents(Protocol):
+    """Who is told what happens to a lane, on the loop thread."""
+
+    def ready(self, lane: TaskSession) -> None:
+        """The task is in our session."""
+        ...
+
+    def lost(self, lane: TaskSession, reason: str) -> None:
+        """It is not, any more."""
+        ...
+
+    def heard(self, lane: TaskSession, message: Message) -> None:
+        """A notice of a task that is in our session."""
+        ...
+
+
+class TaskSession:
+    """The way to one task.
+
+    Args:
+        task: Its task index.
+        index: Its place among the tasks of the job that this program knows, from 0;
+            another number than ``task`` if the cluster leaves indices out.
+        opening: What opens the session on it.
+        one_life: A task that returns with another incarnation, or from another
+            coordinator, has lost what makes it ours (a parameter server its variables),
+            and is not taken back.
+        grace: Seconds that a task with one life has to return after its link lost it.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        task: int,
+        index: int,
+        address: str,
+        opening: OpenSession | JoinSession,
+        make_link: MakeTaskLink,
+        events: LaneEvents,
+        *,
+        one_life: bool = False,
+        grace: float = 0.0,
+    ) -> None:
+        self.index, self.address = index, address
+        self.name = f"/job:{job}/task:{task}"
+        self.hello: Hello | None = None
+        self.opened: SessionOpened | None = None
+        """The answer of the task while it is in our session."""
+        self.layouts: dict[int, LayoutMessage] = {}
+        """Of results, by number: the task tells each once after it has entered, to
+        whichever coordinator of the session is there."""
+        self.refusal: ZstratError | None = None
+        """Why the session was not opened at the last attempt."""
+        self.line: ServerLine | None = None
+        """Where requests wait while the task is away."""
+        self.gone = False
+        """What the task held of ours is lost for certain."""
+        self.lives_on = False
+        """The task was lost to its connection alone: the process is the same."""
+        self._opening, self._events, self._one_life = opening, events, one_life
+        # Who was in the session need not wait for it: it is there, or gone for good.
+        self._reopening = opening
+        if isinstance(opening, JoinSession):
+            self._reopening = replace(opening, patience=0.0)
+        self._grace = grace
+        self._absence: asyncio.TimerHandle | None = None
+        self._life: int | None = None
+        """The incarnation that has something of ours."""
+        self._emptied = False
+        self._pause = FIRST_PAUSE
+        self._timer: asyncio.TimerHandle | None = None
+        self._asked: asyncio.Future[Message] | None = None
+        self._entered: asyncio.Event = asyncio.Event()
+        self._closed = False
+        self.link = make_link(
+            address,
+            name=self.name,
+            expect=(job, task),
+            on_notice=self._heard,
+            on_open=self._greeted,
+            on_lost=self._lost,
+        )
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the task is in our session now."""
+        return self.opened is not None
+
+    @property
+    def state(self) -> str:
+        """Words for how far it got."""
+        if self.is_ready:
+            return "in the session"
+        if self.refusal is not None:
+            return f"{type(self.refusal).__name__}: {self.refusal}"
+        return "connected, opens no session yet" if self.link.is_open else "no answer"
+
+    def start(self) -> None:
+        self.link.start()
+
+    async def wait_ready(self, deadline: float) -> SessionOpened:
+        """Waits until the task is in our session.
+
+        Raises:
+            DeadlineExceededError: It did not answer before ``deadline`` (loop time).
+            BusyError: It answered, but belongs to another coordinator.
+            VersionMismatchError, PermissionDeniedError: It will never take us.
+        """
+        await self.link.wait_open(deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._entered.wait()
+        except TimeoutError:
+            raise self.refusal or DeadlineExceededError(
+                f"{self.name} at {self.address} is connected, but did not open a "
+                "session in time; look at its log"
+            ) from None
+        if self.opened is None:
+            raise self.refusal or PeerLostError(self.name, "lost while it was opened")
+        return self.opened
+
+    def reopen(self, reason: str) -> None:
+        """The task says that it is not ours: enter again."""
+        if self.is_ready:
+            self._leave(reason)
+            self._ask()
+
+    def leave(self) -> None:
+        """We go: nothing is told any more."""
+        self._closed = True
+        self._stop_asking()
+        self._stop_absence()
+
+    async def close(self) -> None:
+        """Closes the link."""
+        self.leave()
+        if self.line is not None:
+            self.line.close(ClosedError(f"the link to {self.name} was closed"))
+        await self.link.close()
+
+    # ---- told by the link ------------------------------------------------------------
+
+    def _greeted(self, hello: Hello) -> None:
+        if self._closed:
+            return
+        self._stop_absence()
+        before, self.hello = self.hello, hello
+        if self.line is not None:
+            self.line.hold()
+        if not self._one_life:
+            if self.is_ready:
+                same = before is not None and before.incarnation == hello.incarnation
+                self.lives_on = same
+                self._leave("it connected anew")
+                self.lives_on = False
+        elif self._life not in (None, hello.incarnation):
+            self.gone = True
+            self._leave("it was started again, and what it held is gone")
+            return
+        elif self._emptied:
+            return
+        self._pause = FIRST_PAUSE
+        self._ask()
+
+    def _lost(self, error: PeerLostError) -> None:
+        if self._closed:
+            return
+        self._stop_asking()
+        level = logging.INFO if error.left else logging.WARNING
+        if not self._one_life or not self.is_ready:
+            self._leave(error.reason, level)
+        elif self._absence is None:
+            # A goodbye too: to a program that was stopped for long, an intact task says
+            # that it does not know it any more.
+            loop = asyncio.get_running_loop()
+            self._absence = loop.call_later(
+                self._grace, self._leave, error.reason, level
+            )
+
+    def _heard(self, message: Message) -> None:
+        if self.is_ready and not self._closed:
+            self._events.heard(self, message)
+
+    # ---- entering the session --------------------------------------------------------
+
+    def _ask(self) -> None:
+        self._stop_asking()
+        opening = self._reopening if self.is_ready else self._opening
+        self._asked = self.link.submit(opening)
+        self._asked.add_done_callback(self._answered)
+
+    def _answered(self, asked: asyncio.Future[Message]) -> None:
+        if asked.cancelled():
+            return
+        error = asked.exception()
+        if asked is not self._asked:
+            return
+        self._asked = None
+        if error is None:
+            self._enter(asked.result())
+            return
+        if isinstance(error, PeerLostError):
+            self.refusal = error  # the link opens again, and we are greeted anew
+            return
+        if self.is_ready:
+            # Who has taken it over has it emptied.
+            self.gone = self._one_life and isinstance(error, BusyError)
+            self._leave(str(error))
+        if isinstance(error, BusyError | DeadlineExceededError):
+            self._refused(error)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self._pause, self._ask)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        else:
+            words = f"{type(error).__name__}: {error}"
+            self._refused(
+                error if isinstance(error, ZstratError) else ZstratError(words)
+            )
+            self._entered.set()
+
+    def _enter(self, answer: Message) -> None:
+        assert isinstance(answer, SessionOpened), answer
+        assert self.hello is not None
+        if self._one_life and self._life is not None and not answer.resumed:
+            self._emptied = self.gone = True
+            self._leave("it served another coordinator, and what it held is gone")
+            return
+        resumed, self.opened, self.refusal = self.is_ready, answer, None
+        self.gone = False
+        if self.line is not None:
+            self.line.resume()
+        if resumed:
+            log.info("%s at %s returned with all it held", self.name, self.address)
+            return
+        self.layouts = {}
+        self._life = self.hello.incarnation
+        self._entered.set()
+        log.info("%s at %s is in the session", self.name, self.address)
+        self._events.ready(self)
+
+    def _refused(self, error: ZstratError) -> None:
+        if self.refusal is None or str(self.refusal) != str(error):
+            log.warning("%s at %s does not join: %s", self.name, self.address, error)
+        self.refusal = error
+
+    def _leave(self, reason: str, level: int = logging.WARNING) -> None:
+        if self.opened is not None:
+            words = "lost" if self.gone or not self._one_life else "no contact with"
+            log.log(level, "%s %s at %s: %s", words, self.name, self.address, reason)
+        self._stop_absence()
+        self.opened = None
+        self._entered.clear()
+        if self.line is not None:
+            self.line.lose(reason, gone=self.gone, own=not self.link.is_refused)
+        self._events.lost(self, reason)
+
+    def _stop_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.cancel()
+            self._absence = None
+
+    def _stop_asking(self) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+FIRST_WORD: Final = 2.0
+"""Seconds: all tasks of a cluster that is up answer in much less."""
+NEXT_WORD: Final = 10.0
+
+
+class Cancellable(Protocol):
+    def cancel(self) -> None: ...
+
+
+class CallLater(Protocol):
+    """`asyncio.AbstractEventLoop.call_later`."""
+
+    def __call__(
+        self, delay: float, callback: Callable[[], None], /
+    ) -> Cancellable: ...
+
+
+@final
+class Arrival:
+    """Watches the lanes of a cluster until all parameter servers and one worker are in
+    the session. On the loop thread."""
+
+    def __init__(
+        self,
+        ps: Sequence[TaskSession],
+        workers: Sequence[TaskSession],
+        call_later: CallLater,
+    ) -> None:
+        self._ps, self._workers, self._call_later = ps, workers, call_later
+        self._timer: Cancellable | None = None
+
+    def start(self) -> None:
+        self._timer = self._call_later(FIRST_WORD, self._tell)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @property
+    def awaited(self) -> list[TaskSession]:
+        """The tasks that connecting waits for now; one of the workers will do."""
+        ps = [lane for lane in self._ps if not lane.is_ready]
+        if any(lane.is_ready for lane in self._workers):
+            return ps
+        return [*ps, *self._workers]
+
+    def _tell(self) -> None:
+        awaited = [
+            f"{lane.name} at {lane.address} ({lane.state})" for lane in self.awaited
+        ]
+        if awaited:
+            log.warning("connecting: still waiting for %s", ", ".join(awaited))
+        self._timer = self._call_later(NEXT_WORD, self._tell)

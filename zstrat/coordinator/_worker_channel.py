@@ -1,0 +1,142 @@
+"""What one worker holds of ours, and how more of it gets there.
+
+Code and arguments are shipped once per connection, before the first closure that needs
+them: the order of messages on a link does the rest. The law of this file: what is in
+the sets of a seat was sent on the present connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from zstrat.errors import BusyError, ClosedError, PeerLostError, StaleSessionError
+from zstrat.wire import (
+    Batch,
+    Dispatch,
+    DropArguments,
+    DropResources,
+    DropResults,
+    Message,
+    PutArguments,
+    PutCode,
+)
+
+log = logging.getLogger("zstrat.coordinator")
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterable
+
+    from ._calls import Code, PickledArguments, ScheduledCall
+    from ._members import Member
+    from ._queue import Closure
+    from ._task_session import TaskSession
+
+
+@dataclass(slots=True, eq=False)
+class WorkerChannel:
+    """One worker, as the dispatcher sees it."""
+
+    session: int
+    lane: TaskSession
+    member: Member
+    codes: set[bytes] = field(default_factory=set)
+    arguments: set[int] = field(default_factory=set)
+    resources: set[int] = field(default_factory=set)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    """Resources that could not be built there, by number."""
+    unsaid: deque[Message] = field(default_factory=deque)
+    """What the worker is to forget, and was too busy to hear."""
+
+    def clear(self) -> None:
+        """A new connection: nothing is there yet."""
+        for held in (self.codes, self.arguments, self.resources):
+            held.clear()
+        self.failed.clear()
+        self.unsaid.clear()
+
+    def put_code(self, code: Code) -> None:
+        """Ships the code, unless it is there."""
+        if code.digest in self.codes:
+            return
+        message = PutCode(self.session, code.digest, code.code)
+        self.lane.link.submit(message).add_done_callback(self._told)
+        self.codes.add(code.digest)
+
+    def put_arguments(self, arguments: PickledArguments | None) -> int:
+        """Ships the arguments, unless they are there; returns their number."""
+        if arguments is None:
+            return 0
+        number = arguments.number
+        if number not in self.arguments:
+            self.lane.link.notify(
+                PutArguments(self.session, number, arguments.code, arguments.arrays)
+            )
+            self.arguments.add(number)
+        return number
+
+    def ship(self, call: ScheduledCall) -> Exception | None:
+        """Ships what the call needs. Returns why its closures cannot run here, if so.
+
+        Raises:
+            PeerLostError, ClosedError, BusyError: The worker does not take anything.
+        """
+        for resource in call.resources:
+            if resource in self.failed:
+                return self.failed[resource]
+        try:
+            self.put_code(call.function)
+            self.put_arguments(call.arguments)
+        except (PeerLostError, ClosedError, BusyError):
+            raise
+        except Exception as error:  # goes to the closures: the message cannot be sent
+            return error
+        return None
+
+    def dispatch(self, closures: Iterable[Closure], low_water: int) -> None:
+        """Sends closures whose calls were shipped, all in one message."""
+        batches: list[Batch] = []
+        call: ScheduledCall | None = None
+        attempt = 0
+        steps: list[int] = []
+        for closure in closures:
+            if closure.call is not call or closure.attempt != attempt:
+                call, attempt, steps = closure.call, closure.attempt, []
+                number = call.arguments.number if call.arguments else 0
+                batches.append(Batch(call.function.digest, number, attempt, steps))
+            steps.append(closure.step)
+        self.lane.link.notify(Dispatch(self.session, low_water, batches))
+
+    def forget(
+        self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]
+    ) -> None:
+        """Tells the worker what nobody needs any more, and what it is still owed.
+
+        Raises:
+            PeerLostError, ClosedError: It is not there.
+            BusyError: It does not read; call again some time, with nothing new.
+        """
+        unsaid, session = self.unsaid, self.session
+        if gone := sorted(self.arguments.intersection(arguments)):
+            self.arguments.difference_update(gone)
+            unsaid.append(DropArguments(session, gone))
+        if gone := sorted(self.resources.intersection(resources)):
+            self.resources.difference_update(gone)
+            unsaid.append(DropResources(session, gone))
+        if gone := sorted(results):
+            unsaid.append(DropResults(session, gone))
+        while unsaid:
+            self.lane.link.notify(unsaid[0])
+            unsaid.popleft()
+
+    def _told(self, answer: asyncio.Future[Message]) -> None:
+        """Code that cannot be loaded fails each closure that needs it, with the reason
+        that the worker gives there."""
+        if answer.cancelled() or (error := answer.exception()) is None:
+            return
+        log.warning("%s did not take code: %s", self.member.name, error)
+        if isinstance(error, StaleSessionError):
+            self.lane.reopen("it is not in our session any more")

@@ -1,0 +1,150 @@
+"""What one worker reads of a dataset that several have, and how it cuts that up.
+
+The law: every decision is made here, before the first element is read, of numbers and
+of the recipe alone (`_rebatch`, `_lineage`); whoever iterates only obeys.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from . import _lineage as lineage
+from ._dataset import Dataset
+from ._foreign import foreign
+from ._options import AutoShardPolicy
+from ._passes import INFINITE
+from ._rebatch import cutter, sharing_policy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from ._passes import Recipe
+    from ._rebatch import Cutter, Worker
+
+_UNSEEDED: Final = (
+    "several workers deal this dataset out among themselves, and it has a `shuffle` "
+    "without a seed: each worker reads it in another order, so some elements are read "
+    "twice, and others by nobody. Give `shuffle` the same seed in every process: "
+    "shuffle(buffer_size, seed=...)"
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """The part of a dataset that a worker reads.
+
+    Args:
+        recipe: Of that part.
+        policy: How it was found: OFF, FILE, DATA or HINT.
+        batch_size: Rows of a global batch, None if nobody knows.
+        dealt: See `_lineage.dealt_before`; None for one worker alone.
+    """
+
+    recipe: Recipe
+    worker: Worker
+    policy: AutoShardPolicy
+    batch_size: int | None
+    dealt: int | None
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether nobody writes to an element that was yielded."""
+        return lineage.is_steady(self.recipe)
+
+    @property
+    def is_infinite(self) -> bool:
+        return self.recipe.size() == INFINITE
+
+    @property
+    def ends_with_others(self) -> bool:
+        """Whether all workers come to the end in the same step, whatever the data."""
+        one = self.worker.count == 1
+        return one or self.policy is AutoShardPolicy.DATA
+
+    def elements(self) -> Iterator[Any]:
+        """A fresh pass, which begins now, whoever makes its elements, and when."""
+        elements, _ = self.begin()
+        return elements
+
+    def begin(self) -> tuple[Iterator[Any], str]:
+        """A fresh pass as `elements`, and what tells its order from those of others:
+        the workers need the same; "" if they do not."""
+        begun = self.recipe.begun()
+        order = "" if self.dealt is None else lineage.order_of(begun, self.dealt)
+        return begun.elements(), order
+
+    def cutter(self) -> Cutter:
+        """A fresh one, for one pass."""
+        return cutter(self.batch_size, self.policy, self.worker)
+
+
+def as_dataset(source: Any) -> Dataset:
+    """Anything that a strategy distributes, as a `Dataset`.
+
+    A dict, a tuple or an array is data itself, one element for each index of the first
+    axis; a list, like any other iterable, is the elements one after the other.
+
+    Raises:
+        TypeError: It is none of these, or arrays of objects. While iterating: an
+            element has an object in it that is no data, and that jax cannot open.
+        ValueError: Arrays with first axes of different lengths.
+    """
+    if isinstance(source, Dataset):
+        return source
+    if isinstance(source, dict | tuple | np.ndarray):
+        return Dataset.from_tensor_slices(source)
+    return Dataset(foreign(source))
+
+
+def is_steady(source: object) -> bool:
+    """Whether it is known that nobody writes to an element that ``source`` yielded, so
+    that none need be copied: of a `Dataset` whose elements are its own, a list, a
+    tuple."""
+    if isinstance(source, Dataset):
+        return lineage.is_steady(source.recipe)
+    return isinstance(source, list | tuple)
+
+
+def allotted(source: Iterable[Any], worker: Worker) -> Allotment:
+    """What the worker reads of a dataset of global batches.
+
+    Raises:
+        TypeError: It is no dataset.
+        ValueError: It is not batched, though there are several replicas; its policy
+            does not fit it.
+
+    Warns:
+        UserWarning: Several workers deal it out, and shuffle it differently.
+    """
+    dataset = as_dataset(source)
+    recipe = dataset.recipe
+    ranks = lineage.ranks_of(recipe)
+    if worker.count * worker.replicas > 1 and ranks is not None and 0 in ranks:
+        raise not_batched()
+    files = lineage.file_count(recipe)
+    wanted = dataset.options().auto_shard_policy
+    policy = sharing_policy(wanted, worker.count, files)
+    size = lineage.batch_size_of(recipe)
+    dealt = lineage.dealt_before(recipe, policy) if worker.count > 1 else None
+    if dealt is not None and lineage.order_differs(recipe, dealt):
+        warnings.warn(_UNSEEDED, stacklevel=4)  # the line that asked a strategy for it
+    if policy is AutoShardPolicy.FILE:
+        recipe = lineage.for_files(recipe, worker.count, worker.index)
+    elif policy is AutoShardPolicy.HINT:
+        recipe = lineage.for_hint(recipe, worker.count, worker.index)
+    # Apart: one worker may look into the dataset before, and the others not.
+    return Allotment(recipe.apart(), worker, policy, size, dealt)
+
+
+def not_batched() -> ValueError:
+    """The error of elements that cannot be cut."""
+    return ValueError(
+        "experimental_distribute_dataset takes a dataset of batches, which it cuts for "
+        "the replicas. Call the `batch` method of the dataset with the global batch "
+        "size, or give distribute_datasets_from_function what each worker draws"
+    )

@@ -1,0 +1,221 @@
+"""What a step takes of the variables that live here, and what it puts back.
+
+Law of the file: from the first look at a variable to its new value, a step has its
+turn (`Residence`); and inside, it is what it was traced for (`Outdated`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from zstrat.variables import DeviceHome, read_all
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from threading import RLock
+
+    from jax.sharding import Mesh, Sharding
+
+    from zstrat.variables import Residence, SlotRule, Variable
+
+    from ._programs import Draws
+    from .trace._plan import Plan
+
+
+T = TypeVar("T")
+
+
+class Outdated(Exception):
+    """The variables lie otherwise than where the program was traced for them: another
+    thread has begun to keep a copy for each replica, or processes were formed anew.
+    Nothing was done; the program is to be found again."""
+
+
+class PlannedVariables:
+    """The variables of one plan: those it reads, those it moves, and their slots."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        moved: Sequence[Variable],
+        slots: Sequence[tuple[Variable, SlotRule]],
+    ) -> None:
+        self._plan = plan
+        self._moved = moved
+        self._moves = bool(moved)
+        self._moved_homes = [_home(variable) for variable in moved]
+        self._slot_homes = [
+            (_home(variable), rule, variable.name) for variable, rule in slots
+        ]
+        self._homes = [variable.home for variable in plan.variables]
+        homes = [*self._homes, *[variable.home for variable in moved]]
+        self._here = [home for home in homes if isinstance(home, DeviceHome)]
+        found = {id(home.residence): home.residence for home in self._here}
+        self._away = [
+            variable
+            for variable in plan.variables
+            if not isinstance(variable.home, DeviceHome)
+        ]
+        self._residences: list[Residence] = [found[key] for key in sorted(found)]
+        self.travels = any(each.travels for each in self._residences)
+        """Whether values are kept elsewhere, where a step that fails leaves them."""
+        self._parts: tuple[list[int], tuple[bool, ...]] = ([], ())
+
+    @property
+    def mark(self) -> Hashable:
+        """A program that was traced under another one is not used."""
+        where = tuple([residence.mark() for residence in self._residences])
+        return where, self._are_apart()
+
+    def _are_apart(self) -> tuple[bool, ...]:
+        """Of which of the variables each replica has a copy of its own. They are looked
+        at when any variable of the strategy has begun to."""
+        parted = [residence.parted for residence in self._residences]
+        if self._parts[0] != parted:
+            self._parts = parted, tuple([home.is_apart for home in self._here])
+        return self._parts[1]
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The devices of all processes, if the values are arrays over them.
+
+        Raises:
+            ValueError: They are over several meshes.
+        """
+        meshes = {residence.mesh for residence in self._residences} - {None}
+        if len(meshes) > 1:
+            raise ValueError(
+                f"the step function {self._plan.function!r} uses variables of several "
+                "strategies, each of which has all devices: create them in one scope"
+            )
+        return next(iter(meshes), None)
+
+    def in_turn(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else makes next values of the variables. What is raised
+        inside is taken for the failure of a step."""
+        # No context manager: a Ctrl-C in its Python would leave a lock held. Nothing is
+        # raised between the body of a `with` and the release of a lock of C's.
+        found = self._residences
+        if len(found) == 1:
+            with found[0].turn:
+                return self._settled(act)
+        return _holding([each.turn for each in found], lambda: self._settled(act))
+
+    def alone(self, act: Callable[[], T]) -> T:
+        """Acts while nobody else even reads the variables; in turn."""
+        found = self._residences
+        if len(found) == 1:
+            with found[0].lock:
+                return act()
+        return _holding([each.lock for each in found], act)
+
+    def _settled(self, act: Callable[[], T]) -> T:
+        try:
+            for residence in self._residences:
+                residence.settle()
+            return act()
+        except BaseException:  # to the caller
+            for residence in self._residences:
+                residence.has_failed = True
+            raise
+
+    def require_kept(self) -> None:
+        """Refuses a step after one that failed, if what it takes is gone.
+
+        Raises:
+            DataLossError: Names the variable, and says what to do.
+        """
+        if True not in [residence.has_failed for residence in self._residences]:
+            return
+        for variable in (*self._plan.variables, *self._moved):
+            if isinstance(variable.home, DeviceHome):
+                variable.home.require_kept(variable.name)
+
+    def values(self) -> list[Any]:
+        """The values of the plan's reads: those from here as they live here, others as
+        arrays of numpy."""
+        if not self._away:
+            return [_home(variable).value() for variable in self._plan.variables]
+        read = iter(read_all(self._away))
+        return [
+            home.value() if isinstance(home, DeviceHome) else next(read)
+            for home in self._homes
+        ]
+
+    def are_here(self) -> list[bool]:
+        """For each of the plan's reads whether its value lives here."""
+        return [isinstance(home, DeviceHome) for home in self._homes]
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of values which all devices of a step have, None if it has one."""
+        shardings = [residence.sharding for residence in self._residences]
+        return next((found for found in shardings if found is not None), None)
+
+    def put_shardings(self) -> tuple[list[Any], list[Any]]:
+        """Those of the next values, and of the slots of each optimizer."""
+        slots = [home.residence.sharding for home, _, _ in self._slot_homes]
+        return [home.sharding for home in self._moved_homes], slots
+
+    def slots(self) -> list[Any]:
+        """What each optimizer keeps beside each variable that it moves."""
+        return [home.slot_leaves(rule, name) for home, rule, name in self._slot_homes]
+
+    def slot_leaves(self) -> list[Any]:
+        """All leaves of it in a row."""
+        return [x for leaves in self.slots() for x in leaves]
+
+    def moved_reads(self) -> list[int]:
+        """The numbers of these reads, in the order in which `put` takes their next
+        values."""
+        numbers = {spec.key: n for n, spec in enumerate(self._plan.reads)}
+        keys = [variable.spec.key for variable in self._moved]
+        return [numbers[key] for key in keys if key in numbers]
+
+    def put(
+        self, values: Sequence[Any], slots: Sequence[list[Any]], draws: Draws
+    ) -> None:
+        """The next values, and the leaves of the next slots, in the order of the
+        plan. The elements that they were made of are spent."""
+        steps = [residence.steps + self._moves for residence in self._residences]
+        try:
+            self._put(values, slots, steps)
+            draws.is_spent = True
+        except BaseException:  # to the caller; of a Ctrl-C, between two of them
+            self._put(values, slots, steps)
+            draws.is_spent = True
+            raise
+
+    def _put(
+        self,
+        values: Sequence[Any],
+        slots: Sequence[list[Any]],
+        steps: Sequence[int],
+    ) -> None:
+        """Twice is as once."""
+        for home, value in zip(self._moved_homes, values, strict=True):
+            home.take_over(value)
+        for (home, rule, _), leaves in zip(self._slot_homes, slots, strict=True):
+            home.take_over_slots(rule, leaves)
+        for residence, number in zip(self._residences, steps, strict=True):
+            residence.steps = number
+
+
+def _home(variable: Variable) -> DeviceHome:
+    home = variable.home
+    assert isinstance(home, DeviceHome)
+    return home
+
+
+def _holding(locks: Sequence[RLock], act: Callable[[], T]) -> T:
+    if not locks:
+        return act()
+    with locks[0]:
+        return _holding(locks[1:], act)
+
+
+def cut_at(leaves: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    """Lists of so many leaves each, of leaves in a row."""
+    left = iter(leaves)
+    return [list(itertools.islice(left, count)) for count in counts]

@@ -1,0 +1,3 @@
+"""``zs.grad`` and its kin: gradients with respect to variables, tables and all."""
+
+from __future__ import annotations

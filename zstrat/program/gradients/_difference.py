@@ -1,0 +1,252 @@
+"""Values and gradients of one call, tables and all.
+
+Without lookups this is `jax.value_and_grad` under a `Substitution`. A function that
+looks rows up is surveyed first (`_survey`); its rows are then among what jax
+differentiates with respect to, and the gradient of a table that was only looked up is
+the gradient of these rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program.trace._eager import Immediate
+from zstrat.variables import (
+    AbstractVariable,
+    IndexedSlices,
+    Variable,
+    is_staging,
+    rows_of_component,
+)
+
+from ._substitution import Met, Substitution
+from ._survey import Survey, Surveyed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.variables import Recorder
+
+    from ._gradients import Differentiated
+    from ._substitution import Sought
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What one call of ``zs.value_and_grad`` differentiates.
+
+    ``call`` calls the function with arrays in place of those of ``cuts``, one after the
+    other; ``own`` are the variables that it reads by itself.
+    """
+
+    call: Callable[[Sequence[Any], Substitution | None], Any]
+    outer: Recorder | None
+    has_aux: bool
+    cuts: Sequence[Differentiated]
+    own: Differentiated
+
+    def computed(self) -> tuple[Any, list[list[Any]]]:
+        """The value (and aux), and gradients per leaf of each cut and of ``own``."""
+        given = [array for cut in self.cuts for array, _ in cut.given]
+        # One of each: a variable that is named twice has one gradient, not two halves.
+        values = {v.spec.key: array for array, v in self.own.given if v is not None}
+        if not self._late():
+            recordings: list[Substitution] = []
+
+            def attempt(given: Any, values: Any) -> Any:
+                # Then reads are refused, and must be: what they gave would be kept.
+                if self.outer is None and is_staging():
+                    return self.call(given, None)
+                recordings.append(Substitution(self.outer, values, self._handed(given)))
+                return self.call(given, recordings[-1])
+
+            differentiate = jax.value_and_grad(attempt, (0, 1), has_aux=self.has_aux)
+            try:
+                value, (of_given, of_values) = differentiate(given, values)
+            except Met as met:
+                if not recordings or met.by is not recordings[-1]:
+                    raise
+            else:
+                left = iter(of_given)
+                found = [[next(left) for _ in cut.given] for cut in self.cuts]
+                keys = [v.spec.key for _, v in self.own.given if v is not None]
+                return value, [*found, [of_values[key] for key in keys]]
+        return self._with_lookups(given, values)
+
+    def _with_lookups(
+        self, given: list[Any], values: dict[int, jax.Array]
+    ) -> tuple[Any, list[list[Any]]]:
+        outer = Immediate() if self.outer is None else self.outer
+        stand_for = [variable for cut in self.cuts for _, variable in cut.given]
+        survey = Survey(self._plain, outer, given, stand_for, values, self._late())
+        found = survey.run()
+        floating = [
+            n
+            for n, rows in enumerate(found.rows)
+            if jnp.issubdtype(rows.dtype, jnp.inexact)
+        ]
+
+        def inner(given: Any, values: Any, late: Any, rows: Any) -> Any:
+            all_rows = list(found.rows)
+            for number, array in zip(floating, rows, strict=True):
+                all_rows[number] = array
+            recording = Substitution(
+                self.outer,
+                {**values, **late},
+                self._handed(given),
+                rows_of=found.rows_of(all_rows),
+            )
+            return self.call(given, recording)
+
+        differentiate = jax.value_and_grad(inner, (0, 1, 2, 3), has_aux=self.has_aux)
+        rows = [found.rows[number] for number in floating]
+        value, gradients = differentiate(given, values, found.late, rows)
+        of_given, of_values, of_late, of_rows = gradients
+        looked_up = [
+            _LookedUp(found.sought[n], found.ids[n], gradient)
+            for n, gradient in zip(floating, of_rows, strict=True)
+        ]
+        gathered = _Gathered(found, of_given, {**of_values, **of_late}, looked_up)
+        return value, gathered.arranged(self.cuts, self.own)
+
+    def _plain(self, given: Sequence[Any], recording: Substitution) -> Any:
+        result = self.call(given, recording)
+        return result[0] if self.has_aux else result
+
+    def _handed(self, given: Sequence[Any]) -> list[tuple[Any, Variable | None]]:
+        stand_for = [variable for cut in self.cuts for _, variable in cut.given]
+        return list(zip(given, stand_for, strict=True))
+
+    def _late(self) -> dict[int, Variable]:
+        """The components of variables in parts."""
+        return {
+            part.spec.key: part
+            for cut in (*self.cuts, self.own)
+            for array, variable in zip(cut.arrays, cut.variables, strict=True)
+            if array is None and variable is not None
+            for part in variable.components
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _LookedUp:
+    """A lookup and the gradient of its rows."""
+
+    sought: Sought
+    ids: jax.Array
+    gradient: jax.Array
+
+    @property
+    def flat_ids(self) -> jax.Array:
+        return self.ids.reshape(-1)
+
+    @property
+    def flat(self) -> jax.Array:
+        row = self.sought.table.shape[1:]
+        return self.gradient.reshape(self.ids.size, *row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Gradients of arrays by number, of values by key, and of rows."""
+
+    found: Surveyed
+    of_given: Sequence[jax.Array]
+    of_keys: dict[int, jax.Array]
+    looked_up: Sequence[_LookedUp]
+
+    def arranged(
+        self, cuts: Sequence[Differentiated], own: Differentiated
+    ) -> list[list[Any]]:
+        """Per leaf of each cut, and of ``own``."""
+        numbers = iter(range(len(self.of_given)))
+        parts = [[self._of_leaf(v, numbers) for v in cut.variables] for cut in cuts]
+        parts.append([self._of_leaf(v, None) for v in own.variables])
+        return parts
+
+    def _of_leaf(
+        self, variable: AbstractVariable | None, numbers: Iterator[int] | None
+    ) -> Any:
+        if isinstance(variable, Variable) or variable is None:
+            number = None if numbers is None else next(numbers)
+            if variable is None:
+                assert number is not None
+                return self.of_given[number]
+            return self._of_variable(variable, number)
+        return self._in_parts(variable)
+
+    def _of_variable(self, variable: Variable, number: int | None) -> Any:
+        """Of a variable that was given as an array (by number), or read by itself."""
+        key = variable.spec.key
+        found = [x for x in self.looked_up if _meets(x.sought, key, number)]
+        if number is None:
+            dense, used = self.of_keys[key], key in self.found.used_keys
+        else:
+            dense, used = self.of_given[number], number in self.found.used_given
+        if found and not used and all(len(x.sought.via) == 1 for x in found):
+            return _slices(found, variable.shape, variable.dtype)
+        return self._dense(variable, dense, found, number)
+
+    def _in_parts(self, variable: AbstractVariable) -> Any:
+        table = variable.table
+        keys = set(table.keys)
+        found = [
+            x
+            for x in self.looked_up
+            if any(_meets(x.sought, key, None) for key in keys)
+        ]
+        if not keys & self.found.used_keys and all(
+            x.sought.table == table for x in found
+        ):
+            return _slices(found, variable.shape, variable.dtype)
+        parts = [
+            self._dense(part, self.of_keys.get(part.spec.key), found, None)
+            for part in variable.components
+        ]
+        return jnp.concatenate(parts)
+
+    def _dense(
+        self,
+        variable: Variable,
+        dense: jax.Array | None,
+        found: Sequence[_LookedUp],
+        number: int | None,
+    ) -> jax.Array:
+        if dense is None:
+            dense = jnp.zeros(variable.shape, variable.dtype)
+        for x in found:
+            for place, component in enumerate(x.sought.table.components):
+                same = component.spec.key == variable.spec.key
+                if same and x.sought.via[place] == number:
+                    local = rows_of_component(x.sought.table, place, x.flat_ids)
+                    dense = dense.at[local].add(x.flat)
+        return dense
+
+
+def _meets(sought: Sought, key: int, number: int | None) -> bool:
+    """Whether a lookup goes to this variable, by that array or by itself."""
+    return any(
+        component.spec.key == key and via == number
+        for component, via in zip(sought.table.components, sought.via, strict=True)
+    )
+
+
+def _slices(
+    found: Sequence[_LookedUp], shape: tuple[int, ...], dtype: Any
+) -> IndexedSlices:
+    if not found:
+        values = jnp.zeros((0, *shape[1:]), dtype)
+        return IndexedSlices(values, jnp.zeros(0, jnp.int32), shape)
+    if len(found) == 1:
+        return IndexedSlices(found[0].flat, found[0].flat_ids, shape)
+    ids = [x.flat_ids for x in found]
+    if len({x.dtype for x in ids}) > 1:
+        wide: Any = jax.dtypes.canonicalize_dtype(jnp.int64)
+        ids = [x.astype(wide) for x in ids]
+    return IndexedSlices(
+        jnp.concatenate([x.flat for x in found]), jnp.concatenate(ids), shape
+    )

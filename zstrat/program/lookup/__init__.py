@@ -1,0 +1,3 @@
+"""Rows of embedding tables in steps: which are wanted, read, and updated."""
+
+from __future__ import annotations

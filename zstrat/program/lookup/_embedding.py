@@ -1,0 +1,240 @@
+"""``zs.embedding_lookup``: rows of a table by their ids.
+
+In a step the ids become part of its plan and the rows arrive with its other reads; only
+these rows travel, each of them once. Under `zs.value_and_grad` their gradient is that
+of the table. Outside of steps the rows are read from where they live, at once. What is
+a plain array is looked up in place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program.gradients._substitution import Substitution
+from zstrat.program.trace import _refusals
+from zstrat.program.trace._eager import Immediate
+from zstrat.variables import (
+    ABSENT,
+    AbstractVariable,
+    Table,
+    TableLayout,
+    Variable,
+    is_staging,
+    reaching,
+    recorder,
+)
+from zstrat.variables._convert import require_traceable, traced_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_STRATEGIES: Final = {"div": TableLayout.DIV, "mod": TableLayout.MOD}
+
+
+def embedding_lookup(
+    params: Any,
+    ids: Any,
+    max_norm: float | None = None,
+    *,
+    partition_strategy: str = "div",
+) -> jax.Array:
+    """Rows of a table, ``ids.shape + row``, in the order of ``ids``.
+
+    Inside a step this belongs at its top level or under `zs.value_and_grad`; ids may be
+    computed from anything that the step knows, rows of other lookups included, at the
+    price of one more request for each such level. The rows are those before the step.
+
+    Args:
+        params: A `Variable`, a `ShardedVariable`, an array, or a list of variables or
+            arrays that are a table in parts.
+        ids: Integers of any shape, in ``[0, rows of the table)``.
+        max_norm: Rows of a larger L2 norm are scaled down to it.
+        partition_strategy: How the rows lie in a list: ``"div"``, one part after the
+            other, or ``"mod"``, as in TF's v1 API: row i is row ``i // n`` of part
+            ``i % n``.
+
+    Raises:
+        ValueError: ``params`` is empty, its parts do not fit each other or the
+            strategy, or ids are no integers.
+        TypeError: ``params`` is something else.
+        IndexError: There is no row of that id. Of ids that are known only when the step
+            runs, the step says it then; of an array, jax gives nan.
+        RuntimeError: Inside a function that jax transforms, or the same step has
+            updated the table.
+    """
+    return lookup(params, ids, None, max_norm, partition_strategy)
+
+
+def lookup(
+    params: Any, ids: Any, valid: Any, max_norm: float | None, partition_strategy: str
+) -> jax.Array:
+    """`embedding_lookup` where ``valid``, of the shape of the ids, if it is not None;
+    what is not gives any numbers. For those ids nothing is fetched or updated."""
+    if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
+        raise ValueError(f"max_norm is a norm, not negative; got {max_norm}")
+    if partition_strategy not in _STRATEGIES:
+        raise ValueError(
+            f"partition_strategy is 'div' or 'mod', got {partition_strategy!r}"
+        )
+    layout = _STRATEGIES[partition_strategy]
+    table, via = _table(params, layout)
+    ids = ids.value() if isinstance(ids, AbstractVariable) else ids
+    if valid is not None:
+        ids = _marked(ids, valid, 0 if table is None else ABSENT)
+    if table is None:
+        rows = _taken(_parts(params), ids, layout)
+    else:
+        rows = _looked_up(table, ids, via)
+    return rows if max_norm is None else _clipped(rows, np.ndim(ids), max_norm)
+
+
+def _marked(ids: Any, valid: Any, mark: int) -> jax.Array:
+    """The ids with this one where they do not count, and only there."""
+    ids = jnp.asarray(ids)
+    wide = jax.dtypes.canonicalize_dtype(jnp.int64)
+    if ids.dtype.itemsize < 4:
+        ids = ids.astype(jnp.int32)
+    elif not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        # What is too large for a signed one is the largest, which is no row either.
+        most = min(np.iinfo(ids.dtype).max, np.iinfo(wide).max)
+        ids = jnp.minimum(ids, jnp.array(most, ids.dtype)).astype(wide)
+    marks = jnp.full(ids.shape, mark, ids.dtype)
+    if mark == ABSENT:
+        ids = jnp.where(ids == marks, marks - 1, ids)
+    return jnp.where(valid, ids, marks)
+
+
+def _looked_up(table: Table, ids: Any, via: Sequence[int | None]) -> jax.Array:
+    recording = recorder.get()
+    if recording is None:
+        if is_staging():
+            raise _refusals.lookup_not_ready(table)
+        _require_integers(ids, str(table))
+        return Immediate().lookup(table, ids)
+    for component in table.components:
+        require_traceable(component.spec)
+    index = traced_ids(table, ids)
+    if isinstance(recording, Substitution):
+        return recording.lookup(table, index, via)
+    return recording.lookup(table, index)
+
+
+def _taken(parts: Sequence[Any], ids: Any, layout: TableLayout) -> jax.Array:
+    """From arrays."""
+    arrays = [jnp.asarray(part) for part in parts]
+    _require_alike([(array.shape, array.dtype) for array in arrays], layout)
+    whole = arrays[0]
+    if len(arrays) > 1 and layout is TableLayout.DIV:
+        whole = jnp.concatenate(arrays)
+    elif len(arrays) > 1:
+        height = arrays[0].shape[0]
+        padding = [(0, 0)] * (arrays[0].ndim - 1)
+        full = [jnp.pad(a, [(0, height - a.shape[0]), *padding]) for a in arrays]
+        rows = sum(a.shape[0] for a in arrays)
+        whole = jnp.stack(full, 1).reshape(-1, *arrays[0].shape[1:])[:rows]
+    what = f"an array {whole.dtype}{list(whole.shape)}"
+    _require_integers(ids, what)
+    if not isinstance(ids, jax.core.Tracer):
+        known, rows = np.asarray(ids), whole.shape[0]
+        outside = (known < 0) | (known >= rows)
+        if outside.any():
+            wrong = known[outside].flat[0]
+            raise IndexError(f"{what} has no row {wrong}: ids are in [0, {rows})")
+        return jnp.take(whole, jnp.asarray(ids), axis=0)
+    # Behind the last row: jax would count negative ones from the end.
+    index = reaching(ids)
+    return jnp.take(whole, jnp.where(index < 0, whole.shape[0], index), axis=0)
+
+
+def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | None]]:
+    """The table of variables, None if it is one of arrays; and which of the arrays that
+    a differentiated function was given stand for its components."""
+    parts = _parts(params)
+    if len(parts) == 1 and isinstance(parts[0], AbstractVariable):
+        table = parts[0].table
+        if layout is TableLayout.MOD and len(table.components) > 1:
+            raise ValueError(
+                f"partition_strategy='mod' is for lists; the rows of {table} lie one "
+                "part after the other"
+            )
+        return table, [None] * len(table.components)
+    found: list[tuple[Variable, int | None]] = []
+    for part in parts:
+        variable = _variable(part)
+        if variable is None:
+            return None, []
+        found.append(variable)
+    shapes = [(variable.shape, variable.dtype) for variable, _ in found]
+    _require_alike(shapes, layout)
+    components = tuple([variable for variable, _ in found])
+    name = "+".join(variable.name for variable in components)
+    return Table(name, components, layout), [via for _, via in found]
+
+
+def _variable(part: Any) -> tuple[Variable, int | None] | None:
+    """The variable that the part is, or that it stands for in a differentiated
+    function."""
+    if isinstance(part, Variable):
+        return part, None
+    if isinstance(part, AbstractVariable):
+        raise ValueError(
+            f"{part.table} is in parts already: give it by itself, not in a list"
+        )
+    recording = recorder.get()
+    return recording.behind(part) if isinstance(recording, Substitution) else None
+
+
+def _parts(params: Any) -> Sequence[Any]:
+    parts = params if isinstance(params, list | tuple) else [params]
+    if params is None or not parts:
+        raise ValueError("embedding_lookup needs params: a variable, or a list of them")
+    kinds = (AbstractVariable, jax.Array, np.ndarray)
+    wrong = [type(part).__name__ for part in parts if not isinstance(part, kinds)]
+    if wrong:
+        raise TypeError(
+            "embedding_lookup takes a zs.Variable, a zs.ShardedVariable, an array, or "
+            f"a list of variables or arrays; got {wrong[0]}"
+        )
+    return parts
+
+
+def _require_alike(
+    kinds: Sequence[tuple[tuple[int, ...], Any]], layout: TableLayout
+) -> None:
+    shapes = [shape for shape, _ in kinds]
+    if any(not shape for shape in shapes):
+        raise ValueError("embedding_lookup: params without a first axis have no rows")
+    if len({(shape[1:], dtype) for shape, dtype in kinds}) > 1:
+        raise ValueError(
+            "embedding_lookup: the parts of a table differ in dtype, or in shape "
+            f"beyond the first axis: {[f'{d}{list(s)}' for s, d in kinds]}"
+        )
+    heights = [shape[0] for shape in shapes]
+    rows, count = sum(heights), len(heights)
+    dealt = [-(-(rows - n) // count) for n in range(count)]
+    if layout is TableLayout.MOD and heights != dealt:
+        raise ValueError(
+            f"partition_strategy='mod' deals {rows} rows out in turn, {dealt} to the "
+            f"parts; these have {heights}"
+        )
+
+
+def _require_integers(ids: Any, what: str) -> None:
+    dtype = ids.dtype if isinstance(ids, jax.Array) else np.asarray(ids).dtype
+    empty = isinstance(ids, list | tuple) and not np.size(ids)
+    if not empty and not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"ids of {what} must be integers, not {dtype}")
+
+
+def _clipped(rows: jax.Array, rank: int, max_norm: Any) -> jax.Array:
+    limit = jnp.asarray(max_norm, rows.dtype)
+    axes = tuple(range(rank, rows.ndim))
+    square = jnp.sum(rows * rows, axis=axes, keepdims=True)
+    over = square > limit * limit
+    # The root of what is not scaled would have an infinite slope at zero.
+    norm = jnp.sqrt(jnp.where(over, square, jnp.ones_like(square)))
+    return jnp.where(over, rows * (limit / norm), rows)

@@ -1,0 +1,292 @@
+"""What a step asks the parameter servers for, level by level, before it can run.
+
+A step asks for all that it reads in one request. Where the rows that it looks up depend
+on values that it read, it asks again, with the ids that only the first answer could
+give: each such round is a *level*. A step without lookups has one.
+
+The lookups of one level, as one batch: ids to rows that are wanted, answers to rows.
+
+All ids of a level are one vector, table after table, and each row of each component has
+a number of its own in it: the rows of the first component, then those of the second,
+and so on. One sort of these numbers finds what is asked for twice in any table, in
+which component it lies, and where each row goes when it is there. Tables whose rows
+are alike lie next to each other: their rows are one array, a *block*, which the
+program takes as one input and cuts.
+
+Law of the file: what a level looks like is computed once; per step there is no work per
+lookup, and per component no more than a slice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zstrat.rows import Runs, aligned, runs
+from zstrat.variables import TableLayout, absent
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.variables import Table, VariableSpec
+
+    from ._row_updates import Part
+
+    Kind = tuple[str, tuple[int, ...]]
+
+
+class WantedRows(NamedTuple):
+    """Rows of one variable: ``indices`` ``[n]`` of its own first axis, int64, growing
+    strictly."""
+
+    spec: VariableSpec
+    indices: np.ndarray
+
+
+class Wanted(NamedTuple):
+    """One request: whole values and rows.
+
+    The answer is one list: the values of ``reads`` in order, and behind them, for each
+    of ``rows``, an array ``[n, ...]`` of the variable's dtype.
+    """
+
+    reads: tuple[VariableSpec, ...] = ()
+    rows: tuple[WantedRows, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLookup:
+    """Rows ``ids.shape + row`` of a table. ``shape`` is that of the ids; ``level`` the
+    number of the request that asks for them; ``where`` the user's line."""
+
+    table: Table
+    shape: tuple[int, ...]
+    level: int
+    where: str
+
+    @property
+    def size(self) -> int:
+        """How many ids."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+class IdSegment(NamedTuple):
+    """The ids of one table in the level: ``[start, stop)`` of the vector. Its rows are
+    numbered from ``base``; its components are those from ``first``."""
+
+    table: Table
+    lookups: tuple[int, ...]
+    start: int
+    stop: int
+    base: int
+    first: int
+
+
+class LookupBlock(NamedTuple):
+    """Segments whose rows are alike: ids ``[start, stop)``, components ``[first,
+    last)``."""
+
+    kind: Kind
+    segments: tuple[IdSegment, ...]
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class LevelRequest(NamedTuple):
+    """What one step wants of a level. ``cuts[c]`` is where the rows of component c
+    begin among ``found.unique``; ``rows`` are those of components that have some.
+    ``left_out`` says which ids are `ABSENT`, if any: they are in none of the runs."""
+
+    found: Runs
+    cuts: list[int]
+    rows: tuple[WantedRows, ...]
+    left_out: np.ndarray | None = None
+
+
+class Level:
+    """Lookups (by number) of one level. ``blocks`` cover them all; ``order`` is that of
+    their ids in the vector."""
+
+    def __init__(self, lookups: Sequence[tuple[int, PlannedLookup]]) -> None:
+        self._planned = dict(lookups)
+        self.blocks: tuple[LookupBlock, ...] = _blocks(lookups)
+        segments = [segment for block in self.blocks for segment in block.segments]
+        self.order: tuple[int, ...] = tuple(
+            [number for segment in segments for number in segment.lookups]
+        )
+        self.size: int = segments[-1].stop
+        self._components = [c for segment in segments for c in segment.table.components]
+        heights = [component.shape[0] for component in self._components]
+        self._bounds = np.cumsum([0, *heights], dtype=np.int64)
+        self._base = np.repeat(
+            np.array([s.base for s in segments], np.int64),
+            [s.stop - s.start for s in segments],
+        )
+        self._full = [segment for segment in segments if segment.start < segment.stop]
+        self._starts = np.array([segment.start for segment in self._full], np.intp)
+        self._rows = np.array([s.table.shape[0] for s in self._full], np.int64)
+        self._dealt = [s for s in self._full if s.table.layout is TableLayout.MOD]
+
+    def ask(self, ids: np.ndarray) -> LevelRequest:
+        """What is wanted for ids ``[size]``, int64.
+
+        Raises:
+            IndexError: A table has no such row. Names the table and the user's line.
+        """
+        left_out = absent(ids) if self._require_inside(ids) else None
+        keys = ids + self._base
+        for segment in self._dealt:
+            own = slice(segment.start, segment.stop)
+            count = len(segment.table.components)
+            bounds = self._bounds[segment.first : segment.first + count]
+            keys[own] = bounds[ids[own] % count] + ids[own] // count
+        found = runs(keys) if left_out is None else _runs_of_some(keys, ~left_out)
+        cuts = np.searchsorted(found.unique, self._bounds).tolist()
+        wanted = [
+            WantedRows(component.spec, found.unique[start:stop] - self._bounds[c])
+            for c, (component, (start, stop)) in enumerate(
+                zip(self._components, itertools.pairwise(cuts), strict=True)
+            )
+            if start < stop
+        ]
+        return LevelRequest(found, cuts, tuple(wanted), left_out)
+
+    def assembled(
+        self, asked: LevelRequest, answers: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Per block the rows ``[n, *row]`` for its ids, in their order.
+
+        Raises:
+            ValueError: An answer is not what was asked for.
+        """
+        _require_answers(asked, answers)
+        inverse = _inverse(asked, self.size)
+        left = iter(answers)
+        blocks = []
+        for block in self.blocks:
+            first, last = asked.cuts[block.first], asked.cuts[block.last]
+            full = range(block.first, block.last)
+            parts = [next(left) for c in full if asked.cuts[c] < asked.cuts[c + 1]]
+            places = inverse[block.start : block.stop]
+            if not parts:
+                table = block.segments[0].table
+                rows = np.zeros((len(places), *table.shape[1:]), table.dtype)
+            else:
+                rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
+                assert len(rows) == last - first
+                own = aligned((len(places), *rows.shape[1:]), rows.dtype)
+                # Clipped: the places are right, and numpy need not check them.
+                places = places - first if first else places
+                rows = rows.take(places, 0, own, mode="clip")
+                if asked.left_out is not None:
+                    rows[asked.left_out[block.start : block.stop]] = 0
+            blocks.append(rows)
+        return blocks
+
+    def runs_of(self, asked: LevelRequest, segments: Sequence[IdSegment]) -> Runs:
+        """The runs of the ids of neighbouring segments of a block, where the first of
+        these ids and the first of their runs are number 0."""
+        first, last = segments[0], segments[-1]
+        low = asked.cuts[first.first]
+        high = asked.cuts[last.first + len(last.table.components)]
+        found, ids = asked.found, slice(first.start, last.stop)
+        if asked.left_out is not None:
+            before = int(found.counts[:low].sum())
+            ids = slice(before, before + int(found.counts[low:high].sum()))
+        return Runs(
+            found.unique[low:high],
+            found.order[ids] - first.start,
+            found.starts[low:high] - ids.start,
+            found.counts[low:high],
+        )
+
+    def parts_of(
+        self, asked: LevelRequest, segments: Sequence[IdSegment]
+    ) -> list[list[Part]]:
+        """For each of the segments, which of these runs are those of which component,
+        and for which of its rows."""
+        first, rows = asked.cuts[segments[0].first], asked.rows
+        place = sum(asked.cuts[c] < asked.cuts[c + 1] for c in range(segments[0].first))
+        parts: list[list[Part]] = []
+        for segment in segments:
+            mine: list[Part] = []
+            last = segment.first + len(segment.table.components)
+            for c in range(segment.first, last):
+                start, stop = asked.cuts[c] - first, asked.cuts[c + 1] - first
+                if start < stop:
+                    spec, indices = rows[place]
+                    mine.append((spec, slice(start, stop), indices))
+                    place += 1
+            parts.append(mine)
+        return parts
+
+    def _require_inside(self, ids: np.ndarray) -> bool:
+        """Whether some of them may be `ABSENT`, as they are negative."""
+        if not len(self._starts):
+            return False
+        low = np.minimum.reduceat(ids, self._starts)
+        high = np.maximum.reduceat(ids, self._starts)
+        if not ((low < 0) | (high >= self._rows)).any():
+            return False
+        for segment in self._full:
+            start = segment.start
+            for number in segment.lookups:
+                lookup = self._planned[number]
+                try:
+                    lookup.table.require_inside(ids[start : start + lookup.size])
+                except IndexError as error:
+                    raise IndexError(f"{lookup.where}: {error}") from None
+                start += lookup.size
+        return True
+
+
+def _runs_of_some(keys: np.ndarray, some: np.ndarray) -> Runs:
+    """The runs of some of the keys, at their places among all of them."""
+    found = runs(keys[some])
+    return found._replace(order=np.flatnonzero(some)[found.order])
+
+
+def _inverse(asked: LevelRequest, size: int) -> np.ndarray:
+    """For each id of the level its place among the unique ones; some place, if it is
+    left out."""
+    if asked.left_out is None:
+        return asked.found.inverse()
+    found = asked.found
+    inverse = np.zeros(size, np.intp)
+    inverse[found.order] = np.repeat(np.arange(len(found.unique)), found.counts)
+    return inverse
+
+
+def _blocks(lookups: Sequence[tuple[int, PlannedLookup]]) -> tuple[LookupBlock, ...]:
+    kinds: dict[Kind, dict[Table, list[int]]] = {}
+    planned = dict(lookups)
+    for number, lookup in lookups:
+        table = lookup.table
+        kind = (table.dtype.name, table.shape[1:])
+        kinds.setdefault(kind, {}).setdefault(table, []).append(number)
+    blocks, at, base, component = [], 0, 0, 0
+    for kind, tables in kinds.items():
+        segments = []
+        for table, numbers in tables.items():
+            stop = at + sum(planned[number].size for number in numbers)
+            segments.append(IdSegment(table, tuple(numbers), at, stop, base, component))
+            at, base = stop, base + table.shape[0]
+            component += len(table.components)
+        start, first = segments[0].start, segments[0].first
+        blocks.append(LookupBlock(kind, tuple(segments), start, at, first, component))
+    return tuple(blocks)
+
+
+def _require_answers(asked: LevelRequest, answers: Sequence[np.ndarray]) -> None:
+    for wanted, answer in zip(asked.rows, answers, strict=True):
+        expected = (len(wanted.indices), *wanted.spec.shape[1:])
+        if answer.shape != expected or answer.dtype != wanted.spec.numpy_dtype:
+            raise ValueError(
+                f"{wanted.spec.device} answered {answer.dtype}{list(answer.shape)} to "
+                f"a read of {expected[0]} rows of {wanted.spec}"
+            )

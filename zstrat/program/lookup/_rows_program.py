@@ -1,0 +1,229 @@
+"""A plan with lookups as compiled programs: one for the ids of each level, one for all.
+
+All of them are cut out of the same trace. A program of ids is not needed where the ids
+are elements of the batch as they are: then they are taken from it.
+
+What goes out with the ids of a lookup, the gradient of its rows, does not take them
+along: the host has sorted these ids already, and knows which of the rows are to be
+summed and where they go.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program._compile import own
+from zstrat.program.trace import _refusals
+from zstrat.program.trace._flow import Flow
+from zstrat.rows import sums
+
+from ._ids import Ids, RowPlace, TraceInputs
+from ._lookups import Level
+from ._row_updates import SUMMED, outgoing, parted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.program._results import StepResult, StepUpdate
+    from zstrat.program.trace._plan import Plan
+    from zstrat.program.trace._retrace import Traced
+
+    from ._lookups import LevelRequest, LookupBlock
+
+
+class Shared(NamedTuple):
+    """Updates, by number, of neighbouring segments ``[first, last)`` of a block, with
+    the very ids that were looked up: their rows leave as one array."""
+
+    level: int
+    block: LookupBlock
+    first: int
+    last: int
+    updates: tuple[int, ...]
+
+
+class RowsProgram:
+    """The programs of one signature, compiled when they first run.
+
+    ``given`` are, everywhere, the leaves of arguments and elements and the values of
+    ``plan.reads``, in one list; ``blocks`` the rows of the levels so far, as `Level`
+    gives them.
+    """
+
+    def __init__(self, plan: Plan, traced: Traced) -> None:
+        self.plan = plan
+        self.constant: StepResult | None = None
+        self._name = plan.function.rpartition(".")[2]
+        self.levels = [_level(plan, number) for number in range(plan.levels)]
+        flow = Flow(traced.closed)
+        self._operands = _operands(plan)
+        inputs = TraceInputs(traced, _places(self.levels, plan))
+        first = len(traced.closed.jaxpr.outvars) - len(plan.lookups)
+        self._ids = [
+            None if level is None else Ids(level, flow, first, inputs, self._name)
+            for level in self.levels
+        ]
+        self._shared = _shared(plan, self.levels, flow, self._operands, first)
+        self._main = self._compiled(flow, inputs)
+        self._traced = False
+
+    def ids(self, number: int, given: list[Any], blocks: list[Any]) -> np.ndarray:
+        """The ids of a level, one vector in the level's order."""
+        ids = self._ids[number]
+        assert ids is not None
+        with _refusals.in_our_words(self.plan.function):
+            return ids(given, blocks)
+
+    def __call__(self, given: list[Any], blocks: list[Any]) -> Outputs:
+        """Runs the main program; may return before the results are ready."""
+        if self._traced:
+            return Outputs(*self._main(given, blocks))
+        with _refusals.in_our_words(self.plan.function):
+            outputs = Outputs(*self._main(given, blocks))
+        self._traced = True
+        return outputs
+
+    def updates(
+        self, outputs: Outputs, asked: Sequence[LevelRequest | None]
+    ) -> list[StepUpdate]:
+        """What the step wants done, in the order of the body.
+
+        Raises:
+            IndexError: A table has no such row.
+        """
+        found: dict[int, list[StepUpdate]] = {}
+        for shared, rows in zip(self._shared, outputs.shared, strict=True):
+            level, request = self.levels[shared.level], asked[shared.level]
+            assert level is not None
+            assert request is not None
+            segments = shared.block.segments[shared.first : shared.last]
+            summed = sums(level.runs_of(request, segments), np.asarray(rows))
+            parts = level.parts_of(request, segments)
+            for number, mine in zip(shared.updates, parts, strict=True):
+                found[number] = parted(self.plan.updates[number], summed, mine)
+        for number, operands in outputs.operands.items():
+            found[number] = outgoing(self.plan.updates[number], operands)
+        return [step for number in sorted(found) for step in found[number]]
+
+    def _compiled(self, flow: Flow, inputs: TraceInputs) -> Callable[..., Any]:
+        together = {number for shared in self._shared for number in shared.updates}
+        results = range(len(self.plan.out_specs))
+        alone = {
+            number: operands
+            for number, operands in self._operands.items()
+            if number not in together
+        }
+        rows = [[self._operands[n][1] for n in s.updates] for s in self._shared]
+        wanted = [
+            *results,
+            *(n for operands in alone.values() for n in operands),
+            *(n for numbers in rows for n in numbers),
+        ]
+        part, needed = flow.part(wanted, with_effects=True)
+
+        def program(given: list[Any], blocks: list[Any]) -> Any:
+            values = [inputs.of(number, given, blocks) for number in needed]
+            made = dict(zip(wanted, part(*values), strict=True))
+            known = {id(value) for value in (*values, *given)}
+            return (
+                [own(made[n], known) for n in results],
+                {k: [own(made[n], known) for n in ns] for k, ns in alone.items()},
+                [_joined([made[n] for n in numbers]) for numbers in rows],
+            )
+
+        program.__name__ = program.__qualname__ = self._name
+        return jax.jit(program)
+
+
+class Outputs(NamedTuple):
+    """What the main program returns: arrays of the result, operands by number of their
+    update, and rows of updates that go together."""
+
+    results: list[jax.Array]
+    operands: dict[int, list[jax.Array]]
+    shared: list[jax.Array]
+
+
+def _level(plan: Plan, number: int) -> Level | None:
+    """The lookups of a level; the first one may have none."""
+    found = [(n, x) for n, x in enumerate(plan.lookups) if x.level == number]
+    return Level(found) if found else None
+
+
+def _operands(plan: Plan) -> dict[int, list[int]]:
+    """The outputs of the trace that are the operands of each update."""
+    at, found = len(plan.out_specs), {}
+    for number, update in enumerate(plan.updates):
+        found[number] = list(range(at, at + len(update.operands)))
+        at += len(update.operands)
+    return found
+
+
+def _places(levels: Sequence[Level | None], plan: Plan) -> list[RowPlace]:
+    places: dict[int, RowPlace] = {}
+    for number, level in enumerate(levels):
+        for place, block in enumerate(level.blocks if level is not None else ()):
+            at = 0
+            for lookup in (n for s in block.segments for n in s.lookups):
+                planned = plan.lookups[lookup]
+                places[lookup] = RowPlace(number, place, at, planned.shape)
+                at += planned.size
+    return [places[number] for number in range(len(plan.lookups))]
+
+
+def _shared(
+    plan: Plan,
+    levels: Sequence[Level | None],
+    flow: Flow,
+    operands: dict[int, list[int]],
+    first: int,
+) -> list[Shared]:
+    """The updates whose ids are those of a segment, grouped with their neighbours."""
+    open_updates = [
+        number
+        for number, update in enumerate(plan.updates)
+        if update.table is not None and update.op in SUMMED
+    ]
+    found: list[Shared] = []
+    for number, level in enumerate(levels):
+        for block in level.blocks if level is not None else ():
+            matched: list[int | None] = []
+            for segment in block.segments:
+                ids = [v for n in segment.lookups for v in flow.origin(first + n)]
+                update = next(
+                    (
+                        n
+                        for n in open_updates
+                        if plan.updates[n].table == segment.table
+                        and list(flow.origin(operands[n][0])) == ids
+                    ),
+                    None,
+                )
+                matched.append(update)
+                if update is not None:
+                    open_updates.remove(update)
+            found += _neighbours(number, block, matched)
+    return found
+
+
+def _neighbours(
+    level: int, block: LookupBlock, matched: Sequence[int | None]
+) -> Iterator[Shared]:
+    """One group for each unbroken row of segments that have an update."""
+    start = 0
+    for has, run in itertools.groupby(matched, lambda update: update is not None):
+        updates = tuple(run)
+        end = start + len(updates)
+        if has:
+            numbers = tuple([n for n in updates if n is not None])
+            yield Shared(level, block, start, end, numbers)
+        start = end
+
+
+def _joined(rows: Sequence[jax.Array]) -> jax.Array:
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows)

@@ -1,0 +1,3 @@
+"""Functions and objects as bytes, between tasks of one program."""
+
+from __future__ import annotations

@@ -1,0 +1,266 @@
+"""What processes do together in a step: a mark in the traced program, where it is cut.
+
+A step of several processes is traced as one program, in which each collective between
+them is one equation of a primitive of ours. Nothing compiles that equation: the program
+is cut there (`_stages`), and what lies before it runs, then the collective, then what
+lies behind. Where nothing is traced, the collective happens at once.
+
+Where XLA itself reaches the other processes (`_whole`) nothing is cut: the program is
+mapped over the axis `PROCESS` of their common mesh, and a collective is jax's own.
+
+Law of the file: all processes trace the same program, so they come to the same
+collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from zstrat.program.trace._where import here
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from jax.sharding import Mesh
+
+# jax's stubs leave it untyped.
+_psum: Final[Any] = jax.lax.psum
+
+
+PROCESS: Final = "process"
+"""Name of the axis that is mapped over processes."""
+
+within_mesh: Final[ContextVar[bool]] = ContextVar("zstrat_within_mesh", default=False)
+"""Whether what is traced is mapped over `PROCESS`. Law of the file: whoever sets it
+resets it."""
+
+
+class Collective(Protocol):
+    """What processes are brought together by; a `zstrat.collectives.Group` is one.
+
+    Every process calls the same methods in the same order, with arrays of the same
+    shapes and dtypes. Trees are lists of arrays of numpy.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def generation(self) -> int:
+        """0 where nobody was lost so far."""
+        ...
+
+    def all_reduce(self, tree: Any, op: str = "sum") -> Any:
+        """Arrays that nobody writes to any more, equal on all ranks."""
+        ...
+
+    def all_gather(self, tree: Any, axis: int = 0) -> Any:
+        """The ranks' arrays one after the other along an axis."""
+        ...
+
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        """What rank ``root`` gave."""
+        ...
+
+    def under(self, options: Any) -> Collective:
+        """The same processes, with these options (of whoever made it) in place of
+        those that it was made with."""
+        ...
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        """Brings the same tasks together again, with newcomers for those lost."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the others."""
+        ...
+
+
+class CrossKind(enum.Enum):
+    """What becomes of the arrays of all processes."""
+
+    SUM = enum.auto()
+    GATHER = enum.auto()
+    """One after the other along the first axis, as many of each process."""
+    FIRST = enum.auto()
+    """Those of rank 0."""
+
+
+class Channel:
+    """The processes of a strategy, as traced programs know them.
+
+    The collective behind it may change (a group that is formed anew): ``mark`` is what
+    a trace depends on. With a ``mesh`` of the devices of all processes, whose axes are
+    `PROCESS` and that of the replicas, XLA carries out what steps do.
+
+    Calls that are to be carried out with options of their own go through a channel of
+    their own (`under`), so they are one call with no others.
+    """
+
+    def __init__(
+        self, collective: Collective, mesh: Mesh | None = None, options: Any = None
+    ) -> None:
+        self.collective = collective
+        self.mesh = mesh
+        self.options = options
+
+    def under(self, options: Hashable) -> Channel:
+        """The same processes, for calls with these options (`Collective.under`)."""
+        return Channel(self.collective, self.mesh, options)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Channel) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> Hashable:
+        return id(self.collective), self.options
+
+    @property
+    def rank(self) -> int:
+        return self.collective.rank
+
+    @property
+    def size(self) -> int:
+        return self.collective.size
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """A program that was traced under another one is not used."""
+        return self.rank, self.size
+
+    def carry_out(self, kind: CrossKind, arrays: Sequence[Any]) -> list[Any]:
+        """Does it, for several arrays together; waits for all processes.
+
+        Raises:
+            PeerLostError, CollectiveTimeoutError: Names the rank.
+        """
+        given = [np.asarray(array) for array in arrays]
+        collective = self.collective
+        if self.options is not None:
+            collective = collective.under(self.options)
+        match kind:
+            case CrossKind.SUM:
+                return list(collective.all_reduce(given, "sum"))
+            case CrossKind.GATHER:
+                return list(collective.all_gather(given, 0))
+            case CrossKind.FIRST:
+                return list(collective.broadcast(given, 0))
+
+
+def sum_over(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums over all processes. Differentiable: gradients are summed as well."""
+    return list(_differentiable(channel, here())(tuple(arrays)))
+
+
+def first_of(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of rank 0."""
+    return _bound(channel, CrossKind.FIRST, here(), arrays)
+
+
+def gather_from(channel: Channel, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of all processes, ``[size * n, ...]`` of ``[n, ...]`` each.
+
+    Differentiable: a process is given the sum of all gradients of its part.
+    """
+    return list(_gathering(channel, here())(tuple(arrays)))
+
+
+crossing: Final[Any] = Primitive("zstrat_crossing")
+"""Its equations have the parameters ``channel``, ``kind`` and ``where``."""
+crossing.multiple_results = True
+
+
+def _abstract(
+    *operands: Any, channel: Channel, kind: CrossKind, where: str
+) -> list[jax.core.ShapedArray]:
+    del where
+    return [_result(operand, channel, kind) for operand in operands]
+
+
+def _result(operand: Any, channel: Channel, kind: CrossKind) -> jax.core.ShapedArray:
+    shape = tuple(operand.shape)
+    if kind is CrossKind.GATHER:
+        shape = (shape[0] * channel.size, *shape[1:])
+    made: Any = jax.core.ShapedArray  # untyped
+    result: jax.core.ShapedArray = made(shape, operand.dtype)
+    return result
+
+
+def _now(
+    *operands: Any, channel: Channel, kind: CrossKind, where: str
+) -> list[jax.Array]:
+    del where
+    return [jnp.asarray(x) for x in channel.carry_out(kind, operands)]
+
+
+crossing.def_abstract_eval(_abstract)
+crossing.def_impl(_now)
+
+
+def _bound(
+    channel: Channel, kind: CrossKind, where: str, arrays: Sequence[Any]
+) -> list[jax.Array]:
+    if not arrays:
+        return []
+    given = [jnp.asarray(array) for array in arrays]
+    if within_mesh.get():
+        return _mapped(kind, given)
+    found: list[jax.Array] = crossing.bind(
+        *given, channel=channel, kind=kind, where=where
+    )
+    return list(found)
+
+
+def _mapped(kind: CrossKind, arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The collective inside of XLA."""
+    match kind:
+        case CrossKind.SUM:
+            summed: list[jax.Array] = _psum(list(arrays), PROCESS)
+            return summed
+        case CrossKind.GATHER:
+            return [jax.lax.all_gather(x, PROCESS, tiled=True) for x in arrays]
+        case CrossKind.FIRST:
+            # A select, because 0 * nan of another rank is nan.
+            is_mine = jax.lax.axis_index(PROCESS) == 0
+            mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
+            found: list[jax.Array] = _psum(mine, PROCESS)
+            return [x.astype(y.dtype) for x, y in zip(found, arrays, strict=True)]
+
+
+def _differentiable(channel: Channel, where: str) -> Any:
+    def reduced(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_bound(channel, CrossKind.SUM, where, arrays))
+
+    summed = jax.custom_vjp(reduced)
+    summed.defvjp(
+        lambda arrays: (reduced(arrays), None),
+        lambda _, gradients: (reduced(gradients),),
+    )
+    return summed
+
+
+def _gathering(channel: Channel, where: str) -> Any:
+    def gathered(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_bound(channel, CrossKind.GATHER, where, arrays))
+
+    def mine(_: None, gradients: tuple[Any, ...]) -> tuple[tuple[Any, ...]]:
+        whole = _bound(channel, CrossKind.SUM, where, gradients)
+        size, rank = channel.size, channel.rank
+        return (tuple(jnp.split(x, size)[rank] for x in whole),)
+
+    both = jax.custom_vjp(gathered)
+    both.defvjp(lambda arrays: (gathered(arrays), None), mine)
+    return both

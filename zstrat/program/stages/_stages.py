@@ -1,0 +1,349 @@
+"""Where the collectives of a traced program are, and how they come to its top level.
+
+A program is cut between its equations, so a collective inside of one cannot be a cut. A
+function that jax calls once (an inner ``jax.jit``, ``jax.checkpoint``) is written out
+in place of its call, if it has collectives in it; a loop or a branch cannot be.
+
+Cuts a traced program at its collectives, into stages that run one after the other.
+
+A program is jax's jaxpr: equations in order. Those of `crossing` are collectives
+between processes, carried out by the host. A collective has *level* n if n others must
+be done before its operands are known; those of one level go out together. Stage n makes
+the operands of the collectives of level n and whatever later stages need of what it
+computes anyway: nothing is computed twice. The last stage makes the results.
+
+Where an equation goes. It must not run before the collectives that it depends on, and
+not after the first stage that needs what it makes. Between the two it runs as late as
+possible if it depends on inputs of the program alone, which are at hand in every stage
+(an optimizer's decay of its moments), and else as soon as possible: what is left of
+what a stage computed is smaller than what it began with (a loss, of activations).
+
+Law of the file: a value is a number, that of an input or of what an equation makes; no
+array is touched here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun, no_effects
+
+from zstrat.program.trace import _refusals
+from zstrat.program.trace._flow import inside
+
+from ._cross import Channel, crossing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from ._cross import CrossKind
+
+
+def channels_of(closed: Any) -> list[Channel]:
+    """The processes that the program has collectives with, anywhere in it."""
+    return list(dict.fromkeys(_channels(closed.jaxpr)))
+
+
+def crosses(eqn: Any) -> bool:
+    """Whether the equation is a collective."""
+    return eqn.primitive is crossing
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The program with every call that contains a collective replaced by its body.
+
+    Raises:
+        RuntimeError: A collective is inside a loop or a branch.
+    """
+    if not any(_has_crossing_inside(eqn) for eqn in closed.jaxpr.eqns):
+        return closed
+
+    def program(*given: Any) -> list[Any]:
+        return _evaluated(closed.jaxpr, closed.consts, given)
+
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    kinds = [
+        made(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in closed.in_avals
+    ]
+    return jax.make_jaxpr(program)(*kinds)
+
+
+def _evaluated(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+    known.update(zip(jaxpr.invars, given, strict=True))
+
+    def value(var: Any) -> Any:
+        return var.val if isinstance(var, Literal) else known[var]
+
+    for eqn in jaxpr.eqns:
+        operands = [value(var) for var in eqn.invars]
+        if _has_crossing_inside(eqn):
+            inner = inside(eqn)
+            if inner is None or eqn.primitive.name == "shard_map":
+                raise _refusals.collective_inside(_where(eqn))
+            results = _evaluated(inner, _consts_of(eqn), operands)
+        else:
+            results = _one(jaxpr, eqn, operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [value(var) for var in jaxpr.outvars]
+
+
+def _one(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation."""
+    if crosses(eqn):
+        found: list[Any] = crossing.bind(*operands, **eqn.params)
+        return found
+    read = {
+        var: x
+        for var, x in zip(eqn.invars, operands, strict=True)
+        if not isinstance(var, Literal)
+    }
+    part = jaxpr.replace(
+        constvars=[],
+        invars=list(read),
+        outvars=list(eqn.outvars),
+        eqns=[eqn],
+        effects=eqn.effects,
+    )
+    return list(jaxpr_as_fun(ClosedJaxpr(part, []))(*read.values()))
+
+
+def _consts_of(eqn: Any) -> Sequence[Any]:
+    found = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    return found.consts if isinstance(found, ClosedJaxpr) else ()
+
+
+def _where(eqn: Any) -> str:
+    for inner in _jaxprs(eqn):
+        for other in inner.eqns:
+            if crosses(other):
+                return str(other.params["where"])
+            if _has_crossing_inside(other):
+                return _where(other)
+    raise AssertionError("there is no collective inside")
+
+
+def _channels(jaxpr: Any) -> Iterator[Channel]:
+    for eqn in jaxpr.eqns:
+        if crosses(eqn):
+            yield eqn.params["channel"]
+        for inner in _jaxprs(eqn):
+            yield from _channels(inner)
+
+
+def _has_crossing(jaxpr: Any) -> bool:
+    return any(crosses(eqn) or _has_crossing_inside(eqn) for eqn in jaxpr.eqns)
+
+
+def _has_crossing_inside(eqn: Any) -> bool:
+    return any(_has_crossing(inner) for inner in _jaxprs(eqn))
+
+
+def _jaxprs(eqn: Any) -> list[Any]:
+    """The programs among the parameters of an equation, as a branch has several."""
+    found = []
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr):
+                found.append(item.jaxpr)
+            elif isinstance(item, Jaxpr):
+                found.append(item)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """One collective: of the values ``operands`` it makes the values ``results``.
+    ``where`` is the user's line."""
+
+    channel: Channel
+    kind: CrossKind
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a program: ``run`` makes the values ``gives`` of the values ``takes``;
+    the ``crossings`` come next. Of the last stage ``gives`` are the results of the
+    program, numbered anew from 0."""
+
+    run: Callable[..., Sequence[Any]]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    crossings: tuple[Crossing, ...]
+
+
+def stages(
+    closed: ClosedJaxpr, *, in_order: bool = False
+) -> tuple[list[Stage], dict[int, Any]]:
+    """The stages of a program; one, if it has no collectives. And the values that are
+    constants, of those that collectives work on.
+
+    ``in_order``: no collective comes before one that is before it in the program, as
+    where it is not compiled.
+
+    Raises:
+        RuntimeError: A collective is inside a loop or a branch.
+    """
+    cut = _Cut(opened(closed), in_order)
+    return cut.stages(), cut.constants
+
+
+class _Cut:
+    def __init__(self, closed: ClosedJaxpr, in_order: bool) -> None:
+        self._closed = closed
+        self._in_order = in_order
+        self._jaxpr: Any = closed.jaxpr
+        self._eqns: list[Any] = list(self._jaxpr.eqns)
+        self._fixed = {*self._jaxpr.invars, *self._jaxpr.constvars}
+        self._levels = self._ready()
+        crossing_levels = [
+            self._levels[n] for n, eqn in enumerate(self._eqns) if crosses(eqn)
+        ]
+        self._last = 1 + max(crossing_levels, default=-1)
+        self._places = self._placed()
+        numbered = [*self._jaxpr.invars]
+        numbered += [var for eqn in self._eqns for var in eqn.outvars]
+        self._numbers = {var: number for number, var in enumerate(numbered)}
+        self.constants: dict[int, Any] = {}
+
+    def stages(self) -> list[Stage]:
+        return [self._stage(number) for number in range(self._last + 1)]
+
+    def _stage(self, number: int) -> Stage:
+        mine: list[Any] = []
+        later: list[Any] = []
+        crossings: list[Any] = []
+        for eqn, place in zip(self._eqns, self._places, strict=True):
+            if place == number:
+                (crossings if crosses(eqn) else mine).append(eqn)
+            elif place is not None and place > number:
+                later.append(eqn)
+        own = {var for eqn in mine for var in eqn.outvars}
+        if number == self._last:
+            wanted = list(self._jaxpr.outvars)
+            gives = tuple(range(len(wanted)))
+        else:
+            needed = [var for eqn in (*crossings, *later) for var in _read(eqn)]
+            needed += [x for x in self._jaxpr.outvars if not isinstance(x, Literal)]
+            wanted = [var for var in dict.fromkeys(needed) if var in own]
+            gives = tuple([self._numbers[var] for var in wanted])
+        takes = self._taken(mine, own, wanted)
+        effects = set(no_effects).union(*[eqn.effects for eqn in mine])
+        part = self._jaxpr.replace(
+            invars=takes, outvars=wanted, eqns=mine, effects=effects
+        )
+        run = jaxpr_as_fun(ClosedJaxpr(part, self._closed.consts))
+        return Stage(
+            run,
+            tuple([self._numbers[var] for var in takes]),
+            gives,
+            tuple([self._crossing(eqn) for eqn in crossings]),
+        )
+
+    def _taken(
+        self, eqns: Sequence[Any], own: set[Any], wanted: Sequence[Any]
+    ) -> list[Any]:
+        read = [var for eqn in eqns for var in _read(eqn)]
+        read += [var for var in wanted if not isinstance(var, Literal)]
+        fixed = set(self._jaxpr.constvars)
+        return [v for v in dict.fromkeys(read) if v not in own and v not in fixed]
+
+    def _crossing(self, eqn: Any) -> Crossing:
+        return Crossing(
+            eqn.params["channel"],
+            eqn.params["kind"],
+            tuple([self._number(var) for var in eqn.invars]),
+            tuple([self._numbers[var] for var in eqn.outvars]),
+            eqn.params["where"],
+        )
+
+    def _number(self, var: Any) -> int:
+        if _is_var(var) and var in self._numbers:
+            return self._numbers[var]
+        number = len(self._numbers) + len(self.constants)
+        if _is_var(var):
+            consts = zip(self._jaxpr.constvars, self._closed.consts, strict=True)
+            self.constants[number] = next(x for v, x in consts if v is var)
+        else:
+            self.constants[number] = np.asarray(var.val, var.aval.dtype)
+        return number
+
+    def _ready(self) -> list[int]:
+        """For each equation the first stage in which it can run."""
+        known = dict.fromkeys(self._fixed, 0)
+        levels: list[int] = []
+        before = 0
+        for eqn in self._eqns:
+            level = max([known[var] for var in _read(eqn)], default=0)
+            if self._in_order and crosses(eqn):
+                before = level = max(level, before)
+            levels.append(level)
+            known.update(dict.fromkeys(eqn.outvars, level + crosses(eqn)))
+        return levels
+
+    def _due(self) -> list[int | None]:
+        """For each equation the first stage that needs it, None if none does."""
+        due: dict[Any, int] = {
+            var: self._last for var in self._jaxpr.outvars if _is_var(var)
+        }
+        found: list[int | None] = [None] * len(self._eqns)
+        for n in reversed(range(len(self._eqns))):
+            eqn = self._eqns[n]
+            wanted = [due[var] for var in eqn.outvars if var in due]
+            acts = bool(eqn.effects)
+            if not wanted and not acts and not crosses(eqn):
+                continue
+            stage = min(wanted, default=self._last)
+            if crosses(eqn) or acts:
+                # A collective that nobody waits for happens all the same: the other
+                # processes may not know that nobody does.
+                stage = self._levels[n]
+            found[n] = stage
+            for var in _read(eqn):
+                due[var] = min(due.get(var, stage), stage)
+        return found
+
+    def _placed(self) -> list[int | None]:
+        """The stage of each equation, None for one that is not needed."""
+        due = self._due()
+        places: list[int | None] = []
+        made: dict[Any, int] = {}
+        for n, eqn in enumerate(self._eqns):
+            place = due[n]
+            if place is not None:
+                is_free = all(
+                    var in self._fixed or made[var] >= place for var in _read(eqn)
+                )
+                if not is_free or self._levels[n] > 0:
+                    place = self._levels[n]
+                made.update(dict.fromkeys(eqn.outvars, place))
+            places.append(place)
+        return self._pulled(places)
+
+    def _pulled(self, places: list[int | None]) -> list[int | None]:
+        """Whatever an equation reads is there when it runs."""
+        needed: dict[Any, int] = {}
+        for n in reversed(range(len(self._eqns))):
+            eqn, place = self._eqns[n], places[n]
+            if place is None:
+                continue
+            place = min([place, *[needed.get(var, place) for var in eqn.outvars]])
+            places[n] = place
+            for var in _read(eqn):
+                needed[var] = min(needed.get(var, place), place)
+        return places
+
+
+def _is_var(var: Any) -> bool:
+    return not isinstance(var, Literal)
+
+
+def _read(eqn: Any) -> list[Any]:
+    return [var for var in eqn.invars if _is_var(var)]

@@ -1,0 +1,434 @@
+"""One replica's copy of a variable, in a step and outside of the replicas: a row of all
+copies, as the step has made them so far.
+
+Law of the file: a step never asks the home of a copy. So a read finds what was written
+before it in the same step, to the copy or to the variable.
+
+The recorder: what a body does with variables and iterators while jax traces it.
+
+A body is traced twice. In *discovery* it is not known which variables it reads, so a
+read makes up an abstract value (see `Discovery`); that trace yields the plan. In
+*replay* the values are inputs of the program that is being compiled. The body must do
+the same both times.
+
+Theory of operation. Reads of one variable are one input of the program, whatever their
+number. Updates are written down with their operands, which become outputs. What was
+written is also known here: a later read in the same step computes the new value from
+the old one and the operands, except after an optimizer, whose result only the
+parameter server knows. Reads are allowed everywhere, as jax functions may close over
+outer values. Updates, lookups and draws are allowed only where the capture began: under
+`jax.grad`, `lax.cond` and the like the operand would be a value of that inner trace.
+
+A lookup names rows of a table. Its ids are an output of the program and its rows an
+input, so that it is found out only in the plan which of them can be asked for when.
+
+A region that is traced by itself (the replicas of `strategy.run`) makes a capture of
+its own with a `TraceFeed` that reads from the outer one, and hands the inner one's
+updates on as explicit outputs. In it, the value of a variable of which each replica has
+a copy is that copy; outside of it, all copies are known, and the value is the first.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.variables import (
+    CopyHome,
+    lives_here,
+    operands_of,
+    reaching,
+    recorder,
+    require_servers,
+)
+from zstrat.wire._messages import UpdateOp
+
+from . import _joined, _refusals
+from ._context import asked
+from ._copies import apart_from_now, copies_of, is_apart, keep_copies, shown_to, spread
+from ._fresh import current_trace, fresh
+from ._int32_checks import marked
+from ._updates import Moves, Write, is_here, moved, rows_of, written
+from ._updates import Recorded as Recorded
+from ._where import claimed, here
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import jax
+
+    from zstrat.variables import GradientCall, Optimizer, Recorder, Table, Variable
+
+    from ._feeds import TraceFeed
+    from ._iterator import StepIterator
+
+
+def copy_home(variable: Variable) -> CopyHome | None:
+    """Which copy of which variable this is; None: it is none."""
+    home = variable.home
+    return home if isinstance(home, CopyHome) else None
+
+
+def row_of(recording: Recorder, copy: CopyHome) -> jax.Array:
+    """The value of the copy."""
+    row: jax.Array = copies_of(recording, copy.container)[copy.number]
+    return row
+
+
+def change(recording: Recorder, copy: CopyHome, update: Recorded) -> None:
+    """Makes the next value of the copy alone; all are kept apart from now on.
+
+    Raises:
+        NotImplementedError: By an optimizer.
+        RuntimeError: Under a transformation of jax.
+    """
+    if update.optimizer is not None:
+        raise copy.not_optimized(update.variables[0])
+    operands = update.operands
+    if len(operands) > 1:
+        operands = (marked(reaching(operands[0])), *operands[1:])
+    apart_from_now(copy.container)
+    copies = copies_of(recording, copy.container)
+    value = moved(update.op, operands, copies[copy.number])
+    keep_copies(recording, copy.container, copies.at[copy.number].set(value))
+
+
+MAX_DRAWS: Final = 1024
+"""Draws of one step. A Python ``for`` over an iterator never ends while it is traced;
+this ends it, with words."""
+
+_OPTIMIZE: Final = (UpdateOp.OPTIMIZE, UpdateOp.OPTIMIZE_ROWS)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLookup:
+    """One lookup: what the step wants, and the user's line that wants it."""
+
+    table: Table
+    ids: jax.Array
+    where: str
+
+
+class Capture:
+    """Records one trace of a body. See the module's docstring.
+
+    ``reads``, ``lookups``, ``updates`` and ``draws`` (ordinals of iterators) are in the
+    order of the body; each variable is read once. ``moves`` are the updates of
+    variables that live here, which are not among ``updates``; ``calls`` the gradients
+    that parameter servers apply. ``own`` are the last
+    values of copies that a replica has updated for itself, by key of the variable.
+
+    ``is_region``: of a part of a step, whose updates go on to the capture of the step.
+    """
+
+    def __init__(
+        self,
+        feed: TraceFeed,
+        iterators: Sequence[StepIterator] = (),
+        *,
+        is_region: bool = False,
+    ) -> None:
+        self.reads: dict[int, Variable] = {}
+        self.lookups: list[RecordedLookup] = []
+        self.updates: list[Recorded] = []
+        self.draws: list[int] = []
+        self.own: dict[int, tuple[Variable, jax.Array]] = {}
+        self.moves = Moves(feed)
+        self.calls: list[GradientCall] = []
+        self.asked_context = False
+        self._is_region = is_region
+        self._drawn: list[Any] = []
+        self._feed = feed
+        self._iterators = list(iterators)
+        self._values: dict[int, jax.Array] = {}
+        self._base: dict[int, jax.Array] = {}
+        self._writes: dict[int, list[Write]] = {}
+        self._optimized: dict[int, str] = {}
+        self._touched: dict[int, str] = {}
+        self._home: object = None
+        self._tell_outer: Callable[[], None] | None = None
+        self._scope = ExitStack()
+
+    @contextmanager
+    def recording(self) -> Iterator[Capture]:
+        """Runs what is inside as the body; entered once, in the trace it belongs to."""
+        self._home = current_trace()
+        with self._scope:
+            self._scope.enter_context(fresh())
+            here_before = recorder.set(self)
+            self._tell_outer = asked.get()
+            asked_before = asked.set(self._ask_context)
+            try:
+                yield self
+            finally:
+                asked.reset(asked_before)
+                recorder.reset(here_before)
+
+    def read(self, variable: Variable) -> jax.Array:
+        """The value of the variable, the step's own writes included.
+
+        Raises:
+            RuntimeError: An optimizer has updated it in this step.
+        """
+        if not self._is_region and (copy := copy_home(variable)) is not None:
+            return row_of(self, copy)
+        value = self._current(variable)
+        return value[0] if value.ndim > len(variable.shape) else value
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Writes an update down.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if len(operands) > 1:
+            # Of rows, as if it were in parts: what is not there is named, with the line
+            # that meant it, before anything is sent.
+            index, rows = operands
+            self.update_rows(variable.table, op, (index, rows), optimizer)
+            return
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, _named(op))
+        self._note(Recorded((variable,), op, operands, optimizer, here()))
+
+    def update_own(
+        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+    ) -> None:
+        """Makes the next value of a replica's own copy.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or after an optimizer has
+                updated the variable.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, _named(op))
+        key = variable.spec.key
+        self.own[key] = variable, moved(op, operands, self._current(variable))
+        self._values[key] = self.own[key][1]
+        self._scope.enter_context(fresh())
+
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies of a variable, ``[count, ...]``."""
+        return spread(variable, self._current(variable))
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies from now on; made by replicas that are part of this step.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(variable.spec, "an update of copies")
+        self.moves.put(variable, copies)
+        self._values[variable.spec.key] = copies
+        self._scope.enter_context(fresh())
+
+    @property
+    def variables(self) -> list[Variable]:
+        """Those that it reads, and those whose copies it updates."""
+        found = dict(self.reads)
+        found.update({key: variable for key, (variable, _) in self.own.items()})
+        return list(found.values())
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """The rows of a table as they are before the step, ``ids.shape + row``.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or this step has updated the
+                table.
+        """
+        if not self._is_home():
+            raise _refusals.lookup_inside(table)
+        if all(map(self._knows, table.components)):
+            return rows_of(table, marked(ids), partial(shown_to, self))
+        for key in table.keys:
+            if key in self._touched:
+                raise _refusals.lookup_after_update(table, self._touched[key])
+        rows = self._feed.rows(len(self.lookups), table, ids.shape)
+        self.lookups.append(RecordedLookup(table, ids, here()))
+        return rows
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Writes an update of rows down, by indices ``[n]`` of the table.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+        """
+        if not self._is_home():
+            raise _refusals.update_inside(table, _named(op))
+        self._note(
+            Recorded(table.components, op, operands, optimizer, here(), table=table)
+        )
+
+    def optimize(self, call: GradientCall) -> None:
+        """Writes gradients of a tree down: what lives here is moved at once, all of it
+        together; what lives on parameter servers is updated there, each variable by
+        itself.
+
+        Raises:
+            RuntimeError: Under a transformation of jax.
+            ValueError: The optimizer cannot do this to these variables.
+        """
+        call = replace(call, where=call.where or here())
+        variables = call.variables
+        if not self._is_home():
+            raise _refusals.update_inside(variables[0].spec, _named(UpdateOp.OPTIMIZE))
+        arrays, optimizer = call.arrays, call.optimizer
+        noted = partial(Recorded, optimizer=optimizer, where=call.where)
+        if self._is_region:
+            op = UpdateOp.OPTIMIZE
+            self._note(noted(variables, op, operands=arrays, call=call))
+        elif all(map(is_here, variables)):
+            self.moves.optimize(call, self._current)
+            for variable in variables:
+                key = variable.spec.key
+                self._values[key] = self.moves.values[key][1]
+            self._scope.enter_context(fresh())
+        elif lives_here(call):
+            # Of this process, but not of its devices: moved when the step has run.
+            op = UpdateOp.OPTIMIZE
+            self._note(noted(variables, op, operands=arrays, call=call))
+        else:
+            self._send(call, noted)
+
+    def _send(self, call: GradientCall, noted: Callable[..., Recorded]) -> None:
+        """Updates of variables on parameter servers."""
+        rule = call.rule(is_here=False)
+        require_servers(call, rule)
+        self.calls.append(call)
+        operands = tuple(operands_of(call, rule))
+        if operands:
+            op = UpdateOp.OPERANDS
+            self.updates.append(noted(call.variables, op, operands))
+        with claimed(call.where):
+            for _, target, sparse, arrays in call.leaves():
+                if sparse:
+                    op, rows = UpdateOp.OPTIMIZE_ROWS, (arrays[0], arrays[1])
+                    target._record_rows(self, op, rows, call.optimizer)
+                else:
+                    op = UpdateOp.OPTIMIZE
+                    target._record(self, op, arrays[0], call.optimizer)
+
+    def draw(self, iterator: StepIterator) -> Any:
+        """The next element of an iterator among the arguments, as the trace sees it.
+
+        Raises:
+            RuntimeError: Under a transformation of jax, or it is no argument.
+        """
+        if not self._is_home():
+            raise _refusals.draw_inside()
+        if len(self.draws) == MAX_DRAWS:
+            raise RuntimeError(
+                f"{here()}: the step draws more than {MAX_DRAWS} elements: a Python "
+                "for loop over an iterator has no end while it is traced. Call "
+                "next(iterator) as often as the step needs"
+            )
+        ordinal = next(
+            (n for n, known in enumerate(self._iterators) if known is iterator), None
+        )
+        if ordinal is None:
+            raise RuntimeError(
+                f"{here()}: the step draws from an iterator of {iterator.name} that it "
+                "captured: pass the iterator as an argument of the zs.function"
+            )
+        element = self._feed.element(ordinal, iterator)
+        self.draws.append(ordinal)
+        self._drawn.extend(_joined.leaves(element))
+        return element
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very array is (a leaf of) an element drawn in this trace."""
+        return any(leaf is drawn for drawn in self._drawn)
+
+    def _note(self, update: Recorded) -> None:
+        if not self._is_region and all(map(self._knows, update.variables)):
+            self._move(update)
+            return
+        self.updates.append(update)
+        for number, variable in enumerate(update.variables):
+            key = variable.spec.key
+            self._values.pop(key, None)
+            self._touched[key] = update.where
+            if update.op in _OPTIMIZE:
+                self._optimized[key] = update.where
+            elif update.op is UpdateOp.ASSIGN:
+                self._optimized.pop(key, None)
+                self._writes[key] = [(update, number)]
+            else:
+                self._writes.setdefault(key, []).append((update, number))
+        # Inner functions that jax has traced already closed over the old value.
+        self._scope.enter_context(fresh())
+
+    def _knows(self, variable: Variable) -> bool:
+        """Whether the value is here, or a row of what is."""
+        is_row = not self._is_region and copy_home(variable) is not None
+        return is_row or is_here(variable)
+
+    def _move(self, update: Recorded) -> None:
+        if (copy := copy_home(update.variables[0])) is not None:
+            change(self, copy, update)
+            return
+        self.moves.note(update, self._current)
+        for variable in update.variables:
+            key = variable.spec.key
+            self._values[key] = self.moves.values[key][1]
+        self._scope.enter_context(fresh())
+
+    def _is_home(self) -> bool:
+        return current_trace() == self._home
+
+    def _current(self, variable: Variable) -> jax.Array:
+        """The value, or all copies of it."""
+        key = variable.spec.key
+        known = self._values.get(key)
+        if known is not None:
+            return known
+        if key in self._optimized:
+            raise _refusals.read_after_optimizer(variable, self._optimized[key])
+        value = self._computed(variable)
+        if self._is_home():
+            # A value computed under a transformation belongs to that inner trace.
+            self._values[key] = value
+        return value
+
+    def _computed(self, variable: Variable) -> jax.Array:
+        writes = self._writes.get(variable.spec.key, [])
+        if writes and writes[0][0].op is UpdateOp.ASSIGN:
+            return written(writes[0][0].operands[0], writes[1:])
+        return written(self._before(variable), writes)
+
+    def _before(self, variable: Variable) -> jax.Array:
+        """The value as it was before the step."""
+        key = variable.spec.key
+        self.reads.setdefault(key, variable)
+        if key in self._base:
+            return self._base[key]
+        value = self._feed.value(variable.spec)
+        if not self._is_region and is_apart(variable):
+            value = spread(variable, value)
+        if self._is_home():
+            self._base[key] = value
+        return value
+
+    def _ask_context(self) -> None:
+        self.asked_context = True
+        if self._tell_outer is not None:
+            self._tell_outer()
+
+
+def _named(op: UpdateOp) -> str:
+    return "an update by an optimizer" if op in _OPTIMIZE else f"{op.name} (an update)"

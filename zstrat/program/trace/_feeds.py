@@ -1,0 +1,117 @@
+"""Where the values come from that a trace meets: made up, or inputs of a program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+
+from . import _refusals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.variables import SlotRule, Table, Variable, VariableSpec
+
+    from ._iterator import Element, StepIterator
+    from ._updates import SlotsKey
+
+
+class TraceFeed(Protocol):
+    """Where the values come from that the trace meets."""
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        """The value of a variable before the step's own writes."""
+        ...
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        """The next element of the ``ordinal``-th iterator among the arguments."""
+        ...
+
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        """The rows of the lookup of this number, for ids of this shape."""
+        ...
+
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        """What the optimizer keeps beside a variable of this process before the
+        step."""
+        ...
+
+
+class Discovery:
+    """Makes up abstract values.
+
+    ``seed`` is a traced scalar: what is computed from it is a traced value at every
+    depth of transformation, which a constant would not be.
+    """
+
+    def __init__(
+        self, seed: jax.Array, supply: Callable[[int, StepIterator], Element]
+    ) -> None:
+        self._seed = seed
+        self._supply = supply
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        return self._abstract(spec.shape, spec.numpy_dtype)
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        element = self._supply(ordinal, iterator)
+        leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
+        return element.treedef.unflatten(leaves)
+
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        del number
+        return self._abstract((*shape, *table.shape[1:]), table.dtype)
+
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        del variable
+        return [self._abstract(kind.shape, kind.dtype) for kind in rule.kinds]
+
+    def _abstract(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        seen = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.lax.broadcast(
+            jax.lax.convert_element_type(self._seed, seen), tuple(shape)
+        )
+
+
+class Replay:
+    """Hands out the inputs of the program."""
+
+    def __init__(
+        self,
+        step: str,
+        values: dict[int, jax.Array],
+        elements: Sequence[Any],
+        rows: Sequence[jax.Array] = (),
+        slots: Mapping[SlotsKey, list[Any]] | None = None,
+    ) -> None:
+        self._step = step
+        self._values = values
+        self._elements = iter(elements)
+        self._rows = rows
+        self._slots = {} if slots is None else slots
+
+    def value(self, spec: VariableSpec) -> jax.Array:
+        if spec.key not in self._values:
+            raise _refusals.changed(self._step, f"it reads {spec}")
+        return self._values[spec.key]
+
+    def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        try:
+            return next(self._elements)
+        except StopIteration:
+            what = f"it draws one more element of {iterator.name}"
+            raise _refusals.changed(self._step, what) from None
+
+    def rows(self, number: int, table: Table, shape: Sequence[int]) -> jax.Array:
+        wanted = (*shape, *table.shape[1:])
+        if number >= len(self._rows) or self._rows[number].shape != wanted:
+            raise _refusals.changed(self._step, f"it looks up other rows of {table}")
+        return self._rows[number]
+
+    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        key = variable.spec.key, rule.id
+        if key not in self._slots:
+            what = f"{rule.optimizer!r} moves {variable.spec}"
+            raise _refusals.changed(self._step, what)
+        return self._slots[key]

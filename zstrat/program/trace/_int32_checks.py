@@ -1,0 +1,287 @@
+"""Integers of 64 bits in a program of 32: what ids are computed of must fit.
+
+jax without ``jax_enable_x64`` takes the lower half of such an integer, and a row of
+that number may be there. So whatever ids of lookups and indices of updates depend on is
+looked at before a step runs. Ids that are taken as they are (`_ids`) keep their 64 bits
+and are compared with the table.
+
+Law of the file: no other leaf is looked at; a batch may have hashes of 64 bits that no
+row is found by.
+
+Arguments and elements of 64 bits that a step computes with 32: said once.
+
+Ids and indices of rows that do not fit are refused (`_int32_checks`). Whatever else a step is
+given jax cuts in silence: integers keep their lower half, floats are rounded.
+
+Law of the file: integers are looked at in every step until one was cut, because numbers
+grow; floats in the first step of a program alone, because those of a kind are alike.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import keystr, tree_flatten_with_path
+
+from zstrat.variables import NarrowingWarning, is_cut, outside, what_is_lost
+
+from . import _joined
+from ._flow import Flow
+from ._signature import places as places_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from ._iterator import Element
+    from ._plan import Plan
+    from ._signature import CutCall
+
+_MARK: Final = "zstrat rows"
+
+
+def marked(indices: jax.Array) -> jax.Array:
+    """Indices of rows that the program uses itself: it does not hand them out."""
+    named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
+    return named
+
+
+def wide_leaves(
+    call: CutCall, gaps: Sequence[int], elements: Sequence[Element]
+) -> dict[int, str]:
+    """The leaves of inputs and elements, by number, that jax would take for integers of
+    fewer bits, with their places in words. ``gaps`` are the leaves that are inputs."""
+    leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
+    found = [number for number, leaf in enumerate(leaves) if is_narrowed(leaf)]
+    if not found:
+        return {}
+    args, kwargs = call.treedef.unflatten(call.leaves)
+    paths = [
+        f"{root}{keystr(path)}"
+        for root, tree in (("args", args), ("kwargs", kwargs))
+        for path, _ in _joined.flatten_with_path(tree)[0]
+    ]
+    places = [paths[gap] for gap in gaps]
+    for number, element in enumerate(elements):
+        whole = element.treedef.unflatten(element.leaves)
+        places += [
+            f"element {number}{keystr(path)} of the step"
+            for path, _ in _joined.flatten_with_path(whole)[0]
+        ]
+    return {number: places[number] for number in found}
+
+
+def narrowed(plan: Plan, closed: Any, wide: Mapping[int, str]) -> dict[int, str]:
+    """Those of these leaves of which ids or indices of rows are computed in a program,
+    whose last outputs are operands of the plan's updates and ids of its lookups."""
+    if not wide:
+        return {}
+    flow = Flow(closed)
+    ids = list(range(flow.outputs - len(plan.lookups), flow.outputs))
+    at = flow.outputs - len(plan.lookups) - sum(len(x.operands) for x in plan.updates)
+    indices = []
+    for update in plan.updates:
+        indices += [at] if update.table is not None else []
+        at += len(update.operands)
+    taken = _taken(plan, flow)
+    computed = flow.inputs_of(
+        [
+            n
+            for n in (*ids, *indices)
+            if (source := flow.input_at_origin(n)) is None or source not in taken
+        ]
+    )
+    computed |= flow.inputs_of_marked(_MARK)
+    return {number: place for number, place in wide.items() if computed >> number & 1}
+
+
+def taken_as_ids(plan: Plan, closed: Any) -> frozenset[int]:
+    """The leaves of inputs and elements that are ids of lookups as they are, and so
+    keep their 64 bits, of the same program."""
+    return _taken(plan, Flow(closed))
+
+
+def _taken(plan: Plan, flow: Flow) -> frozenset[int]:
+    # They are looked at on the host.
+    ids = range(flow.outputs - len(plan.lookups), flow.outputs)
+    sources = [flow.input_at_origin(number) for number in ids]
+    return frozenset(source for source in sources if source is not None)
+
+
+def require_fitting(
+    step: str, leaves: Sequence[Any], narrowed: Mapping[int, str]
+) -> None:
+    """Refuses leaves, by number, that do not fit 32 bits. Cost: a pass over each.
+
+    Raises:
+        ValueError: Names the place and the value.
+    """
+    for number, place in narrowed.items():
+        leaf = np.asarray(leaves[number])
+        if fits(leaf):
+            continue
+        raise ValueError(
+            f"{place} of the step function {step!r} contains {_wrong(leaf)}, and ids "
+            f"of rows are computed from it, where jax would take {leaf.dtype} for 32 "
+            "bits and "
+            "use another row: make it fit before (hash it in the dataset), give ids of "
+            "lookups on parameter servers as they are, or switch on jax_enable_x64 in "
+            "this program and on the workers (JAX_ENABLE_X64=1)"
+        )
+
+
+def fits(leaf: Any) -> bool:
+    """Whether jax takes integers of numpy for what they are; all else fits. Cost: a
+    pass over those that jax takes for ones of fewer bits."""
+    if not is_narrowed(leaf) or not leaf.size:
+        return True
+    fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return bool(fit.min <= int(leaf.min()) and int(leaf.max()) <= fit.max)
+
+
+def uncut(leaf: Any) -> jax.Array:
+    """The array of jax, of one that is known while a program is traced.
+
+    Raises:
+        ValueError: It does not fit 32 bits.
+    """
+    if fits(leaf):
+        return jnp.asarray(leaf)
+    raise ValueError(
+        f"an argument of strategy.run contains {_wrong(np.asarray(leaf))}, and jax "
+        f"would take {leaf.dtype} for 32 bits and compute with another number: make it "
+        "fit before (hash it in the dataset), or switch on jax_enable_x64"
+    )
+
+
+def _wrong(leaf: np.ndarray) -> int:
+    fit = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return int(leaf[(leaf < fit.min) | (leaf > fit.max)].flat[0])
+
+
+def is_narrowed(leaf: Any) -> bool:
+    """Whether it has integers of numpy that jax takes for ones of fewer bits."""
+    if not isinstance(leaf, np.ndarray | np.generic) or leaf.dtype.kind not in "iu":
+        return False
+    return jax.dtypes.canonicalize_dtype(leaf.dtype).itemsize < leaf.dtype.itemsize
+
+
+class Watch:
+    """The leaves of one program that jax cuts, by number, as long as nothing was said
+    of them.
+
+    ``said`` are places of which it was said, by any program of the function.
+    """
+
+    __slots__ = ("_limits", "_once", "_places", "_said", "_step")
+
+    def __init__(
+        self, step: str, places: dict[int, str], dtypes: dict[int, Any], said: set[str]
+    ) -> None:
+        self._step = step
+        self._places = places
+        self._said = said
+        self._limits: dict[int, tuple[int, int]] = {}
+        for number, dtype in dtypes.items():
+            if dtype.kind in "iu":
+                fit = np.iinfo(jax.dtypes.canonicalize_dtype(dtype))
+                self._limits[number] = int(fit.min), int(fit.max)
+        self._once = [number for number in dtypes if number not in self._limits]
+
+    def look(self, leaves: Sequence[Any]) -> None:
+        """Looks at the leaves of one step. Cost: a pass over each integer one.
+
+        Warns:
+            NarrowingWarning: One of them loses bits; names its place.
+        """
+        once, self._once = self._once, []
+        for number in once:
+            self._tell(number, leaves[number])
+        for number, (low, high) in tuple(self._limits.items()):
+            leaf = leaves[number]
+            if not leaf.size or (low <= leaf.min() and leaf.max() <= high):
+                continue
+            self._limits.pop(number, None)
+            self._tell(number, leaf)
+
+    def _tell(self, number: int, leaf: Any) -> None:
+        place = self._places[number]
+        if place in self._said or (lost := what_is_lost(leaf)) is None:
+            return
+        self._said.add(place)
+        tell(f"{place} of the step function {self._step!r}", leaf, lost)
+
+
+def watch(
+    plan: Plan, call: CutCall, elements: Sequence[Element], said: set[str]
+) -> Watch | None:
+    """Who looks at the leaves of a program; None if there is nothing to look at.
+
+    ``elements`` are those that the plan draws.
+    """
+    leaves = [*call.inputs, *(leaf for each in elements for leaf in each.leaves)]
+    cut = {number for number, leaf in enumerate(leaves) if is_cut(leaf)}
+    cut -= plan.narrowed.keys() | plan.taken
+    if not cut:
+        return None
+    names = _in_words(plan, call, elements)
+    places = {number: names[number] for number in sorted(cut)}
+    dtypes = {number: leaves[number].dtype for number in places}
+    return Watch(plan.function, places, dtypes, said)
+
+
+def tell_of_arguments(
+    step: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], said: set[str]
+) -> None:
+    """The same of the arguments of an eager step.
+
+    Warns:
+        NarrowingWarning: One of them loses bits; names its place.
+    """
+    for place, leaf in places_of(args, kwargs):
+        if place in said or (lost := what_is_lost(leaf)) is None:
+            continue
+        said.add(place)
+        tell(f"{place} of the step function {step!r}", leaf, lost)
+
+
+def tell(place: str, leaf: Any, lost: str) -> None:
+    """Says that a leaf loses bits.
+
+    Warns:
+        NarrowingWarning: Always.
+    """
+    warnings.warn(words(place, leaf, lost), NarrowingWarning, stacklevel=outside())
+
+
+def words(place: str, leaf: Any, lost: str) -> str:
+    """What is said of a leaf that loses bits."""
+    narrow = jax.dtypes.canonicalize_dtype(leaf.dtype)
+    cure = "make it fit where it is made (hash it in the dataset, say)"
+    if leaf.dtype.kind not in "iu":
+        cure = f'give it as .astype("{narrow}")'
+    return (
+        f"{place} has dtype {leaf.dtype}, and jax computes with {narrow}: {lost}. "
+        f"{cure[0].upper()}{cure[1:]}, or switch on jax_enable_x64 "
+        "(JAX_ENABLE_X64=1, on the workers, too)"
+    )
+
+
+def _in_words(plan: Plan, call: CutCall, elements: Sequence[Element]) -> list[str]:
+    """The places of inputs and leaves of elements, in words."""
+    args, kwargs = call.treedef.unflatten(call.leaves)
+    named = iter(places_of(args, kwargs))
+    # Inputs are some of the leaves, in the same order.
+    found = [next(p for p, leaf in named if leaf is each) for each in call.inputs]
+    for number, (element, ordinal) in enumerate(zip(elements, plan.draws, strict=True)):
+        whole = element.treedef.unflatten(element.leaves)
+        found += [
+            f"element {number}{keystr(path)} of {call.iterators[ordinal].name}, drawn "
+            "by a step"
+            for path, _ in tree_flatten_with_path(whole)[0]
+        ]
+    return found

@@ -1,0 +1,211 @@
+"""What one step function does for one signature: its communication, known beforehand.
+
+A plan is found by tracing the body under abstract values (`_discover`). It says which
+variables are read and updated, which rows are looked up and when, how many elements are
+drawn from which iterator and what comes back. The coordinator needs no more than this;
+a worker compiles it into a `Program`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.variables import LOCAL
+
+from . import _refusals
+from ._iterator import StepIterator
+from ._structure import ResultLayout, Structure, split
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.program.lookup._lookups import PlannedLookup
+    from zstrat.variables import GradientCall, Optimizer, Table, Variable, VariableSpec
+    from zstrat.wire._messages import UpdateOp
+
+    from ._capture import Capture
+    from ._int32_checks import Watch
+    from ._structure import TreeDef
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUpdate:
+    """One update. ``optimizer`` is 0 for none; ``where`` is the user's line.
+
+    With a ``table`` it is one of rows; ``specs`` are then those of the components. With
+    a ``call`` it is one of gradients of a tree, for variables of this process.
+    """
+
+    specs: tuple[VariableSpec, ...]
+    op: UpdateOp
+    optimizer: int
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    where: str
+    table: Table | None = None
+    call: GradientCall | None = None
+
+    @property
+    def spec(self) -> VariableSpec:
+        """The variable that is updated, or the first component."""
+        return self.specs[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The body and its arguments, with gaps where the inputs of the program go."""
+
+    fn: Callable[..., Any]
+    treedef: TreeDef
+    leaves: tuple[Any, ...]
+    gaps: tuple[int, ...]
+    iterators: tuple[StepIterator, ...]
+    elements: tuple[TreeDef, ...]
+
+    def empty(self, elements: Sequence[TreeDef]) -> Template:
+        """This template without values: no argument and no dataset is kept alive by
+        it."""
+        stand_ins = {id(it): StepIterator(None, name=it.name) for it in self.iterators}
+        leaves = [stand_ins.get(id(leaf), leaf) for leaf in self.leaves]
+        for gap in self.gaps:
+            leaves[gap] = None
+        return replace(
+            self,
+            leaves=tuple(leaves),
+            iterators=tuple([stand_ins[id(iterator)] for iterator in self.iterators]),
+            elements=tuple(elements),
+        )
+
+    def drawn(self, leaves: Sequence[Any]) -> list[Any]:
+        """The elements that have these leaves."""
+        found, start = [], 0
+        for treedef in self.elements:
+            end = start + treedef.num_leaves
+            found.append(treedef.unflatten(leaves[start:end]))
+            start = end
+        return found
+
+    def run(
+        self, capture: Capture, inputs: Sequence[Any]
+    ) -> tuple[Structure, list[jax.Array]]:
+        """The body under a capture: the structure and the arrays of its result."""
+        leaves = list(self.leaves)
+        for gap, value in zip(self.gaps, inputs, strict=True):
+            leaves[gap] = value
+        args, kwargs = self.treedef.unflatten(leaves)
+        with capture.recording():
+            structure, arrays = split(self.fn(*args, **kwargs), capture.read)
+            return structure, [jnp.asarray(array) for array in arrays]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """See the module's docstring. ``draws`` are ordinals of the iterators among the
+    arguments, in the order of the draws; ``out_specs`` are the arrays of the result.
+
+    ``variables`` are the handles behind ``reads``; ``targets`` the variables and
+    optimizers behind ``updates``. ``lookups`` are in the order of the body. ``moves``
+    are updates that are part of the program: what is updated, and how. ``narrowed`` are
+    leaves of arguments and elements that have to fit 32 bits: by number, with their
+    place in words; ``taken`` are those that are ids as they are, with all their bits;
+    ``watch`` looks at others. ``calls`` are the trees of gradients that parameter
+    servers apply.
+    """
+
+    function: str
+    reads: tuple[VariableSpec, ...]
+    updates: tuple[PlannedUpdate, ...]
+    draws: tuple[int, ...]
+    out_structure: Structure
+    out_specs: tuple[jax.ShapeDtypeStruct, ...]
+    has_inputs: bool
+    has_effects: bool
+    asked_context: bool
+    variables: tuple[Variable, ...]
+    targets: tuple[tuple[tuple[Variable, ...], Optimizer | None], ...]
+    lookups: tuple[PlannedLookup, ...] = ()
+    moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
+    narrowed: Mapping[int, str] = field(default_factory=dict)
+    calls: tuple[GradientCall, ...] = ()
+    taken: frozenset[int] = frozenset()
+    watch: Watch | None = None
+
+    @property
+    def has_lookups(self) -> bool:
+        """Whether it reads rows of tables, which each run asks for anew."""
+        return bool(self.lookups)
+
+    @property
+    def levels(self) -> int:
+        """Requests, one after the other, before it can run."""
+        return 1 + max((lookup.level for lookup in self.lookups), default=0)
+
+    @property
+    def specs(self) -> list[VariableSpec]:
+        """All variables that it reads, looks rows up in, or updates."""
+        tables = [lookup.table.components for lookup in self.lookups]
+        found = [*self.reads, *(v.spec for components in tables for v in components)]
+        found += [spec for update in self.updates for spec in update.specs]
+        found += [spec for specs, _ in self.moves for spec in specs]
+        return list(dict.fromkeys(found))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether it updates nothing."""
+        return not self.updates and not self.moves
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether every run gives the same result and does nothing else."""
+        moving = self.has_inputs or self.draws or not self.read_only
+        return not (moving or self.reads or self.lookups) and not self.has_effects
+
+    @property
+    def draws_per_step(self) -> Mapping[int, int]:
+        """Elements drawn by one step, by ordinal of the iterator."""
+        return {n: self.draws.count(n) for n in dict.fromkeys(self.draws)}
+
+    @cached_property
+    def layout(self) -> ResultLayout:
+        """How to cut and rebuild the result; always the same object."""
+        return ResultLayout(
+            tuple(spec.dtype.name for spec in self.out_specs),
+            tuple(spec.shape for spec in self.out_specs),
+            self.out_structure.plain,
+        )
+
+    def require_same(self, capture: Capture, structure: Structure) -> None:
+        """Refuses a trace that is not the one that made the plan.
+
+        Raises:
+            RuntimeError: The body depends on more than its arguments.
+        """
+        made = [
+            (tuple([v.spec for v in update.variables]), update.op)
+            for update in capture.updates
+        ]
+        planned = [(update.specs, update.op) for update in self.updates]
+        if made != planned or capture.moves.notes != list(self.moves):
+            raise _refusals.changed(self.function, "its updates are others")
+        looked = [(lookup.table, lookup.ids.shape) for lookup in capture.lookups]
+        if looked != [(lookup.table, lookup.shape) for lookup in self.lookups]:
+            raise _refusals.changed(self.function, "its lookups are others")
+        if tuple(capture.draws) != self.draws:
+            raise _refusals.changed(self.function, "it draws other elements")
+        if structure != self.out_structure:
+            raise _refusals.changed(self.function, "its result has another structure")
+
+    def require_shared(self) -> None:
+        """Refuses a plan that other tasks cannot run, because it uses variables of this
+        process.
+
+        Raises:
+            ValueError: Names the variables.
+        """
+        local = [str(spec) for spec in self.specs if spec.ps == LOCAL]
+        if local:
+            raise _refusals.not_shared(f"the step function {self.function!r}", *local)

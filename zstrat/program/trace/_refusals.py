@@ -1,0 +1,252 @@
+"""The words for what a step function cannot do, and what to write instead.
+
+Law of the file: every text names the user's line. jax's own error stays the cause.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from jax import errors as jax_errors
+
+from zstrat.variables import DeviceHome, LocalHome
+
+from ._where import here, raised_at
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from zstrat.program.lookup._lookups import PlannedLookup
+    from zstrat.variables import Variable
+
+_TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
+    (
+        jax_errors.TracerBoolConversionError,
+        "a Python branch (if, while, and, or, not, assert) on a value that is known "
+        "only when the step runs. Write jnp.where(condition, a, b), jax.lax.cond or "
+        "jax.lax.while_loop; a Python bool or str argument may be branched on",
+    ),
+    (
+        jax_errors.TracerIntegerConversionError,
+        "Python needs an integer now (an index, a length, an axis), but it is known "
+        "only when the step runs, as all numbers that a step is called with. Index a "
+        "jax array (jnp.asarray(x)[i], jnp.take), or bind the number: "
+        "zs.function(functools.partial(fn, axis=0))",
+    ),
+    (
+        jax_errors.NonConcreteBooleanIndexError,
+        "a boolean mask as an index gives a shape that is known only when the step "
+        "runs. Write jnp.where(mask, x, 0), or multiply by the mask",
+    ),
+    (
+        jax_errors.TracerArrayConversionError,
+        "numpy needs a value that is known only when the step runs. Use jax.numpy in "
+        "place of numpy, and value() in place of numpy()",
+    ),
+    (
+        jax_errors.ConcretizationTypeError,
+        "Python needs a value now (int(), float(), bool(), a shape, an axis), but it "
+        "is known only when the step runs. Keep it a jax array, or pass it in from "
+        "outside of the step",
+    ),
+)
+
+LOOKS: Final = tuple([kind for kind, _ in _TRACED])
+"""jax's errors when Python looks at a value that is being traced."""
+
+# Of jax 0.10 and 0.11, and of numpy; these errors have no types of their own.
+_STATIC: Final = (
+    "Shapes must be 1D sequences of concrete values",
+    "Slice entries must be static integers",
+    "Array slice indices must have static start/stop/step",
+    "expected a sequence of integers or a single integer",
+)
+
+_NOT_TRANSFORMED: Final = (
+    "inside a function that jax transforms (jax.grad, jax.jit, jax.vmap, jax.lax.cond, "
+    "jax.lax.scan or zs.value_and_grad), where it would happen never or many times"
+)
+
+
+def is_of_shapes(error: TypeError | IndexError) -> bool:
+    """Whether it is about a shape or a slice by a value that is being traced, and not
+    about one that is wrong whenever the function runs."""
+    words = str(error)
+    return words.startswith(_STATIC) and "Tracer" in words
+
+
+@contextmanager
+def variables_in_our_words(step: str) -> Iterator[None]:
+    """Turns jax's error about a `Variable` among the arguments of a jax function into
+    ours, with the user's line.
+
+    Raises:
+        TypeError: In place of jax's error.
+    """
+    try:
+        yield
+    except ValueError as error:
+        # It has no type of its own, and jax words of what no user can do.
+        if "__jax_array__" not in str(error):
+            raise
+        raise TypeError(
+            f"{raised_at(error)}, in the step function {step!r}: a zs.Variable is "
+            "passed to a function that jax compiles (jnp.exp, jnp.matmul, jax.nn.relu, "
+            "jax.jit, jax.grad, ...), which takes arrays: write v.value(), or "
+            "zs.values(tree) for a pytree"
+        ) from error
+
+
+@contextmanager
+def in_our_words(step: str) -> Iterator[None]:
+    """Turns jax's errors about traced values into ours, with the user's line.
+
+    Raises:
+        TypeError: In place of jax's errors about values that are not known yet, and
+            about variables where it wants arrays.
+        RuntimeError: In place of jax's error about a leaked value.
+    """
+    try:
+        with variables_in_our_words(step):
+            yield
+    except jax_errors.UnexpectedTracerError as error:
+        raise leaked(step, "the body", raised_at(error)) from error
+    except tuple(cls for cls, _ in _TRACED) as error:
+        words = next(text for cls, text in _TRACED if isinstance(error, cls))
+        raise TypeError(
+            f"{raised_at(error)}, in the step function {step!r}: {words}. (To step "
+            "through the body with real values, use @zs.function(eager=True).)"
+        ) from error
+
+
+def update_inside(variable: object, op: str) -> RuntimeError:
+    """An update under jax.grad, lax.cond and the like."""
+    return RuntimeError(
+        f"{here()}: {op} of {variable} {_NOT_TRANSFORMED}. Return the new value from "
+        "that function (from a loss: has_aux=True) and update the variable after it; "
+        "for an update under a condition assign jnp.where(condition, new, old)"
+    )
+
+
+def live_read_inside(variable: object) -> RuntimeError:
+    """A variable is differentiated by name, eagerly, and read under jax.jit."""
+    return RuntimeError(
+        f"{here()}: {variable} is read inside a function that jax transforms (jax.jit, "
+        "jax.vmap, jax.lax.scan, ...) while zs.value_and_grad(variables=...) "
+        "differentiates with real values. Pass it as an argument (argnums), or do it "
+        "in a zs.function that is not eager"
+    )
+
+
+def step_inside(what: str) -> TypeError:
+    """A step is called where jax traces, and nothing is being captured."""
+    return TypeError(
+        f"{what} inside a function that jax transforms (jax.jit, jax.vmap, jax.grad, "
+        "jax.lax.scan, ...): a step runs by itself. Make the outermost function a "
+        "zs.function too, which inlines this one; without variables in it, the plain "
+        "Python function (fn.__wrapped__) does as well"
+    )
+
+
+def draw_inside() -> RuntimeError:
+    """next(iterator) under jax.grad, lax.cond and the like."""
+    return RuntimeError(
+        f"{here()}: next(iterator) {_NOT_TRANSFORMED}. Draw the element before, in the "
+        "body of the zs.function, and pass it in as an argument"
+    )
+
+
+def lookup_inside(table: object) -> RuntimeError:
+    """A lookup under jax.jit, jax.grad, lax.scan and the like."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up inside a function that jax "
+        "transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan, ...), where their ids "
+        "are not known to the step. Look them up before, in the body of the "
+        "zs.function, and pass the rows in (ids may have any shape); for gradients "
+        "with respect to the table use zs.value_and_grad in place of jax.grad"
+    )
+
+
+def lookup_after_update(table: object, where: str) -> RuntimeError:
+    """The rows that a lookup gives are those before the step."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up after the same step updated it (at "
+        f"{where}). Look them up before the update, or read value(), the whole of it"
+    )
+
+
+def lookup_not_ready(table: object) -> RuntimeError:
+    """A lookup in what jax stages out, while nothing is captured."""
+    return RuntimeError(
+        f"{here()}: rows of {table} are looked up inside a function that jax "
+        "transforms (jax.jit, jax.vmap, jax.lax.scan, ...), so its ids have no value "
+        "now. Look them up before and pass the rows in, or do it in a zs.function"
+    )
+
+
+def read_after_optimizer(variable: Variable, where: str) -> RuntimeError:
+    """The new value is not known yet where the variable is read."""
+    if isinstance(variable.home, DeviceHome):
+        made = (
+            "by the optimizer, of the gradients of all replicas. Read it before "
+            "apply_gradients, after strategy.run, or in the next step"
+        )
+    else:
+        by = "optimizer" if isinstance(variable.home, LocalHome) else "parameter server"
+        made = (
+            f"by the {by}, after the step. Read it before apply_gradients, or in the "
+            "next step"
+        )
+    return RuntimeError(
+        f"{here()}: {variable.spec} is read after an optimizer updated it in the same "
+        f"step (at {where}): its new value is computed {made}"
+    )
+
+
+def not_shared(who: str, *variables: object) -> ValueError:
+    """A step for workers uses variables that no other process can reach."""
+    return ValueError(
+        f"{who} uses {', '.join(map(str, variables))}, created outside of "
+        "strategy.scope(): it lives in the process that created it, and no worker can "
+        "reach it. Create variables that workers use inside strategy.scope()"
+    )
+
+
+def leaked(step: str, what: str, where: str) -> RuntimeError:
+    """A tracer of a finished or outer transformation is used in a step."""
+    return RuntimeError(
+        f"{where}, in the step function {step!r}: {what} uses a value that belongs to "
+        "another function that jax transforms (jax.grad, jax.jit, jax.vmap, "
+        "jax.lax.cond, ...): it was kept in a global, an attribute or a list, or the "
+        "step is itself called under a transformation. Return the value from that "
+        "function, or pass it to the step"
+    )
+
+
+def changed(step: str, what: str) -> RuntimeError:
+    """The second trace of the body differs from the first."""
+    return RuntimeError(
+        f"the body of the step function {step!r} did something else when it was traced "
+        f"again: {what}. It must depend on its arguments alone: no counters, random "
+        "choices or clocks of Python, no 'first call' branches"
+    )
+
+
+def collective_inside(where: str) -> RuntimeError:
+    """A collective between processes under lax.scan, lax.cond and the like."""
+    return RuntimeError(
+        f"{where}: values of several processes are brought together inside a loop or a "
+        "branch that jax compiles (jax.lax.scan, while_loop, cond, switch, jax.vmap, "
+        "jax.shard_map), where a step cannot be cut: do it in the body of the replica "
+        "function, under jax.grad or in jax.jit, before or after the loop"
+    )
+
+
+def lookup_among_stages(step: str, lookup: PlannedLookup) -> RuntimeError:
+    """Rows on parameter servers, in a step of variables of this process."""
+    return RuntimeError(
+        f"{lookup.where}, in the step function {step!r}: it looks rows of "
+        f"{lookup.table} up, which other processes hold, and uses variables of another "
+        "strategy, which this process holds. Create all of them in one scope"
+    )

@@ -1,0 +1,249 @@
+"""The updates of a step, and what they do to a value: for reads after writes.
+
+The parameter server does the same to the stored value; of duplicate indices in
+SCATTER_UPDATE the last one wins, on every device.
+
+Updates of variables that live on this process's devices: part of the program.
+
+A parameter server applies an update after the step. The value of such a variable is
+here, so the step computes the next one itself: values and slots go in, and what becomes
+of them comes out. What was updated can be read in the same step, after an optimizer,
+too.
+
+Law of the file: an update of rows moves these rows and what the optimizer keeps beside
+them; what is shared (a count) moves with each update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.variables import ABSENT, DeviceHome, TreeStep, reaching, rows_of_component
+from zstrat.wire._messages import UpdateOp
+
+from ._copies import is_apart
+from ._int32_checks import marked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.variables import GradientCall, Optimizer, SlotRule, Table, Variable
+
+    from ._feeds import TraceFeed
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One update: what the step did, and the user's line that did it.
+
+    ``variables`` is the one that is updated or, with a ``table``, its components; with
+    a ``call``, all that the gradients are of, whose operands are in a row.
+    """
+
+    variables: tuple[Variable, ...]
+    op: UpdateOp
+    operands: tuple[jax.Array, ...]
+    optimizer: Optimizer | None
+    where: str
+    table: Table | None = None
+    call: GradientCall | None = None
+
+    @property
+    def variable(self) -> Variable:
+        """The variable, or the first component."""
+        return self.variables[0]
+
+    @property
+    def target(self) -> str:
+        """What is updated, in words."""
+        return str(self.variables[0].spec if self.table is None else self.table)
+
+
+Write = tuple[Recorded, int]
+"""An update, and which of its variables is meant."""
+
+
+def written(value: jax.Array, writes: Sequence[Write]) -> jax.Array:
+    """``value`` after the updates, in order. Shape and dtype stay as they are."""
+    for update, number in writes:
+        operands = update.operands
+        if update.table is not None and len(update.variables) > 1:
+            operands = (
+                rows_of_component(update.table, number, operands[0]),
+                operands[1],
+            )
+        value = after(value, update.op, operands)
+    return value
+
+
+def after(value: jax.Array, op: UpdateOp, operands: tuple[jax.Array, ...]) -> jax.Array:
+    """A value after one update."""
+    match op:
+        case UpdateOp.ASSIGN:
+            return operands[0]
+        case UpdateOp.ADD:
+            return value + operands[0]
+        case UpdateOp.SUB:
+            return value - operands[0]
+    indices, rows = reaching(operands[0]), operands[1]
+    match op:
+        case UpdateOp.SCATTER_ADD:
+            return value.at[indices].add(rows)
+        case UpdateOp.SCATTER_SUB:
+            return value.at[indices].add(-rows)
+        case UpdateOp.SCATTER_MUL:
+            return value.at[indices].multiply(rows)
+        case UpdateOp.SCATTER_DIV:
+            if jnp.issubdtype(value.dtype, jnp.integer):
+                return _divided(value, indices, rows)
+            return value.at[indices].divide(rows)
+        case UpdateOp.SCATTER_MIN:
+            return value.at[indices].min(rows)
+        case UpdateOp.SCATTER_MAX:
+            return value.at[indices].max(rows)
+        case UpdateOp.SCATTER_UPDATE:
+            return value.at[_last(indices, value.shape[0])].set(rows, mode="drop")
+    raise AssertionError(f"{op.name} has no local meaning")
+
+
+def _divided(value: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
+    """Integers divided and cut off towards zero. Round k divides by the k-th row of
+    every index: the product of the divisors of one row may not fit their dtype."""
+    order = jnp.argsort(indices, stable=True)
+    indices, rows = indices[order], rows[order]
+    firsts = jnp.searchsorted(indices, indices, side="left")
+    turns = jnp.arange(indices.shape[0], dtype=firsts.dtype) - firsts
+    rounds = jnp.max(turns, initial=-1) + 1
+
+    def one(turn: jax.Array, value: jax.Array) -> jax.Array:
+        quotients = jax.lax.div(value.at[indices].get(mode="clip"), rows)
+        mine = jnp.where(turns == turn, indices, value.shape[0])
+        return value.at[mine].set(quotients, mode="drop")
+
+    divided: jax.Array = jax.lax.fori_loop(0, rounds, one, value)
+    return divided
+
+
+def _last(indices: jax.Array, size: int) -> jax.Array:
+    """The indices with all but the last of equal ones moved out of bounds: XLA leaves
+    open which of several wins."""
+    order = jnp.arange(indices.shape[0], dtype=jnp.int32)
+    winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
+    return jnp.where(winner[indices] == order, indices, size)
+
+
+SlotsKey = tuple[int, int]
+"""The key of a variable and the number of an optimizer."""
+
+
+def is_here(variable: Variable) -> bool:
+    """Whether the step computes the next value of this variable itself."""
+    return isinstance(variable.home, DeviceHome)
+
+
+class Moves:
+    """What one trace of a step makes of such variables.
+
+    ``values`` are the last ones of those that were updated; ``slots`` those that
+    optimizers were given, in the order of their first use; ``notes`` what was done, in
+    the order of the body.
+    """
+
+    def __init__(self, feed: TraceFeed) -> None:
+        self.values: dict[int, tuple[Variable, jax.Array]] = {}
+        self.slots: dict[SlotsKey, tuple[Variable, SlotRule, list[Any]]] = {}
+        self.notes: list[tuple[tuple[Any, ...], UpdateOp]] = []
+        self._feed = feed
+
+    def note(self, update: Recorded, current: Callable[[Variable], jax.Array]) -> None:
+        """Makes the next values. ``current`` tells those of now; where that are copies
+        of several replicas, ``[count, ...]``, the update is made on each."""
+        if len(update.operands) > 1:
+            index, rows = update.operands
+            update = replace(update, operands=(marked(reaching(index)), rows))
+        for number, variable in enumerate(update.variables):
+            if update.op is UpdateOp.ASSIGN and not is_apart(variable):
+                value = update.operands[0]  # whatever it was before
+            else:
+                value = _plain(update, number, variable, current(variable))
+            self.values[variable.spec.key] = (variable, value)
+        specs = tuple([variable.spec for variable in update.variables])
+        self.notes.append((specs, update.op))
+
+    def put(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies of several replicas, each of which has made its own."""
+        self.values[variable.spec.key] = (variable, copies)
+        self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
+
+    def optimize(
+        self, call: GradientCall, current: Callable[[Variable], jax.Array]
+    ) -> None:
+        """Makes the next values and slots of all variables of a call, together."""
+        step = TreeStep(_marked(call))
+        rules = [(each.variable, each.rule) for each in step.components]
+        values = [current(variable) for variable, _ in rules]
+        slots = [self._slots_of(variable, rule) for variable, rule in rules]
+        moved, kept = step(values, slots, _marked(call))
+        for (variable, rule), value, leaves in zip(rules, moved, kept, strict=True):
+            key = variable.spec.key
+            self.values[key] = variable, value
+            self.slots[key, rule.id] = variable, rule, leaves
+        specs = tuple([variable.spec for variable, _ in rules])
+        self.notes.append((specs, UpdateOp.OPTIMIZE))
+
+    def _slots_of(self, variable: Variable, rule: SlotRule) -> list[Any]:
+        known = self.slots.get((variable.spec.key, rule.id))
+        return self._feed.slots(variable, rule) if known is None else known[2]
+
+
+def _marked(call: GradientCall) -> GradientCall:
+    """With indices of rows that have to fit 32 bits."""
+    arrays: list[Any] = []
+    for _, _, sparse, mine in call.leaves():
+        arrays += [marked(reaching(mine[0])), mine[1]] if sparse else mine
+    return call.with_arrays([*arrays, *call.further])
+
+
+def rows_of(
+    table: Table, ids: jax.Array, read: Callable[[Variable], jax.Array]
+) -> jax.Array:
+    """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,
+    and NaN for a row that is not there, as the step cannot fail for it."""
+    flat = ids.reshape(-1)
+    rows = None
+    for number, component in enumerate(table.components):
+        here = rows_of_component(table, number, flat)
+        found = read(component).at[here].get(mode="fill")
+        mine = (here < component.shape[0]).reshape(-1, *[1] * (found.ndim - 1))
+        rows = found if rows is None else jnp.where(mine, found, rows)
+    assert rows is not None
+    left_out = (flat == ABSENT).reshape(-1, *[1] * (rows.ndim - 1))
+    rows = jnp.where(left_out, jnp.zeros_like(rows), rows)
+    shaped: jax.Array = rows.reshape(*ids.shape, *rows.shape[1:])
+    return shaped
+
+
+def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> jax.Array:
+    """A whole variable's value after one update without an optimizer."""
+    if op is UpdateOp.ASSIGN:
+        return operands[0]
+    if len(operands) > 1:  # negative indices do not count from the end
+        height, indices = value.shape[0], reaching(operands[0])
+        operands = (jnp.where(indices < 0, height, indices), *operands[1:])
+    return after(value, op, operands)
+
+
+def _plain(
+    update: Recorded, number: int, variable: Variable, value: jax.Array
+) -> jax.Array:
+    operands = update.operands
+    if update.table is not None and len(update.variables) > 1:
+        operands = rows_of_component(update.table, number, operands[0]), operands[1]
+    if value.ndim == len(variable.shape):
+        return moved(update.op, operands, value)
+    each: jax.Array = jax.vmap(lambda row: moved(update.op, operands, row))(value)
+    return each

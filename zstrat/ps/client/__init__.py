@@ -1,0 +1,3 @@
+"""What is asked of a cluster's parameter servers: one client for all of them."""
+
+from __future__ import annotations

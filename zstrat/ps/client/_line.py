@@ -1,0 +1,271 @@
+"""The way to one parameter server, over connections that break and come back.
+
+When a connection breaks nobody knows which requests were carried out. The server may be
+back a moment later with all that it held, so a request waits here meanwhile, and is
+sent again then, in the order of the calls. What changes something is named, or does
+nothing the second time (`_repeated`); what is neither is not sent again.
+
+Whoever owns the connection says how it stands (`hold`, `resume`, `lose`), because only
+he knows whether the server that came back is the one that was there before. As long as
+he has never said so, requests go straight to the link and end with its connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Protocol, final
+
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PeerLostError,
+    PSUnavailableError,
+)
+from zstrat.ps.store._ledger import UNNAMED
+from zstrat.wire import (
+    AskParts,
+    BindOptimizer,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    Exchange,
+    InitializeVariables,
+    Inspect,
+    JoinSession,
+    Pull,
+    PullRows,
+    Push,
+    PushPart,
+    Withdraw,
+)
+
+if TYPE_CHECKING:
+    from zstrat.wire import Hello, Message
+
+PATIENCE: Final = 120.0
+"""Seconds that a request without a deadline waits for the server to come back."""
+
+MOST: Final = 16384
+"""Requests that wait: as many as one peer may have open."""
+
+
+class LineLink(Protocol):
+    """What a line needs of `zstrat.transport.Link`."""
+
+    @property
+    def peer(self) -> Hello | None: ...
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A request that waits, and what gives it up at its deadline. ``sent``: before the
+    connection broke, so it comes before those that were not."""
+
+    message: Message
+    deadline: float
+    outcome: asyncio.Future[Message]
+    sent: bool
+    timer: asyncio.TimerHandle | None = None
+
+
+@final
+class ServerLine:
+    """To the parameter server ``task``, over ``link``. On the loop of the link."""
+
+    __slots__ = (
+        "_broken", "_flows", "_later", "_link", "_loss", "_patience", "_task", "_waits",
+    )  # fmt: skip
+
+    def __init__(self, link: LineLink, task: str, patience: float) -> None:
+        self._link, self._task, self._patience = link, task, patience
+        self._broken: list[_Held] = []
+        self._later: list[_Held] = []
+        self._flows = True
+        """Requests go to the link."""
+        self._waits = False
+        """Those that fail with their connection wait for the next one."""
+        self._loss: PSUnavailableError | None = None
+
+    def submit(
+        self, message: Message, *, deadline: float | None = None
+    ) -> asyncio.Future[Message]:
+        """`LineLink.submit`, or later if the server is away."""
+        if self._flows:
+            reply = self._link.submit(message, deadline=deadline)
+            if not reply.done():
+                return reply
+            # Nothing is connected. Whoever comes next must not overtake it.
+            return self.again(message, deadline, reply, sent=False) or reply
+        outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        if self._loss is not None:
+            outcome.set_exception(_copy(self._loss))
+        else:
+            self._keep(message, deadline, outcome, sent=False)
+        return outcome
+
+    def again(
+        self,
+        message: Message,
+        deadline: float | None,
+        lost: asyncio.Future[Message],
+        *,
+        sent: bool = True,
+    ) -> asyncio.Future[Message] | None:
+        """For a request whose outcome is ``lost``: another one that is worth waiting
+        for, if there is one.
+
+        Args:
+            sent: It may have been carried out.
+        """
+        if lost.cancelled() or not isinstance(lost.exception(), PeerLostError):
+            return None
+        repeated = _repeated(message) if sent else message
+        if repeated is None or not (self._waits or self._loss):
+            return None
+        outcome: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        if self._loss is not None:
+            outcome.set_exception(_copy(self._loss))
+        else:
+            self._keep(repeated, deadline, outcome, sent=sent)
+        return outcome
+
+    # ---- told by the owner of the connection ---------------------------------------
+
+    def hold(self) -> None:
+        """There is a connection, but not known yet what the server still holds."""
+        if self._waits:
+            self._flows = False
+
+    def resume(self) -> None:
+        """The server is there, with all that it ever held of this session."""
+        self._flows = self._waits = True
+        self._loss = None
+        for each in self._take():
+            self._send(each)
+
+    def lose(self, reason: str, *, gone: bool, own: bool = False) -> None:
+        """The server does not come back, as far as one can tell.
+
+        Args:
+            gone: What it held is known to be lost.
+            own: Updates of this very program are kept until their deadline all the
+                same: if they were given up, nobody could say whether to repeat them.
+        """
+        self._flows = self._waits = False
+        self._loss = PSUnavailableError(self._task, reason, gone)
+        for each in self._take():
+            if own and not gone and isinstance(each.message, Push):
+                self._place(each).append(each)
+            else:
+                self._end(each, _copy(self._loss))
+
+    def close(self, error: Exception) -> None:
+        """Nobody waits any more; the error says why."""
+        self._waits = False
+        for each in self._take():
+            self._end(each, type(error)(*error.args))
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _keep(
+        self,
+        message: Message,
+        deadline: float | None,
+        outcome: asyncio.Future[Message],
+        *,
+        sent: bool,
+    ) -> None:
+        if len(self._broken) + len(self._later) >= MOST:
+            words = f"{self._task} is away, and {MOST} requests wait for it already"
+            outcome.set_exception(BusyError(words))
+            return
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._patience if deadline is None else deadline
+        held = _Held(message, until, outcome, sent)
+        if self._flows and self._link.peer is not None:  # the server is back already
+            self._send(held)
+            return
+        held.timer = loop.call_at(until, self._late, held)
+        self._place(held).append(held)
+
+    def _place(self, held: _Held) -> list[_Held]:
+        return self._broken if held.sent else self._later
+
+    def _take(self) -> list[_Held]:
+        """All that wait, in the order of the calls."""
+        held = self._broken + self._later
+        self._broken, self._later = [], []
+        return held
+
+    def _send(self, held: _Held) -> None:
+        if held.timer is not None:
+            held.timer.cancel()
+        if held.outcome.done():
+            return
+        try:
+            reply = self._link.submit(held.message, deadline=held.deadline)
+        except Exception as error:  # goes to the caller, as if the server had said it
+            held.outcome.set_exception(error)
+        else:
+            reply.add_done_callback(partial(self._replied, held))
+
+    def _replied(self, held: _Held, reply: asyncio.Future[Message]) -> None:
+        outcome = held.outcome
+        if outcome.done():
+            return
+        if reply.cancelled():
+            outcome.cancel()
+        elif (error := reply.exception()) is None:
+            outcome.set_result(reply.result())
+        elif isinstance(error, PeerLostError) and self._waits:
+            repeated = _repeated(held.message)
+            if repeated is None:
+                outcome.set_exception(error)
+            else:
+                self._keep(repeated, held.deadline, outcome, sent=True)
+        else:
+            lost = self._loss if isinstance(error, PeerLostError) else None
+            outcome.set_exception(error if lost is None else _copy(lost))
+
+    def _late(self, held: _Held) -> None:
+        self._place(held).remove(held)
+        kind = type(held.message).__name__
+        words = (
+            f"{self._task} did not come back before the deadline of a {kind}; it may "
+            "have carried it out before it went away"
+        )
+        self._end(held, DeadlineExceededError(words))
+
+    def _end(self, held: _Held, error: Exception) -> None:
+        if held.timer is not None:
+            held.timer.cancel()
+        if not held.outcome.done():
+            held.outcome.set_exception(error)
+
+
+def _copy(error: PSUnavailableError) -> PSUnavailableError:
+    """An exception that is raised twice collects tracebacks."""
+    return PSUnavailableError(error.task, error.reason, error.lost)
+
+
+def _repeated(message: Message) -> Message | None:
+    """What to send if nobody knows whether the message was carried out; None: nothing
+    would mean the same."""
+    match message:
+        case Push(step=step) | PushPart(step=step) | Exchange(step=step):
+            return None if step == UNNAMED else message
+        case DeleteVariables(session=session, keys=keys):
+            return Withdraw(session, keys, [])  # some may be deleted already
+        case Pull() | PullRows() | AskParts() | Inspect() | JoinSession():
+            return message
+        case CreateVariables() | InitializeVariables() | CreateOptimizer():
+            return message  # what is there stays as it is
+        case Withdraw() | BindOptimizer():
+            return message
+        case _:
+            return None

@@ -1,0 +1,212 @@
+"""What a reader remembers of the variables that it has read already.
+
+One pull: which messages it takes, and its values as they come in.
+
+Decides without I/O. Values of whole variables go through what the reader remembers
+(`Known`), so that one which did not change is not sent again; rows are sent each time,
+as the next step asks for others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+from zstrat.wire import Pull, PullRows, Read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator, Sequence
+
+    import numpy as np
+
+    from zstrat.wire import Exchanged, Pulled
+
+
+class Value(NamedTuple):
+    """A value and its version on the parameter server."""
+
+    version: int
+    array: np.ndarray
+
+
+class Known:
+    """Latest values by variable, the least recently used ones dropped above a bound."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity = capacity_bytes
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, name: Hashable) -> Value | None:
+        value = self._values.get(name)
+        if value is not None:
+            self._values.move_to_end(name)
+        return value
+
+    def put(self, name: Hashable, value: Value) -> None:
+        """Remembers a value, unless a later version of it is known already."""
+        old = self._values.get(name)
+        if old is not None and old.version > value.version:
+            return
+        if value.array.nbytes > self._capacity:
+            self.drop(name)
+            return
+        self.nbytes += value.array.nbytes - (0 if old is None else old.array.nbytes)
+        self._values[name] = value
+        self._values.move_to_end(name)
+        while self.nbytes > self._capacity:
+            _, oldest = self._values.popitem(last=False)
+            self.nbytes -= oldest.array.nbytes
+
+    def drop(self, name: Hashable) -> None:
+        old = self._values.pop(name, None)
+        if old is not None:
+            self.nbytes -= old.array.nbytes
+
+    def clear(self) -> None:
+        self._values.clear()
+        self.nbytes = 0
+
+
+SMALL: Final = 64 * 1024
+"""Bytes below which an array is copied out of a larger message."""
+
+READS: Final = 1024
+"""Variables read by one message: a server answers it in a few ms, in which it does
+nothing else."""
+
+ROWS: Final = 1024
+"""Variables of which rows are read by one message, beside those that are read whole."""
+
+
+class Ref(NamedTuple):
+    """A variable: which parameter server, and its key there."""
+
+    ps: int
+    key: int
+
+
+class RowsRef(NamedTuple):
+    """Rows of a variable: ``indices`` are ``[n]`` integers of its first axis."""
+
+    ps: int
+    key: int
+    indices: np.ndarray
+
+
+class ServerPull(NamedTuple):
+    """What one message of the pull asks one server for. ``take`` is given the answer;
+    it raises ValueError or StopIteration if that is none."""
+
+    ps: int
+    reads: list[Read]
+    rows: list[int]
+    indices: tuple[np.ndarray, ...]
+    take: Callable[[Pulled | Exchanged], None]
+
+    def message(self, session: int) -> Pull | PullRows:
+        """A message that asks for nothing else."""
+        if self.rows:
+            return PullRows(session, self.reads, self.rows, self.indices)
+        return Pull(session, self.reads)
+
+
+@final
+class Reading:
+    """Fills in values from the answers, whichever comes first."""
+
+    __slots__ = ("_known", "_refs", "_rows", "_values")
+
+    def __init__(
+        self, refs: Sequence[Ref], rows: Sequence[RowsRef], known: Known
+    ) -> None:
+        self._refs, self._rows, self._known = refs, rows, known
+        self._values: list[np.ndarray | None] = [None] * (len(refs) + len(rows))
+
+    def messages(self) -> Iterator[ServerPull]:
+        """What to ask: one message per server, more of thousands of variables."""
+        refs, rows = self._refs, self._rows
+        mine: dict[int, tuple[list[int], list[int]]] = {}
+        for place, ref in enumerate(refs):
+            if ref[0] not in mine:
+                mine[ref[0]] = ([], [])
+            mine[ref[0]][0].append(place)
+        for place, some in enumerate(rows):
+            mine.setdefault(some[0], ([], []))[1].append(place)
+        for ps, (whole, parts) in mine.items():
+            count = max(-(-len(whole) // READS), -(-len(parts) // ROWS))
+            for at in range(count):
+                yield self._asked(
+                    ps,
+                    whole[at * READS : (at + 1) * READS],
+                    parts[at * ROWS : (at + 1) * ROWS],
+                )
+
+    def result(self) -> list[np.ndarray]:
+        """The values of the variables in order, then the rows, when all is here."""
+        return [value for value in self._values if value is not None]
+
+    def _asked(self, ps: int, whole: list[int], parts: list[int]) -> ServerPull:
+        refs, rows, known = self._refs, self._rows, self._known
+        values = [known.get(refs[place]) for place in whole]
+        reads = [
+            Read(refs[place][1], -1 if value is None else value.version)
+            for place, value in zip(whole, values, strict=True)
+        ]
+        keys = [rows[place].key for place in parts]
+        indices = tuple([rows[place].indices for place in parts])
+        return ServerPull(
+            ps, reads, keys, indices, partial(self._take, whole, values, parts)
+        )
+
+    def _take(
+        self,
+        whole: list[int],
+        known: list[Value | None],
+        parts: list[int],
+        answer: Pulled | Exchanged,
+    ) -> None:
+        changed = len(answer.arrays) - len(parts)
+        if changed < 0:
+            raise ValueError(f"{len(answer.arrays)} arrays for {len(parts)} of rows")
+        arrays = iter(answer.arrays)
+        copy_below = _copy_below(answer.arrays, changed)
+        values = self._values
+        for place, old, version in zip(whole, known, answer.versions, strict=True):
+            # What was known when the request was sent: by now it may have been dropped,
+            # or replaced by a later one.
+            if old is not None and old.version == version:
+                values[place] = old.array
+                continue
+            values[place] = array = next(arrays)
+            changed -= 1
+            if array.nbytes < copy_below:
+                array = values[place] = array.copy()
+                array.flags.writeable = False
+            self._known.put(self._refs[place], Value(version, array))
+        if changed:
+            raise ValueError(f"{changed} values of variables that did not change")
+        for place, found in zip(parts, arrays, strict=True):
+            asked = len(self._rows[place].indices)
+            if found.shape[:1] != (asked,):
+                raise ValueError(f"an array of shape {found.shape} for {asked} rows")
+            values[len(self._refs) + place] = found
+
+
+def _copy_below(arrays: Sequence[np.ndarray], changed: int) -> float:
+    """Arrays of fewer bytes are copied before they are remembered.
+
+    All are views of one body: a small one that is remembered for long must not keep the
+    memory of all, nor may the values keep that of rows which are more than they are.
+    """
+    if not changed:
+        return 0
+    whole = sum([array.nbytes for array in arrays[:changed]])
+    rows = sum([array.nbytes for array in arrays[changed:]])
+    if rows > max(whole, SMALL):
+        return float("inf")
+    return SMALL if whole + rows > SMALL else 0

@@ -1,0 +1,3 @@
+"""Optimizers and plain updates, carried out where the variables live."""
+
+from __future__ import annotations

@@ -1,0 +1,204 @@
+"""Which variables an optimizer moves here, and how: what its trees say of each leaf.
+
+A transformation is shipped by a coordinator; the tree that it moves is told as data by
+whoever applies gradients (`zstrat.optimizers.Binding`), and traced again here. Leaves
+that are moved alike, as tables of different heights are, get one *representative*, so
+that they share slots' layouts, programs and calls.
+
+`Bindings.trace` runs where optimizers do, all else where the store lives; whoever calls
+either has the optimizer's turn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.errors import AlreadyExistsError, BusyError, InvalidArgumentError
+
+from ._slots import is_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from zstrat.optimizers import LeafRule
+    from zstrat.ps.store._plans import HeldVariable
+
+MOST: Final = 64
+"""Trees of one optimizer."""
+
+Kind = tuple[tuple[int, ...], np.dtype]
+"""Shape and dtype."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TracedLeaf:
+    """A leaf of a tree that was traced. ``operands``: all those of its tree."""
+
+    rule: LeafRule
+    digest: bytes
+    operands: tuple[Kind, ...]
+    is_part: bool
+
+    def is_moved_as(self, other: TracedLeaf) -> bool:
+        """Whether it makes no difference which of the two a variable is."""
+        mine = (self.digest, self.rule.uses, self.operands)
+        return mine == (other.digest, other.rule.uses, other.operands)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """What moves one variable: its leaf, and the rule that stands for all that are
+    moved alike."""
+
+    leaf: TracedLeaf
+    alike: LeafRule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tree:
+    """A binding that was traced: the keys of all its variables, here or not, and the
+    leaves of those that are here."""
+
+    digest: bytes
+    keys: frozenset[int]
+    leaves: dict[int, TracedLeaf]
+
+
+class Bindings:
+    """Those of one optimizer."""
+
+    def __init__(self, name: str, transformation: Any) -> None:
+        self._name, self._transformation = name, transformation
+        self._trees: dict[bytes, frozenset[int]] = {}
+        self._bound: dict[int, Bound] = {}
+        self._alike: dict[bytes, LeafRule] = {}
+
+    def get(self, key: int) -> Bound | None:
+        """What moves the variable with this key."""
+        return self._bound.get(key)
+
+    def has(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> bool:
+        """Whether all variables of this very binding that are here are bound.
+
+        Raises:
+            BusyError: It is a new one, and there are too many.
+        """
+        keys = self._trees.get(digest_of(data))
+        if keys is None and len(self._trees) >= MOST:
+            raise BusyError(
+                f"optimizer {self._name!r} has {MOST} trees already: make one "
+                "optimizer for each model, zs.Optimizer(transformation, params=params)"
+            )
+        if keys is None:
+            return False
+        return all(key in self._bound or find(key) is None for key in keys)
+
+    def trace(self, data: bytes, find: Callable[[int], HeldVariable | None]) -> Tree:
+        """Cost: as tracing the transformation three times, and more for each leaf.
+
+        Raises:
+            InvalidArgumentError: It is no binding, does not fit the variables, or the
+                transformation cannot be cut into leaves here.
+            AlreadyExistsError: A variable is moved differently already.
+        """
+        from zstrat.optimizers import Binding
+
+        binding = Binding.decoded(self._name, self._transformation, data)
+        keys = [key for components in binding.keys for key in components]
+        if len(set(keys)) != len(keys):
+            raise InvalidArgumentError(
+                f"the tree of optimizer {self._name!r} names a variable twice"
+            )
+        leaves: dict[int, TracedLeaf] = {}
+        for rule, components in zip(binding.rules(), binding.keys, strict=True):
+            here = [held for key in components if (held := find(key)) is not None]
+            if here:
+                _require_fit(rule, here, is_part=len(components) > 1)
+                leaf = self._leaf(rule, here[0], is_part=len(components) > 1)
+                leaves.update((held.entry.key, leaf) for held in here)
+                for held in here:
+                    self._require_same(held, leaf)
+        return Tree(digest_of(data), frozenset(keys), leaves)
+
+    def add(self, tree: Tree, here: Iterable[int]) -> None:
+        """Variables that are still here. Those that are bound stay as they are."""
+        for key in here:
+            leaf = tree.leaves[key]
+            alike = self._alike.setdefault(leaf.digest, leaf.rule)
+            self._bound.setdefault(key, Bound(leaf, alike))
+        self._trees[tree.digest] = tree.keys
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """The variables are gone, and others may get their keys."""
+        for key in keys:
+            self._bound.pop(key, None)
+
+    def _leaf(self, rule: LeafRule, held: HeldVariable, *, is_part: bool) -> TracedLeaf:
+        """What is asked of the rule later is found out now."""
+        try:
+            digest, _ = rule.digest, rule.row_dependence
+            kinds = rule.tree.cut().operand_kinds
+        except Exception as error:  # goes to the caller, with what was tried
+            raise InvalidArgumentError(
+                f"optimizer {self._name!r} cannot be applied to variable "
+                f"{held.entry.name!r}: {type(error).__name__}: {error}"
+            ) from error
+        operands = tuple([(tuple(kind.shape), np.dtype(kind.dtype)) for kind in kinds])
+        return TracedLeaf(rule, digest, operands, is_part)
+
+    def _require_same(self, held: HeldVariable, leaf: TracedLeaf) -> None:
+        old = self._bound.get(held.entry.key)
+        if old is None or old.leaf.is_moved_as(leaf):
+            return
+        raise AlreadyExistsError(
+            f"optimizer {self._name!r} moves variable {held.entry.name!r} differently "
+            "in this tree than in the one that it had before, and it has one tree: "
+            "give it all its variables at once, zs.Optimizer(transformation, "
+            "params=params), with gradients of the same dtypes each time, and make one "
+            "optimizer for each tree"
+        )
+
+
+def digest_of(data: bytes) -> bytes:
+    """By which equal bytes are known again."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _require_fit(
+    rule: LeafRule, here: Sequence[HeldVariable], *, is_part: bool
+) -> None:
+    """
+    Raises:
+        InvalidArgumentError: A leaf does not look like the variable that it is.
+    """
+    want, rows = rule.kind, 0
+    wide = is_wide(np.dtype(want.dtype))
+    if wide and not rule.tree.wide and not _computes_wide():
+        raise InvalidArgumentError(
+            f"variable {here[0].entry.name!r} has 64 bits, and the tree of optimizer "
+            f"{rule.tree.name!r} says that it is traced with 32"
+        )
+    for held in here:
+        shape, dtype = held.cell.shape, held.cell.dtype
+        rows += shape[0] if shape else 0
+        fits = shape == tuple(want.shape)
+        if is_part:
+            fits = bool(shape) and shape[1:] == tuple(want.shape[1:])
+            fits = fits and bool(want.shape) and rows <= want.shape[0]
+        if not fits or dtype != np.dtype(want.dtype):
+            raise InvalidArgumentError(
+                f"variable {held.entry.name!r} is {dtype.name}{list(shape)}, and the "
+                f"tree of optimizer {rule.tree.name!r} says that it is "
+                f"{'a part of ' if is_part else ''}{np.dtype(want.dtype).name}"
+                f"{list(want.shape)}"
+            )
+
+
+def _computes_wide() -> bool:
+    import jax
+
+    return bool(jax.dtypes.canonicalize_dtype(np.float64) == np.float64)

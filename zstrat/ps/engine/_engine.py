@@ -1,0 +1,333 @@
+"""Any optax transformation, applied where the variable lives.
+
+A transformation is registered once per session (shipped code, loaded by the caller's
+`load_code`). When its tree is told, it is cut into what moves each leaf
+(`zstrat.ps.engine._bindings`), and that is compiled by XLA per shape and dtype. Value and
+slots are donated, so that an update writes where they are; a reader's lease turns that
+into an update beside it (`zstrat.ps.store._cell` has the proof). Each variable has a program
+of its own: XLA runs the parts of a larger one on several threads, and waking those
+costs more than starting four small programs (110 us against 40 for four arrays of 512
+floats).
+
+Gradients of some rows are gathered, updated and scattered (`zstrat.ps.engine._xla_rows`).
+
+jax and optax are imported when the first optimizer is loaded and not before: a ps that
+is never asked to optimise never imports them. They live behind `zstrat.ps.engine._xla`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zstrat.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from zstrat.wire import UpdateOp
+
+from ._arithmetic import check_rows, is_floating
+from ._bindings import Bindings, digest_of
+from ._slots import is_wide
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from zstrat.ps.store._plans import HeldVariable
+
+    from ._bindings import Bound
+    from ._row_calls import Ready
+    from ._slots import Ahead, RowStep, Slots, SlotStep
+    from ._xla import UpdatePrograms
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Registered:
+    """An optimizer with its compiled programs, and what it is bound to.
+
+    Its methods run on one thread at a time, which owns the variables.
+    """
+
+    optimizer: int
+    name: str
+    digest: bytes
+    bindings: Bindings
+    programs: UpdatePrograms
+
+    def prepare(self, steps: Sequence[SlotStep], ahead: Ahead) -> None:
+        """Compiles what `apply` will need, and makes slots, unless an earlier update of
+        the push comes in between (`complete`); changes no value.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to this shape.
+            ResourceExhaustedError: There is no memory for slots.
+        """
+        for step in steps:
+            self.programs.adopted(step.slots, step.rule, step.cell)
+            self.programs.prepare(step, ahead)
+
+    def complete(
+        self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
+    ) -> None:
+        """Makes what `prepare` left for later: the turn of these updates has come."""
+        self.programs.complete(steps)
+        self.programs.rows.complete(rows, ahead)
+
+    def make_slots(self, held: HeldVariable) -> Slots | None:
+        """New slots for a variable, if it is known yet what moves it.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be applied to this shape.
+        """
+        bound = self.bindings.get(held.entry.key)
+        if bound is None:
+            return None
+        return self.programs.make_slots(bound.alike, held.cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes."""
+        self.programs.retype(slots, dtypes)
+
+    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
+        """Whether `prepare` for such steps would have nothing to do."""
+        for step in steps:
+            mine = step.slots.get(self.optimizer)
+            if mine is None or not self.programs.has(mine.layout, step.gradient.dtype):
+                return False
+        return True
+
+    def apply(self, steps: Sequence[SlotStep]) -> None:
+        """Applies one gradient to each variable (which occurs once), and waits."""
+        self.programs.apply(steps)
+
+    def prepare_rows(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
+        """`prepare` for gradients of rows, which are sorted and distinct."""
+        for step in steps:
+            self.programs.adopted(step.slots, step.rule, step.cell)
+        self.programs.rows.prepare(steps, ahead)
+
+    def ready_rows(self, steps: Sequence[RowStep]) -> list[Ready] | None:
+        """What `apply_ready` needs if `prepare_rows` has nothing to do, and all rows
+        can be written where they are; None if not."""
+        return self.programs.rows.ready(steps)
+
+    def apply_ready(self, ready: Sequence[Ready]) -> None:
+        """`apply_rows` without more ado."""
+        self.programs.rows.apply_ready(ready)
+
+    def apply_rows(self, steps: Sequence[RowStep]) -> None:
+        """Applies gradients to rows of each variable (which occurs once)."""
+        self.programs.rows.apply(steps)
+
+
+class Checked(NamedTuple):
+    """An update by an optimizer that fits. ``operands`` are those that the variable's
+    rule takes; ``mixed``: its rows are in any order but sorted and distinct."""
+
+    optimizer: Registered
+    bound: Bound
+    operands: tuple[np.ndarray, ...]
+    mixed: bool
+
+
+class OptimizerEngine:
+    """The optimizers of one session. `load` may run on any thread, the rest belongs to
+    the owner of the store."""
+
+    def __init__(self, load_code: Callable[[bytes], object]) -> None:
+        """``load_code`` turns shipped bytes into an optax GradientTransformation."""
+        self.load_code = load_code
+        self._registered: dict[int, Registered] = {}
+
+    def __contains__(self, optimizer: int) -> bool:
+        return optimizer in self._registered
+
+    @property
+    def programs(self) -> int:
+        """How many programs have been compiled."""
+        return sum(each.programs.count for each in list(self._registered.values()))
+
+    def __len__(self) -> int:
+        return len(self._registered)
+
+    def load(self, optimizer: int, name: str, code: bytes) -> Registered:
+        """Loads a transformation; the first one brings jax and optax with it.
+
+        Raises:
+            InvalidArgumentError: It is none.
+            Exception: Whatever loading the code raises.
+        """
+        from zstrat.optimizers import checked
+
+        from ._xla import UpdatePrograms
+
+        if optimizer <= 0:
+            raise InvalidArgumentError(
+                f"optimizer {name!r}: id {optimizer} is not above 0"
+            )
+        try:
+            transformation = checked(self.load_code(code))
+        except TypeError as error:
+            raise InvalidArgumentError(f"optimizer {name!r}: {error}") from error
+        bindings, programs = (
+            Bindings(name, transformation),
+            UpdatePrograms(optimizer, name),
+        )
+        return Registered(optimizer, name, digest_of(code), bindings, programs)
+
+    def get(self, optimizer: int) -> Registered:
+        """
+        Raises:
+            NotFoundError: The optimizer does not exist.
+        """
+        known = self._registered.get(optimizer)
+        if known is None:
+            raise NotFoundError(f"no optimizer with id {optimizer} is there")
+        return known
+
+    def register(self, new: Registered) -> None:
+        """Makes a loaded optimizer known under its id. The same again is no error.
+
+        Raises:
+            AlreadyExistsError: The id is taken by another one.
+        """
+        old = self._registered.get(new.optimizer)
+        if old is not None and old.digest != new.digest:
+            raise AlreadyExistsError(
+                f"optimizer {new.optimizer} is {old.name!r} already, and {new.name!r} "
+                "is not the same"
+            )
+        if old is None:
+            self._registered[new.optimizer] = new
+
+    def is_registered(self, optimizer: int, code: bytes) -> bool:
+        """Whether this very code is known under this id."""
+        known = self._registered.get(optimizer)
+        return known is not None and known.digest == digest_of(code)
+
+    def forget(self, optimizer: int) -> None:
+        """Its id is free again, if it was taken."""
+        self._registered.pop(optimizer, None)
+
+    def unbind(self, keys: Iterable[int]) -> None:
+        """Variables with these keys are gone."""
+        for each in self._registered.values():
+            each.bindings.forget(keys)
+
+    def clear(self) -> None:
+        """Forgets all optimizers and their programs."""
+        self._registered = {}
+
+    def check(
+        self,
+        optimizer: int,
+        op: UpdateOp,
+        held: HeldVariable,
+        arrays: Sequence[np.ndarray],
+        operands: Sequence[np.ndarray] | None,
+    ) -> Checked:
+        """An update, if the optimizer moves the variable and takes such a gradient.
+
+        Args:
+            operands: Those that the push has brought for the optimizer.
+
+        Raises:
+            NotFoundError: The optimizer does not exist, or nobody has told that the
+                variable is in its tree.
+            InvalidArgumentError: Gradient or operands do not fit, or the optimizer may
+                not be applied to parts of a variable and the variable is one.
+        """
+        name = held.entry.name
+        known = self._registered.get(optimizer)
+        if known is None:
+            raise NotFoundError(
+                f"variable {name!r}: no optimizer with id {optimizer} is there"
+            )
+        who = f"variable {name!r}, optimizer {known.name!r}"
+        bound = known.bindings.get(held.entry.key)
+        if bound is None:
+            raise NotFoundError(
+                f"{who}: the variable is in no tree that was bound to the optimizer "
+                "here; whoever applies gradients tells the tree first"
+            )
+        rows = op is UpdateOp.OPTIMIZE_ROWS
+        if len(arrays) != 1 + rows:
+            want = "indices and gradient rows" if rows else "1 gradient"
+            raise InvalidArgumentError(f"{who}: expected {want}, got {len(arrays)}")
+        if held.entry.sharded or rows or bound.leaf.is_part:
+            _require_rowwise(bound, who)
+        mixed = False
+        cell, gradient = held.cell, arrays[-1]
+        if rows:
+            mixed = not check_rows(arrays[0], gradient.shape, cell.shape, who)
+        elif gradient.shape != cell.shape:
+            raise InvalidArgumentError(
+                f"{who}: expected a gradient of shape {cell.shape}, got "
+                f"{gradient.shape}"
+            )
+        _require_dtype(bound, cell.dtype, gradient.dtype, who)
+        return Checked(known, bound, _taken(bound, operands, who), mixed)
+
+
+def _require_rowwise(bound: Bound, who: str) -> None:
+    if reason := bound.leaf.rule.row_dependence:
+        raise InvalidArgumentError(
+            f"{who}: it looks at more than one row at a time (a norm, a trust ratio, "
+            "factored moments), so on the parts of a sharded variable or on some rows "
+            f"it would compute something else: {reason}; keep this variable in one "
+            "piece and send a dense gradient, or use an optimizer that works element "
+            "by element (sgd, adam, adagrad, rmsprop, lion, ...)"
+        )
+
+
+def _require_dtype(bound: Bound, value: np.dtype, got: np.dtype, who: str) -> None:
+    if not _is_differentiable(value, got):
+        raise InvalidArgumentError(
+            f"{who}: expected a floating-point gradient for {value.name}, got "
+            f"{got.name}"
+        )
+    want = np.dtype(bound.leaf.rule.gradient)
+    if got != want and (not is_wide(got) or _narrow(got) != want):
+        raise InvalidArgumentError(
+            f"{who}: expected a gradient of {want.name}, as the tree says that the "
+            f"optimizer was told, got {got.name}"
+        )
+
+
+def _taken(
+    bound: Bound, operands: Sequence[np.ndarray] | None, who: str
+) -> tuple[np.ndarray, ...]:
+    """The operands that a rule takes, of those of its tree."""
+    uses, kinds = bound.leaf.rule.uses, bound.leaf.operands
+    if not uses:
+        return ()
+    if operands is None or len(operands) != len(kinds):
+        came = "none came" if operands is None else f"{len(operands)} came"
+        raise InvalidArgumentError(
+            f"{who}: it takes {len(kinds)} values that are made of all gradients (a "
+            f"global norm), and {came} before it in the push"
+        )
+    for number in uses:
+        got, (shape, dtype) = operands[number], kinds[number]
+        if got.shape != shape or got.dtype != dtype:
+            raise InvalidArgumentError(
+                f"{who}: expected operand {number} to be {dtype.name}{list(shape)}, "
+                f"got {got.dtype.name}{list(got.shape)}"
+            )
+    return tuple([operands[number] for number in uses])
+
+
+def fitting(gradient: np.ndarray, bound: Bound) -> np.ndarray:
+    """The gradient as its rule takes it: jax makes 32 bits of 64 for a variable of
+    32."""
+    want = np.dtype(bound.leaf.rule.gradient)
+    return gradient if gradient.dtype == want else gradient.astype(want)
+
+
+def _narrow(dtype: np.dtype) -> np.dtype:
+    return np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
+
+
+def _is_differentiable(value: np.dtype, gradient: np.dtype) -> bool:
+    if value.kind == "c":
+        return gradient.kind == "c"
+    return is_floating(value) and is_floating(gradient)

@@ -1,0 +1,246 @@
+"""What an optimizer keeps beside a variable, and what one step of it takes.
+
+Slots that were loaded before anybody told which tree their optimizer moves.
+
+A program may restore a checkpoint and then train: what the optimizer keeps beside a
+variable is known here when its tree is (`zstrat.ps.engine._bindings`), and until then slots
+are what was stored, by name. The first update takes them, if they are what it needs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.ps.store._cell import Cell
+from zstrat.rows import lasting
+
+from ._arithmetic import distinct, is_floating
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+
+    from zstrat.optimizers import LeafRule
+    from zstrat.ps.store._cell import Write
+
+LAYOUTS: Final = 4096
+"""Distinct (shape, dtype, slots) that a session may have compiled programs for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotArray:
+    """One array of an optimizer's state beside a variable.
+
+    ``name`` is its path in that state (".mu", "[0].count"). ``rows``: its first axis is
+    the variable's own, so that a row of the variable has a row of it.
+    """
+
+    name: str
+    rows: bool
+
+
+@dataclass(slots=True)
+class Slots:
+    """What an optimizer keeps for one variable: a cell for each leaf of its state.
+
+    Whole updates leave the cells on the device, updates of rows bring those that have
+    rows back to the host. ``layout`` numbers (shape and dtype of the variable;
+    structure, shapes and dtypes of the leaves): two variables of one layout share a
+    program.
+    """
+
+    cells: tuple[Cell, ...]
+    leaves: tuple[SlotArray, ...]
+    layout: int
+    with_rows: tuple[Cell, ...] = field(init=False)
+    shared: tuple[Cell, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.become(self.cells, self.layout)
+
+    def become(self, cells: tuple[Cell, ...], layout: int) -> None:
+        """Takes other cells, after an update that changes dtypes."""
+        pairs = list(zip(cells, self.leaves, strict=True))
+        self.cells, self.layout = cells, layout
+        self.with_rows = tuple(cell for cell, leaf in pairs if leaf.rows)
+        self.shared = tuple(cell for cell, leaf in pairs if not leaf.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cell.nbytes for cell in self.cells)
+
+
+class SlotStep(NamedTuple):
+    """One gradient for one variable. ``slots`` is the variable's, by optimizer.
+    ``rule`` stands for all that are moved alike (`zstrat.ps.engine._bindings`), ``operands``
+    are what it takes besides.
+
+    ``late``: an earlier update of the same push changes the variable, so that its slots
+    are made, and get their dtypes, when its turn comes.
+    """
+
+    cell: Cell
+    slots: dict[int, Slots]
+    rule: LeafRule
+    gradient: np.ndarray
+    operands: tuple[np.ndarray, ...] = ()
+    late: bool = False
+
+
+class RowStep(NamedTuple):
+    """Gradients ``[n, ...]`` for the rows ``indices`` ([n] of intp) of one variable:
+    sorted and distinct, unless ``mixed``."""
+
+    cell: Cell
+    slots: dict[int, Slots]
+    rule: LeafRule
+    indices: np.ndarray
+    gradient: np.ndarray
+    operands: tuple[np.ndarray, ...] = ()
+    mixed: bool = False
+    late: bool = False
+    """As of `SlotStep`."""
+
+    def distinct(self) -> RowStep:
+        """The same sorted, the gradients of one row summed."""
+        if not self.mixed:
+            return self
+        indices, gradient = distinct(self.indices, self.gradient)
+        return self._replace(indices=indices, gradient=gradient, mixed=False)
+
+
+@dataclass(slots=True)
+class Ahead:
+    """What the updates of one push, up to some place in it, leave in slots."""
+
+    layouts: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By optimizer and `id` of the variable's cell."""
+    rooms: dict[tuple[int, int], list[np.ndarray]] = field(default_factory=dict)
+    """Memory for slots that will be made by rows."""
+    writes: dict[int, list[Write]] = field(default_factory=dict)
+    """To a slot, by the `id` of its cell."""
+
+
+def lose(
+    optimizer: int, steps: Sequence[SlotStep | RowStep], error: BaseException
+) -> None:
+    """Values and slots that were being written when something failed."""
+    for step in steps:
+        step.cell.lose(str(error))
+        step.slots.pop(optimizer, None)
+
+
+def is_wide(dtype: np.dtype) -> bool:
+    return dtype.itemsize > (8 if dtype.kind == "c" else 4)
+
+
+_LAYOUT: Final = -1
+"""The number of no layout: no program takes them."""
+
+Kind = tuple[SlotArray, tuple[int, ...], "np.dtype"]
+"""A leaf with its shape and dtype."""
+
+
+@dataclass(slots=True)
+class Unbound(Slots):
+    """``filled``: for each leaf the rows that were loaded; one for a leaf without."""
+
+    filled: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    @staticmethod
+    def like(other: Slots | None) -> Unbound:
+        """A copy, or none of any leaf."""
+        if isinstance(other, Unbound):
+            filled = {name: list(rows) for name, rows in other.filled.items()}
+            return Unbound(other.cells, other.leaves, _LAYOUT, filled)
+        return Unbound((), (), _LAYOUT)
+
+    def make_room(
+        self, leaf: SlotArray, shape: tuple[int, ...], dtype: np.dtype, who: str
+    ) -> None:
+        """A place for a leaf that looks like this, if it is not there."""
+        kept = [
+            (cell, each)
+            for cell, each in zip(self.cells, self.leaves, strict=True)
+            if each.name != leaf.name
+            or (each, cell.shape, cell.dtype) == (leaf, shape, dtype)
+        ]
+        if not any(each == leaf for _, each in kept):
+            try:
+                cell = Cell.around(lasting(shape, dtype))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{who}: there is no memory for {leaf.name!r}"
+                ) from None
+            cell.who = who
+            kept.append((cell, leaf))
+            self.filled[leaf.name] = []
+        self.leaves = tuple([each for _, each in kept])
+        self.become(tuple([cell for cell, _ in kept]), _LAYOUT)
+
+    def fill(self, name: str, start: int, stop: int) -> None:
+        """Rows of a leaf were loaded."""
+        self.filled[name].append((start, stop))
+
+    def require_filled(self, who: str) -> None:
+        """
+        Raises:
+            InvalidArgumentError: Some rows were not loaded.
+        """
+        for cell, leaf in zip(self.cells, self.leaves, strict=True):
+            end = 0
+            for start, stop in sorted(self.filled[leaf.name]):
+                if start > end:
+                    break
+                end = max(end, stop)
+            if end < (cell.shape[0] if leaf.rows else 1):
+                raise InvalidArgumentError(
+                    f"{cell.who}, {who}: {leaf.name!r} was restored up to row {end} of "
+                    f"{cell.shape[0] if leaf.rows else 1}, and how the others begin "
+                    "was not known when it was: give the optimizer its tree before "
+                    "the checkpoint is restored, zs.Optimizer(transformation, "
+                    "params=params)"
+                )
+
+    def taken(self, wanted: Sequence[Kind], who: str) -> tuple[Cell, ...]:
+        """The cells, in the order of what an optimizer wants.
+
+        Raises:
+            InvalidArgumentError: They look otherwise; says how, and what was wanted.
+        """
+        self.require_filled(who)
+        by_name = {
+            leaf.name: (cell, leaf)
+            for cell, leaf in zip(self.cells, self.leaves, strict=True)
+        }
+        found = [by_name.get(leaf.name) for leaf, _, _ in wanted]
+        fits = len(wanted) == len(by_name) and all(
+            each is not None and _fits(each[0], each[1], kind)
+            for each, kind in zip(found, wanted, strict=True)
+        )
+        if not fits:
+            there = [(leaf, cell.shape, cell.dtype) for cell, leaf in by_name.values()]
+            where = self.cells[0].who if self.cells else "a variable"
+            raise InvalidArgumentError(
+                f"{where}, {who}: restored were {_words(there)}, and it keeps "
+                f"{_words(wanted)}: restore a checkpoint of the same optimizer on the "
+                "same tree, or values alone"
+            )
+        return tuple([each[0] for each in found if each is not None])
+
+
+def _fits(cell: Cell, leaf: SlotArray, kind: Kind) -> bool:
+    wanted, shape, dtype = kind
+    alike = is_floating(cell.dtype) and is_floating(dtype)
+    return (leaf, cell.shape) == (wanted, shape) and (cell.dtype == dtype or alike)
+
+
+def _words(kinds: Sequence[Kind]) -> str:
+    each = [
+        f"{leaf.name!r} ({dtype.name}{list(shape)}{', by rows' if leaf.rows else ''})"
+        for leaf, shape, dtype in kinds
+    ]
+    return ", ".join(each) or "nothing"

@@ -1,0 +1,220 @@
+"""Whole gradients behind XLA. Imported with the first optimizer, never at start-up.
+
+`UpdatePrograms` holds what one optimizer has compiled. A program updates one variable:
+``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
+compiled ahead of its first use, so that a transformation which cannot be traced for a
+shape is refused before anything has changed. Gradients of some rows have programs of
+their own (`zstrat.ps.engine._xla_rows`), and the same slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zstrat.ps.store._cell import Cell, Write
+
+from ._layouts import (
+    Context,
+    SlotLayout,
+    SlotLayouts,
+    operands_of,
+    precision,
+    shape,
+    spec,
+)
+from ._slots import Ahead, Slots, SlotStep, Unbound, lose
+from ._xla_rows import RowPrograms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from zstrat.optimizers import LeafRule
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateProgram:
+    """A compiled update. ``after`` is the layout of the slots that it leaves."""
+
+    call: Any
+    after: int
+    wide: bool
+
+    def start(self, optimizer: int, step: SlotStep) -> Any:
+        """Hands the work to XLA, which may do it later; returns the new value."""
+        cell, slots = step.cell, step.slots[optimizer]
+        with precision(self.wide):
+            given = tuple([leaf.give() for leaf in slots.cells])
+            value, leaves = self.call(cell.give(), given, step.gradient, step.operands)
+        cell.take_back(value)
+        if slots.layout == self.after:
+            for leaf, new in zip(slots.cells, leaves, strict=True):
+                leaf.take_back(new)
+        else:
+            slots.become(tuple(map(Cell.on_device, leaves)), self.after)
+        return value
+
+
+class UpdatePrograms:
+    """The programs of one optimizer, by what they were compiled for."""
+
+    def __init__(self, optimizer: int, name: str) -> None:
+        self._optimizer = optimizer
+        self._layouts = SlotLayouts(name)
+        self._programs: dict[object, UpdateProgram] = {}
+        self._initials: dict[int, Any] = {}
+        self.rows = RowPrograms(optimizer, self._layouts)
+
+    @property
+    def count(self) -> int:
+        """How many have been compiled."""
+        return len(self._programs) + len(self._initials) + self.rows.count
+
+    def here(self) -> Context:
+        """In which it is traced and compiled: for the CPU."""
+        return self._layouts.here()
+
+    def has(self, layout: int, gradient: np.dtype) -> bool:
+        """Whether the program for slots of this layout is compiled."""
+        return (layout, gradient) in self._programs
+
+    def prepare(self, step: SlotStep, ahead: Ahead) -> None:
+        """Makes missing slots, unless it is too early to, and the program if it is the
+        first of its kind.
+
+        Raises:
+            InvalidArgumentError: The transformation cannot be traced for this shape.
+            BusyError: Too many shapes have been compiled for.
+            ResourceExhaustedError: There is no memory for slots.
+        """
+        place = (self._optimizer, id(step.cell))
+        slots = step.slots.get(self._optimizer)
+        number = ahead.layouts.get(place)
+        if number is None and slots is None:
+            number = self._layouts.initial(step.rule, step.cell)
+            self._first(step.cell, number)
+            if not step.late:
+                slots = step.slots[self._optimizer] = self._initial(
+                    step.rule, step.cell
+                )
+        if number is None:
+            assert slots is not None
+            number = slots.layout
+        ahead.layouts[place] = self._program(step, number).after
+        for cell in () if slots is None else slots.with_rows:
+            ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
+
+    def complete(self, steps: Sequence[SlotStep]) -> None:
+        """Makes slots for which `prepare` was too early."""
+        for step in steps:
+            if self._optimizer not in step.slots:
+                step.slots[self._optimizer] = self._initial(step.rule, step.cell)
+
+    def apply(self, steps: Sequence[SlotStep]) -> None:
+        """Updates values and slots, and waits until they are there."""
+        started: list[tuple[SlotStep, Any]] = []
+        try:
+            for step in steps:
+                started.append((step, None))
+                number = step.slots[self._optimizer].layout
+                value = self._program(step, number).start(self._optimizer, step)
+                started[-1] = (step, value)
+            for _, value in started:
+                value.block_until_ready()
+        except Exception as error:
+            # Goes to the caller. Only XLA itself can fail here (it is out of memory,
+            # say), and it may have been writing in place: what it had is lost.
+            for step, value in started:
+                if value is None and _is_whole(step, self._optimizer):
+                    continue
+                lose(self._optimizer, [step], error)
+            raise
+
+    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
+        """New slots for a variable, by rows if they have them.
+
+        Raises: As `prepare`.
+        """
+        layout = self._layouts[self._layouts.initial(rule, cell)]
+        if layout.by_rows:
+            return self.rows.initial(rule, cell)
+        return self._initial(rule, cell)
+
+    def adopted(
+        self, slots: dict[int, Slots], rule: LeafRule, cell: Cell
+    ) -> Slots | None:
+        """Those of the optimizer, if there are any; from now on as the rule has them.
+
+        Raises:
+            InvalidArgumentError: They were loaded, and are not what the rule keeps.
+        """
+        mine = slots.get(self._optimizer)
+        if isinstance(mine, Unbound):
+            mine = self._layouts.adopted(mine, rule, cell)
+            slots[self._optimizer] = mine
+        return mine
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        layout = self._layouts[slots.layout]
+        leaves = tuple(
+            shape(leaf.shape, dtypes.get(place, leaf.dtype))
+            for place, leaf in enumerate(layout.leaves)
+        )
+        number = self._layouts.number(replace(layout, leaves=leaves))
+        self.rows.convert(slots, number)
+
+    def _initial(self, rule: LeafRule, cell: Cell) -> Slots:
+        number = self._layouts.initial(rule, cell)
+        call = self._first(cell, number)
+        with precision(rule.tree.wide):
+            # Waits, because XLA reads the value where numpy may write to it next.
+            leaves = [leaf.block_until_ready() for leaf in call(cell.give())]
+        cells = tuple(map(Cell.on_device, leaves))
+        for each in cells:
+            each.who = f"{cell.who}, slots of optimizer {self._layouts.name!r}"
+        return Slots(cells, self._layouts[number].about, number)
+
+    def _first(self, cell: Cell, number: int) -> Any:
+        """The program that makes new slots, of this layout."""
+        call = self._initials.get(number)
+        if call is None:
+            rule = self._layouts[number].rule
+            initial, wide = jax.jit(rule.init), rule.tree.wide
+            with precision(wide), self._layouts.words(cell), self._layouts.here():
+                call = initial.lower(spec(cell)).compile()
+            self._initials[number] = call
+        return call
+
+    def _program(self, step: SlotStep, number: int) -> UpdateProgram:
+        """What updates a variable whose slots have this layout."""
+        key = (number, step.gradient.dtype)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._compile(step, self._layouts[number])
+        return program
+
+    def _compile(self, step: SlotStep, layout: SlotLayout) -> UpdateProgram:
+        rule, wide = layout.rule, layout.is_wide
+        given = (layout.value, layout.leaves, spec(step.gradient), operands_of(rule))
+        with precision(wide), self._layouts.words(step.cell), self._layouts.here():
+            new, leaves = jax.eval_shape(rule.step, *given)
+            if spec(new) != layout.value:
+                raise TypeError(f"it turns a {layout.value} into a {spec(new)}")
+            after = tuple(map(spec, leaves))
+            # Slots whose dtype changes (a bfloat16 variable with float32 gradients, in
+            # its first step) have no output that they could be donated to.
+            donated = (0, 1) if after == layout.leaves else (0,)
+            call = jax.jit(rule.step, donate_argnums=donated).lower(*given).compile()
+        number = self._layouts.number(replace(layout, leaves=after))
+        return UpdateProgram(call, number, wide)
+
+
+def _is_whole(step: SlotStep, optimizer: int) -> bool:
+    """Whether XLA has not begun to write where the value or its slots are."""
+    given = [step.cell.give(), *(c.give() for c in step.slots[optimizer].cells)]
+    return not any(isinstance(x, jax.Array) and x.is_deleted() for x in given)

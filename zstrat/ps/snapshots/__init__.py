@@ -1,0 +1,3 @@
+"""Values of one moment on their way to files, and values that come from files."""
+
+from __future__ import annotations

@@ -1,0 +1,254 @@
+"""Values and slots that come from elsewhere: from files, or with a message.
+
+A `Move` puts rows of a source into a value or a slot; slots that do not exist yet are
+made first. All moves of a request are checked before the first one changes anything: a
+source that does not fit, an optimizer that is not there. What can fail later is the
+disk, and then values that were loaded in place are partly old and partly new, which the
+error says; load them again.
+
+`Loading` owns its variables and optimizers from `prepare` to `commit`, as a plan does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from zstrat.ps.engine._arithmetic import is_floating
+from zstrat.ps.engine._slots import SlotArray, Unbound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.ps.engine._engine import Registered
+    from zstrat.ps.engine._slots import Slots
+    from zstrat.ps.store._cell import Cell
+    from zstrat.ps.store._plans import HeldVariable
+
+
+class Source(NamedTuple):
+    """Where rows come from. ``what`` names it in errors; ``read_into`` fills a C-order
+    array of this shape and dtype."""
+
+    what: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read_into: Callable[[np.ndarray], None]
+
+
+class Move(NamedTuple):
+    """``source`` goes to rows from ``at`` on of the value, or of a leaf of the slots of
+    an optimizer; whole to what does not have the variable's rows. ``rows``: whether it
+    has them, as whoever stored it says."""
+
+    held: HeldVariable
+    optimizer: Registered | None
+    leaf: str
+    at: int
+    source: Source
+    rows: bool = False
+
+    @property
+    def who(self) -> str:
+        name = f"variable {self.held.entry.name!r}"
+        if self.optimizer is None:
+            return name
+        return f"{name}, slot {self.leaf!r} of optimizer {self.optimizer.name!r}"
+
+
+@dataclass(slots=True)
+class _Target:
+    """One array and what goes into it."""
+
+    cell: Cell
+    moves: list[Move]
+    rows: bool
+    unbound: Unbound | None = None
+
+    def fill(self) -> None:
+        cell = self.cell
+        beside = cell.is_shared or cell.is_pinned
+        if self._is_whole():
+            out = cell.overwrite()
+        else:
+            old, out = cell.begin()
+            if out is not old:
+                np.copyto(out, old)
+        try:
+            for move in self.moves:
+                move.source.read_into(self._place(out, move))
+        except BaseException:  # to whoever asked for the load
+            if not beside:
+                cell.settle()  # some of it is new already
+            raise
+        cell.settle()
+        if self.unbound is not None:
+            for move in self.moves:
+                size = move.source.shape[0] if self.rows else 1
+                self.unbound.fill(move.leaf, move.at, move.at + size)
+
+    def _place(self, out: np.ndarray, move: Move) -> np.ndarray:
+        if not self.rows:
+            return out
+        return out[move.at : move.at + move.source.shape[0]]
+
+    def _is_whole(self) -> bool:
+        if not self.rows:
+            return True
+        end = 0
+        for move in sorted(self.moves, key=lambda move: move.at):
+            if move.at > end:
+                return False
+            end = max(end, move.at + move.source.shape[0])
+        return end == self.cell.shape[0]
+
+
+@dataclass(slots=True)
+class Loading:
+    """All moves of one request. ``prepare`` runs where optimizers do, ``compute`` on
+    any thread, ``commit`` where the store lives, also after a failure.
+
+    ``anew``: variables and optimizers whose slots are forgotten, unless all of it is
+    refused; moves go to new ones.
+    """
+
+    moves: Sequence[Move]
+    anew: Sequence[tuple[HeldVariable, int]] = ()
+    _targets: list[_Target] = field(default_factory=list)
+
+    @property
+    def optimizes(self) -> bool:
+        return any(move.optimizer is not None for move in self.moves)
+
+    def prepare(self) -> None:
+        """Makes slots, and refuses what does not fit.
+
+        Raises:
+            NotFoundError: An optimizer's state has no such leaf.
+            InvalidArgumentError: A source has another shape or dtype than its place.
+        """
+        groups: dict[tuple[int, int, str], list[Move]] = {}
+        for move in self.moves:
+            optimizer = 0 if move.optimizer is None else move.optimizer.optimizer
+            key = (move.held.entry.key, optimizer, move.leaf)
+            groups.setdefault(key, []).append(move)
+        made: dict[tuple[int, int], Slots] = {}
+        checked = [self._check(moves, made) for moves in groups.values()]
+        for moves, rows in checked:
+            self._targets.append(self._target(moves, rows, made))
+        for held, optimizer in self.anew:
+            held.slots.pop(optimizer, None)
+        for move in self.moves:
+            if move.optimizer is not None:
+                optimizer = move.optimizer.optimizer
+                move.held.slots[optimizer] = self._slots_of(move, made)
+
+    def compute(self) -> None:
+        """Reads everything.
+
+        Raises: What the sources do; some values may have changed.
+        """
+        for target in self._targets:
+            try:
+                target.fill()
+            except MemoryError:
+                raise UnavailableError(
+                    f"{target.moves[0].who}: there is no memory to load it"
+                ) from None
+
+    def commit(self) -> None:
+        """Makes readers see that values changed."""
+        for target in self._targets:
+            if target.moves[0].optimizer is None:
+                target.moves[0].held.version += 1
+
+    def _check(
+        self, moves: list[Move], made: dict[tuple[int, int], Slots]
+    ) -> tuple[list[Move], bool]:
+        first = moves[0]
+        cell, rows = first.held.cell, bool(first.held.cell.shape)
+        if first.optimizer is not None:
+            slots = self._slots_of(first, made)
+            if isinstance(slots, Unbound):
+                _make_room(first, slots)
+            place = _place_of(first, slots)
+            cell, rows = slots.cells[place], slots.leaves[place].rows
+        for move in moves:
+            _require_fit(move, cell, rows)
+            if move.source.dtype != first.source.dtype:
+                raise InvalidArgumentError(
+                    f"{move.who}: some of it is {first.source.dtype.name} and some "
+                    f"{move.source.dtype.name}"
+                )
+        return moves, rows
+
+    def _slots_of(self, move: Move, made: dict[tuple[int, int], Slots]) -> Slots:
+        """Those that are there, or new ones in ``made``: of what comes, if nobody has
+        told yet what the optimizer keeps."""
+        assert move.optimizer is not None
+        number, held = move.optimizer.optimizer, move.held
+        key = (held.entry.key, number)
+        if key in made:
+            return made[key]
+        slots = None if self._forgets(key) else held.slots.get(number)
+        if slots is None:
+            slots = made[key] = move.optimizer.make_slots(held) or Unbound.like(None)
+        elif isinstance(slots, Unbound):
+            slots = made[key] = Unbound.like(slots)
+        return slots
+
+    def _forgets(self, key: tuple[int, int]) -> bool:
+        return any((held.entry.key, number) == key for held, number in self.anew)
+
+    def _target(
+        self, moves: list[Move], rows: bool, made: dict[tuple[int, int], Slots]
+    ) -> _Target:
+        """Where they go, of their dtype."""
+        first = moves[0]
+        if first.optimizer is None:
+            return _Target(first.held.cell, moves, rows)
+        slots = self._slots_of(first, made)
+        place = _place_of(first, slots)
+        if isinstance(slots, Unbound):
+            return _Target(slots.cells[place], moves, rows, slots)
+        if slots.cells[place].dtype != first.source.dtype:
+            first.optimizer.retype(slots, {place: first.source.dtype})
+        return _Target(slots.cells[place], moves, rows)
+
+
+def _make_room(move: Move, slots: Unbound) -> None:
+    """For what comes, whatever it is: nobody knows better."""
+    source, cell = move.source, move.held.cell
+    rows, shape = move.rows and bool(cell.shape), source.shape
+    if rows:
+        shape = (cell.shape[0], *shape[1:])
+    slots.make_room(SlotArray(move.leaf, rows), shape, source.dtype, move.who)
+
+
+def _place_of(move: Move, slots: Slots) -> int:
+    for place, leaf in enumerate(slots.leaves):
+        if leaf.name == move.leaf:
+            return place
+    names = ", ".join(repr(leaf.name) for leaf in slots.leaves) or "nothing"
+    raise NotFoundError(f"{move.who}: it keeps no such thing, but {names}")
+
+
+def _require_fit(move: Move, cell: Cell, rows: bool) -> None:
+    source, shape = move.source, cell.shape
+    if rows:
+        fits = source.shape[1:] == shape[1:] and bool(source.shape)
+        fits = fits and 0 <= move.at <= shape[0] - source.shape[0]
+    else:
+        fits = source.shape == shape and move.at == 0
+    # Slots take the dtype of the gradients that they have seen; values keep theirs.
+    slot = move.optimizer is not None
+    alike = slot and is_floating(cell.dtype) and is_floating(source.dtype)
+    if not fits or (cell.dtype != source.dtype and not alike):
+        where = f" at row {move.at}" if rows and move.at else ""
+        raise InvalidArgumentError(
+            f"{move.who}, {cell.dtype.name}{list(shape)}: {source.what}, "
+            f"{source.dtype.name}{list(source.shape)}, does not fit{where}"
+        )

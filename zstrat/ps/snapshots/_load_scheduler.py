@@ -1,0 +1,185 @@
+"""Requests to load: whose turn it is, which files are open, on which thread it happens.
+
+What is done with the rows is `zstrat.ps.snapshots._load_plan`. Files are opened, read and closed by
+the thread of the disk, slots are made by that of the optimizers, and the variables are
+nobody else's from the first to the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zstrat.checkpoint import TensorReader
+from zstrat.errors import InvalidArgumentError
+from zstrat.wire import Done, LoadEntry, LoadTensors, StoreTensors
+
+from ._load_plan import Loading, Move, Source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from zstrat.ps._thread import ComputeThread
+    from zstrat.ps.store._store import Store
+    from zstrat.wire import StoreEntry
+
+    from ._file_thread import DiskThread
+    from ._snapshot_write import Turn
+
+
+class Loads:
+    """Those of one parameter server.
+
+    Args:
+        turn: Holds off others from names: keys of variables, optimizers.
+        check: Raises unless the session is the one that is open.
+        compute: The thread on which optimizers run.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        turn: Turn,
+        check: Callable[[int], None],
+        compute: ComputeThread,
+        disk: DiskThread,
+    ) -> None:
+        self._task, self._store = task, store
+        self._turn, self._check = turn, check
+        self._compute, self._disk = compute, disk
+
+    async def load(self, message: LoadTensors) -> Done:
+        """Reads files that this server can see.
+
+        Cancellation: is raised when the disk is done with what it has begun.
+        """
+        anew = [e for e in message.entries if e.optimizer and not e.path]
+        files = [e for e in message.entries if not (e.optimizer and not e.path)]
+        for entry in files:
+            self._disk.require_absolute(entry.path)
+        readers: dict[str, TensorReader] = {}
+        try:
+            sources = await self._disk.run(partial(self._open, files, readers))
+            wanted = [entry for entry in files if entry.name]
+            await self._bring(message.session, wanted, sources, anew)
+        finally:
+            with contextlib.suppress(Exception):  # the thread was closed: at exit
+                self._disk.submit(partial(_close, readers))
+        return Done()
+
+    async def move(self, message: StoreTensors) -> Done:
+        """Takes what was sent along. Cancellation: as of `load`."""
+        if len(message.entries) != len(message.arrays):
+            raise InvalidArgumentError(
+                f"{self._task}: {len(message.entries)} places came with "
+                f"{len(message.arrays)} arrays"
+            )
+        sources = [
+            Source("what was sent", array.dtype, array.shape, partial(_copy, array))
+            for array in message.arrays
+        ]
+        await self._bring(message.session, message.entries, sources)
+        return Done()
+
+    async def _bring(
+        self,
+        session: int,
+        entries: Sequence[LoadEntry] | Sequence[StoreEntry],
+        sources: Sequence[Source],
+        anew: Sequence[LoadEntry] = (),
+    ) -> None:
+        """``anew``: slots to forget, which the next gradient makes anew."""
+        places: list[LoadEntry | StoreEntry] = list(entries)
+        used = [*places, *anew]
+        names: set[Hashable] = {entry.key for entry in used}
+        names |= {("optimizer", e.optimizer) for e in used if e.optimizer}
+        async with self._turn(list(names)):
+            self._check(session)
+            store, engine = self._store, self._store.engine
+            loading = Loading(
+                [
+                    Move(
+                        store.find([entry.key])[0],
+                        engine.get(entry.optimizer) if entry.optimizer else None,
+                        entry.leaf,
+                        entry.at,
+                        source,
+                        entry.rows,
+                    )
+                    for entry, source in zip(places, sources, strict=True)
+                ],
+                [(store.find([entry.key])[0], entry.optimizer) for entry in anew],
+            )
+            if loading.optimizes:
+                await _shielded(self._compute.submit(loading.prepare))
+            else:
+                loading.prepare()
+            try:
+                await _shielded(self._disk.submit(loading.compute))
+            finally:
+                loading.commit()
+
+    def _open(
+        self, entries: Sequence[LoadEntry], readers: dict[str, TensorReader]
+    ) -> list[Source]:
+        """On the thread of the disk."""
+        sources: list[Source] = []
+        for entry in entries:
+            path = entry.path
+            with self._disk.blamed(path, "reading"):
+                if not entry.name:
+                    os.stat(path)
+                    continue
+                if path not in readers:
+                    readers[path] = TensorReader(path)
+                sources.append(self._source(readers[path], entry))
+        return sources
+
+    def _source(self, reader: TensorReader, entry: LoadEntry) -> Source:
+        info = reader.info(entry.name)
+        what, shape, start = f"{entry.name!r} of {entry.path}", info.shape, 0
+        if entry.stop:
+            start, stop = entry.start, entry.stop
+            if not shape or not 0 <= start <= stop <= shape[0]:
+                raise InvalidArgumentError(
+                    f"{self._task}: {what}, {info}, has no rows {start}:{stop}"
+                )
+            shape = (stop - start, *shape[1:])
+
+        def read_into(out: np.ndarray) -> None:
+            with self._disk.blamed(entry.path, "reading"):
+                reader.read_into(entry.name, start, out)
+
+        return Source(what, info.numpy_dtype, shape, read_into)
+
+
+def _copy(array: np.ndarray, out: np.ndarray) -> None:
+    np.copyto(out, array)
+
+
+def _close(readers: dict[str, TensorReader]) -> None:
+    for reader in readers.values():
+        reader.close()
+
+
+async def _shielded(done: asyncio.Future[None]) -> None:
+    """Waits for a job even if nobody wants its outcome any more: it works on variables
+    whose turn must not go to others meanwhile.
+
+    Cancellation: is raised when the job is done.
+    """
+    cancelled = False
+    while not done.done():
+        try:
+            await asyncio.shield(asyncio.wait([done]))
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+    done.result()

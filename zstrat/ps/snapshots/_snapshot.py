@@ -1,0 +1,179 @@
+"""Snapshots of a parameter server: which tensors they hold, and how they are cut.
+
+A snapshot pins the values and the optimizer slots of variables at one moment between
+two updates; nothing is copied (`zstrat.ps.store._pins`). Its tensors are numbered in the
+order of the variables, a value before its slots. Decides without I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from zstrat.errors import AlreadyExistsError, BusyError, NotFoundError
+from zstrat.ps.engine._slots import Unbound
+from zstrat.wire import TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.ps.store._pins import Pin
+    from zstrat.ps.store._plans import HeldVariable
+
+MOST: Final = 16
+"""Snapshots at a time: each one may hold memory of the size of all that it pins."""
+
+PIECE: Final = 4 * 2**20
+"""Bytes that are copied and written at a time: 1 ms of the loop, and long enough that
+the hand-over to the writing thread does not show."""
+
+
+class SnapshotTensor(NamedTuple):
+    """One tensor of a snapshot."""
+
+    entry: TensorEntry
+    pin: Pin
+
+
+class TensorPart(NamedTuple):
+    """Bytes ``[start, stop)`` of a tensor."""
+
+    tensor: SnapshotTensor
+    start: int
+    stop: int
+
+
+@dataclass(eq=False, slots=True)
+class ServerSnapshot:
+    """``is_released``: whoever still works with it has to stop."""
+
+    tensors: Sequence[SnapshotTensor]
+    is_released: bool = False
+
+    def release(self) -> None:
+        self.is_released = True
+        for tensor in self.tensors:
+            tensor.pin.release()
+        self.tensors = ()
+
+
+class Snapshots:
+    """The snapshots of one session, by number. ``task`` names the server in errors."""
+
+    def __init__(self, task: str) -> None:
+        self._task = task
+        self._held: dict[int, ServerSnapshot] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def log_bytes(self) -> int:
+        """Memory of what was overwritten since."""
+        return sum(
+            tensor.pin.log_bytes
+            for snapshot in self._held.values()
+            for tensor in snapshot.tensors
+        )
+
+    def pin(
+        self, number: int, variables: Sequence[HeldVariable], optimizers: Sequence[int]
+    ) -> ServerSnapshot:
+        """Pins values, and the slots that are there, or nothing.
+
+        Raises:
+            AlreadyExistsError: There is a snapshot of this number.
+            BusyError: There are too many.
+            UnavailableError: A value was lost.
+        """
+        if number in self._held:
+            raise AlreadyExistsError(f"{self._task}: snapshot {number} exists already")
+        if len(self._held) >= MOST:
+            raise BusyError(
+                f"{self._task} holds {MOST} snapshots already: release those that are "
+                "not needed any more"
+            )
+        snapshot = ServerSnapshot([])
+        try:
+            snapshot.tensors = [
+                tensor for held in variables for tensor in _pinned(held, optimizers)
+            ]
+        except BaseException:  # to whoever asked; nothing stays pinned
+            snapshot.release()
+            raise
+        self._held[number] = snapshot
+        return snapshot
+
+    def get(self, number: int) -> ServerSnapshot:
+        """
+        Raises:
+            NotFoundError: It was released, or its coordinator was lost meanwhile.
+        """
+        snapshot = self._held.get(number)
+        if snapshot is None:
+            raise NotFoundError(
+                f"{self._task} holds no snapshot {number}: it was released, or the "
+                "connection of its coordinator was lost; take another one"
+            )
+        return snapshot
+
+    def tensor(self, number: int, place: int) -> SnapshotTensor:
+        """
+        Raises:
+            NotFoundError: There is no such snapshot, or it has no such tensor.
+        """
+        tensors = self.get(number).tensors
+        if not 0 <= place < len(tensors):
+            raise NotFoundError(
+                f"{self._task}: snapshot {number} has {len(tensors)} tensors, and "
+                f"none at {place}"
+            )
+        return tensors[place]
+
+    def release(self, number: int) -> None:
+        """Lets go of it. It may be gone already."""
+        snapshot = self._held.pop(number, None)
+        if snapshot is not None:
+            snapshot.release()
+
+    def clear(self) -> None:
+        for number in list(self._held):
+            self.release(number)
+
+
+def cut(tensors: Sequence[SnapshotTensor]) -> Iterator[list[TensorPart]]:
+    """All bytes in order, at most `PIECE` at a time: large tensors in pieces of whole
+    rows, small ones together."""
+    piece: list[TensorPart] = []
+    room = PIECE
+    for tensor in tensors:
+        pin, start = tensor.pin, 0
+        if pin.nbytes > room and piece:
+            yield piece
+            piece, room = [], PIECE
+        size = max(1, PIECE // max(1, pin.width)) * pin.width
+        size = min(size, PIECE)
+        while pin.nbytes - start > room:
+            yield [TensorPart(tensor, start, start + size)]
+            start += size
+        if pin.nbytes > start:
+            piece.append(TensorPart(tensor, start, pin.nbytes))
+            room -= pin.nbytes - start
+    if piece:
+        yield piece
+
+
+def _pinned(held: HeldVariable, optimizers: Sequence[int]) -> Iterator[SnapshotTensor]:
+    key, cell = held.entry.key, held.cell
+    name, shape = cell.dtype.name, list(cell.shape)
+    yield SnapshotTensor(TensorEntry(key, 0, "", name, shape, bool(shape)), cell.pin())
+    for optimizer in optimizers:
+        slots = held.slots.get(optimizer)
+        if slots is None:
+            continue
+        if isinstance(slots, Unbound):
+            slots.require_filled(f"optimizer {optimizer}")
+        for cell, leaf in zip(slots.cells, slots.leaves, strict=True):
+            name, shape = cell.dtype.name, list(cell.shape)
+            entry = TensorEntry(key, optimizer, leaf.name, name, shape, leaf.rows)
+            yield SnapshotTensor(entry, cell.pin())

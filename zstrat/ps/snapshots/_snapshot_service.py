@@ -1,0 +1,224 @@
+"""Requests about snapshots: pinned, written, read, released; loading is `_load_scheduler`.
+
+Between two pieces all others have their turn, so requests here are coroutines that take
+the turns of variables again and again, where those of `zstrat.ps._serving` take them
+once. Files are touched by one thread that does nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final, assert_never
+
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError, UnavailableError
+from zstrat.ps._thread import ComputeThread
+from zstrat.wire import (
+    Done,
+    LoadTensors,
+    Message,
+    PinSnapshot,
+    ReadSnapshot,
+    ReleaseSnapshot,
+    SnapshotPart,
+    SnapshotPinned,
+    SnapshotWritten,
+    StoreTensors,
+    WriteSnapshot,
+)
+
+from ._file_thread import DiskThread
+from ._load_scheduler import Loads
+from ._snapshot import PIECE, Snapshots
+from ._snapshot_write import SnapshotWrite
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator
+
+    from zstrat.ps.store._store import Store
+
+    from ._snapshot_write import Turn
+
+ENTRIES: Final = 1024
+"""Tensors that one answer describes: with long names they still fit into a header."""
+
+LARGEST: Final = 64 * 2**20
+"""Bytes of a tensor that one answer brings."""
+
+SnapshotRequest = (
+    PinSnapshot
+    | WriteSnapshot
+    | ReadSnapshot
+    | ReleaseSnapshot
+    | LoadTensors
+    | StoreTensors
+)
+
+
+class SnapshotService:
+    """The snapshots of one parameter server.
+
+    Args:
+        turn: Holds off others from names: keys of variables, optimizers.
+        check: Raises unless the session is the one that is open.
+        compute: The thread on which optimizers run.
+    """
+
+    def __init__(
+        self,
+        task: str,
+        store: Store,
+        turn: Turn,
+        check: Callable[[int], None],
+        compute: ComputeThread,
+    ) -> None:
+        self._task, self._store = task, store
+        self._turn, self._check = turn, check
+        self._thread = ComputeThread(f"disk {task}")
+        self._disk = DiskThread(self._thread, task)
+        self._loads = Loads(task, store, turn, check, compute, self._disk)
+        self._snapshots = Snapshots(task)
+        self._epoch = 0
+        """Grows when the coordinator is lost: what it asked for before is not wanted.
+        """
+        self._busy = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def handle(self, message: SnapshotRequest) -> Message | Awaitable[Message]:
+        """Answers one request of the session that is open."""
+        match message:
+            case PinSnapshot():
+                # Now: a coroutine starts later, and its coordinator may be lost then.
+                return self._pin(message, self._epoch)
+            case WriteSnapshot():
+                return self._write(message, self._epoch)
+            case ReadSnapshot():
+                return self._read(message, self._epoch)
+            case ReleaseSnapshot(snapshot=snapshot):
+                self._snapshots.release(snapshot)
+                return Done()
+            case LoadTensors():
+                return self._load(message)
+            case StoreTensors():
+                return self._move(message)
+            case _:
+                assert_never(message)
+
+    def clear(self) -> None:
+        """Releases everything; what is being written is given up and removed."""
+        self._epoch += 1
+        self._snapshots.clear()
+
+    async def close(self, deadline: float) -> bool:
+        """Finishes what is under way, or gives it up at the deadline (loop time).
+
+        Returns:
+            False if the thread has not ended by then.
+
+        Cancellation: gives it up at once.
+        """
+        finished = True
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._idle.wait()
+        except TimeoutError:
+            finished = False
+        finally:
+            self.clear()
+        return await self._thread.close(deadline) and finished
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "snapshots": len(self._snapshots),
+            "undo_bytes": self._snapshots.log_bytes,
+        }
+
+    # ---- snapshots ---------------------------------------------------------------
+
+    def _require(self, epoch: int) -> None:
+        """Raises UnavailableError if the coordinator was lost since, which then has no
+        snapshots here; those of its next connection may have the same numbers."""
+        if epoch != self._epoch:
+            raise UnavailableError(
+                f"{self._task}: the coordinator that asked for this snapshot was lost "
+                "meanwhile, or its session ended; take another one"
+            )
+
+    async def _pin(self, message: PinSnapshot, epoch: int) -> SnapshotPinned:
+        self._require(epoch)
+        if message.first:
+            snapshot = self._snapshots.get(message.snapshot)
+        else:
+            if len(set(message.keys)) != len(message.keys):
+                raise InvalidArgumentError(f"{self._task}: a key to pin repeats")
+            async with self._turn(message.keys):
+                self._check(message.session)
+                self._require(epoch)
+                snapshot = self._snapshots.pin(
+                    message.snapshot,
+                    self._store.find(message.keys),
+                    message.optimizers,
+                )
+        entries = [each.entry for each in snapshot.tensors]
+        some = entries[message.first : message.first + ENTRIES]
+        return SnapshotPinned(some, len(entries))
+
+    async def _write(self, message: WriteSnapshot, epoch: int) -> SnapshotWritten:
+        self._require(epoch)
+        snapshot = self._snapshots.get(message.snapshot)
+        self._disk.require_absolute(message.path)
+        if len(message.names) != len(message.tensors):
+            raise InvalidArgumentError(
+                f"{self._task}: {len(message.tensors)} tensors come with "
+                f"{len(message.names)} names"
+            )
+        tensors = [
+            self._snapshots.tensor(message.snapshot, place) for place in message.tensors
+        ]
+        for tensor in tensors:
+            tensor.pin.require()
+        with self._working():
+            write = SnapshotWrite(snapshot, self._disk, self._turn)
+            return await write.run(message.path, tensors, message.names)
+
+    async def _read(self, message: ReadSnapshot, epoch: int) -> SnapshotPart:
+        self._require(epoch)
+        tensor = self._snapshots.tensor(message.snapshot, message.tensor)
+        pin, start, size = tensor.pin, message.offset, message.size
+        if start < 0 or not 0 <= size <= LARGEST or start + size > pin.nbytes:
+            raise InvalidArgumentError(
+                f"{self._task}: bytes {start} to {start + size} of a tensor of "
+                f"{pin.nbytes} (at most {LARGEST} at a time)"
+            )
+        part = pin.view(start, start + size)
+        if part is None:
+            part = np.empty(size, np.uint8)
+            for at in range(0, size, PIECE):
+                async with self._turn([tensor.entry.key]):
+                    pin.copy(start + at, part[at : at + PIECE])
+                await asyncio.sleep(0)  # requests come between two pieces
+        return SnapshotPart((part,))
+
+    # ---- loading -----------------------------------------------------------------
+
+    async def _load(self, message: LoadTensors) -> Done:
+        with self._working():
+            return await self._loads.load(message)
+
+    async def _move(self, message: StoreTensors) -> Done:
+        with self._working():
+            return await self._loads.move(message)
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self._busy += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._busy -= 1
+            if not self._busy:
+                self._idle.set()

@@ -1,0 +1,3 @@
+"""The variables of one server: values, versions, what was applied already."""
+
+from __future__ import annotations

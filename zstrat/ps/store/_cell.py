@@ -1,0 +1,401 @@
+"""Host memory of one value, and the one look at it that tells whether anybody looks.
+
+A lease is a view of a *window*, an array over a read-only memoryview of the buffer.
+numpy makes a view of a view point at the array that owns the memory, which would hide
+views from a weak reference; but it stops at an array whose own base is no ndarray
+(``PyArray_SetBaseObject``). So every view derived from a lease, by anybody, keeps the
+window alive, and one weak reference tells whether anyone looks.
+
+What updates do to a value, and how many of them need memory beside it.
+
+Decides without a cell being touched: the answer is what `Cell.reserve` has to have
+before the first update of a push begins.
+
+Where the value of one variable lives, and who may still be looking at it.
+
+The law: **memory that a reader can see is never written.** A reader gets the live
+buffer, without a copy, as a read-only array (a *lease*); an update writes in place if
+no lease is alive and into other memory if one is.
+
+A cell is in one of two states:
+
+*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks
+    (`zstrat.ps.store._cell`).
+
+*device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
+    A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
+    buffer. XLA donates (writes in place) a buffer only while nothing else refers to it
+    and otherwise computes into fresh memory: its own accounting keeps the law, and the
+    tests of this file hold it to that.
+
+A host buffer that goes to XLA is read there, never donated: donation of memory that
+numpy owns is declined by XLA, and afterwards the cell is in the device state, where
+nobody writes the old buffer. Going back, a plain update computes from the device value
+into a new host buffer.
+
+A *pin* (`zstrat.ps.store._pins`) keeps a value for longer than a lease, and for less: updates
+of rows go on in place while it saves what they overwrite, all others go beside.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from zstrat.errors import ResourceExhaustedError, UnavailableError
+from zstrat.ps.engine._arithmetic import as_rows
+from zstrat.rows import lasting
+
+from ._pins import Pin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+class Buffer:
+    """A host buffer and the lease on it, if one is alive."""
+
+    __slots__ = ("_bytes", "_rows", "_window", "array")
+
+    def __init__(self, array: np.ndarray) -> None:
+        """``array``: of our own, writable and in C order."""
+        self.array = array
+        # As bytes, because bfloat16 and the fp8 types have no buffer protocol.
+        self._bytes = array.reshape(-1).view(np.uint8).data.toreadonly()
+        self._window: weakref.ref[np.ndarray] | None = None
+        self._rows: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The rows as opaque elements (`as_rows`): a view that is made once."""
+        if self._rows is None:
+            self._rows = as_rows(self.array)
+        return self._rows
+
+    @property
+    def is_leased(self) -> bool:
+        return self._window is not None and self._window() is not None
+
+    def lease(self) -> np.ndarray:
+        array = self.array
+        if not array.size:
+            return np.empty(array.shape, array.dtype)  # frombuffer wants a byte
+        window = self._window() if self._window is not None else None
+        if window is None:
+            # Not np.ndarray(buffer=...), which looks through the memoryview for a base.
+            window = np.frombuffer(self._bytes, array.dtype)
+            self._window = weakref.ref(window)
+        return window.reshape(array.shape)
+
+
+class Write(Enum):
+    """What an update does to a value."""
+
+    ANEW = "numpy writes all of it, whatever it was"
+    WHOLE = "numpy computes all of it from what it was"
+    ROWS = "numpy writes some rows"
+    GIVE = "XLA takes it and gives another one back"
+
+
+def wanted_beside(
+    cell: Cell, writes: Iterable[Write], is_lost: bool, on_device: bool
+) -> int:
+    """How many of these updates, in this order, go beside the value as it is by then:
+    ``is_lost`` if there is none to begin with, ``on_device`` if XLA has it.
+
+    Raises:
+        UnavailableError: The value was lost, and is not assigned first.
+    """
+    wanted = 0
+    for write in writes:
+        if write is Write.ANEW:
+            is_lost = False
+        elif is_lost:
+            cell.require()
+        if write is Write.GIVE:
+            on_device = True
+            continue
+        # What is beside once is our own until XLA takes it.
+        beside = on_device
+        if not (beside or wanted):
+            rows = write is Write.ROWS
+            beside = cell.is_shared or (cell.is_pinned and not rows)
+        wanted += beside
+        on_device = False
+    return wanted
+
+
+PATIENCE: Final = 16
+"""Updates in place after which the second buffer is given up: readers that overlap
+updates come back within a few steps, a reader that came once does not."""
+
+
+class Cell:
+    """The value of one variable, with copy-on-write. One user at a time: no locks.
+
+    An update by numpy is ``source, out = begin()``, compute, ``settle()``; one of some
+    rows is ``out = begin_rows(indices)``, write those, ``settle()``; and one by XLA is
+    ``give()``, compute, ``take_back()``.
+    """
+
+    __slots__ = (
+        "_buffer",
+        "_device",
+        "_idle",
+        "_lost",
+        "_pins",
+        "_reserved",
+        "_spare",
+        "_writing",
+        "dtype",
+        "nbytes",
+        "shape",
+        "who",
+    )
+
+    def __init__(self, initial: np.ndarray) -> None:
+        """Copies ``initial``, an array of any layout."""
+        array = lasting(initial.shape, initial.dtype)
+        np.copyto(array, initial)
+        self._start(array.shape, array.dtype, Buffer(array), None)
+
+    @classmethod
+    def around(cls, array: np.ndarray) -> Cell:
+        """Makes ``array`` itself the value, without a copy.
+
+        It is writable, in C order, owns its memory, and nobody else refers to it. It
+        need not be aligned: XLA then copies it when it first reads it.
+        """
+        cell = cls.__new__(cls)
+        cell._start(array.shape, array.dtype, Buffer(array), None)
+        return cell
+
+    @classmethod
+    def on_device(cls, value: Any) -> Cell:
+        """Makes an immutable array of XLA's the value, without a copy."""
+        cell = cls.__new__(cls)
+        cell._start(tuple(value.shape), np.dtype(value.dtype), None, value)
+        return cell
+
+    def _start(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        buffer: Buffer | None,
+        device: object,
+    ) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.nbytes = math.prod(shape) * dtype.itemsize
+        self._buffer, self._device = buffer, device
+        self.who = "a value"
+        """Names it in errors."""
+        self._spare: Buffer | None = None
+        self._reserved: list[Buffer] = []
+        self._writing: Buffer | None = None
+        self._pins: tuple[Pin, ...] = ()
+        """Those that share the buffer with the value: none while it is on the device.
+        """
+        self._idle = 0
+        self._lost = ""
+
+    @property
+    def host(self) -> np.ndarray | None:
+        """The buffer that is the value just now, for whoever compares or reads it and
+        makes sure afterwards that it still was; None on the device, or if it was lost.
+        """
+        return None if self._buffer is None else self._buffer.array
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that it owns: the value and, if readers overlap updates, a second."""
+        return self.nbytes * (1 + (self._spare is not None) + len(self._reserved))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the next update of rows cannot work in place."""
+        buffer = self._buffer
+        return buffer is None or buffer.is_leased or not self._logs_rows()
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether an update of the whole value, too, has to go beside it."""
+        if self._pins:
+            self._pins = tuple(pin for pin in self._pins if not pin.is_over)
+        return bool(self._pins)
+
+    def pin(self) -> Pin:
+        """Keeps the value as it is now, until the pin is over. Costs nothing yet.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        self.require()
+        if self._buffer is None:
+            return Pin(self._view(), frozen=True)
+        pin = Pin(self._buffer.array, frozen=False)
+        self._pins = (*self._pins, pin)
+        return pin
+
+    def lease(self) -> np.ndarray:
+        """The value, read-only and without a copy; it never changes afterwards."""
+        if self._buffer is not None:
+            return self._buffer.lease()
+        return self._view()
+
+    def reserve(self, writes: Iterable[Write]) -> None:
+        """Makes sure that the next updates can begin, in this order.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`), and is not assigned first.
+            ResourceExhaustedError: There is no memory beside what readers look at.
+        """
+        on_device = self._buffer is None
+        wanted = wanted_beside(self, writes, bool(self._lost), on_device)
+        if wanted == len(self._reserved):
+            return
+        del self._reserved[wanted:]
+        spare = self._spare
+        if wanted and spare is not None and not spare.is_leased:
+            self._reserved.append(spare)
+            self._spare = None
+        while len(self._reserved) < wanted:
+            self._reserved.append(self._beside())
+
+    def unreserve(self) -> None:
+        """Gives up what `reserve` set aside and no update has begun to use."""
+        self._reserved.clear()
+
+    def require(self) -> None:
+        """Raises UnavailableError if the value was lost (`lose`)."""
+        if self._lost:
+            raise UnavailableError(
+                f"{self.who}: the value was lost when an update of it failed "
+                f"({self._lost}): assign it anew"
+            )
+
+    def begin(self) -> tuple[np.ndarray, np.ndarray]:
+        """Starts an update by numpy.
+
+        Returns:
+            ``(source, out)``: the value and where to write the new one: the same array
+            if nobody looks at it, and otherwise memory that becomes the value by
+            `settle`.
+        """
+        return self.look(), self.overwrite()
+
+    def begin_rows(self, indices: np.ndarray) -> np.ndarray:
+        """Starts an update of the rows ``indices`` ([n], inside, maybe repeated).
+
+        Returns:
+            Where they are, among all the others: to be read and written, and nothing
+            but those rows; then `settle`.
+        """
+        buffer = self._buffer
+        if buffer is not None and not buffer.is_leased and self._logs_rows():
+            for pin in self._pins:
+                pin.save(indices)
+            self._rest()
+            self._writing = buffer
+            return buffer.array
+        source, out = self.begin()
+        if out is not source:
+            np.copyto(out, source)
+        return out
+
+    def rows_in_place(self) -> np.ndarray | None:
+        """The rows as opaque elements, which may be written where they are for as long
+        as nothing else is done to this cell: `begin_rows` and `settle`, when there is
+        nothing that these would have to do; None if there is."""
+        buffer = self._buffer
+        if buffer is None or self._spare is not None or self._reserved:
+            return None
+        return None if buffer.is_leased or self.is_pinned else buffer.rows
+
+    def look(self) -> np.ndarray:
+        """The value, for as long as nothing is done to this cell: no lease."""
+        return self._view() if self._buffer is None else self._buffer.array
+
+    def overwrite(self) -> np.ndarray:
+        """Starts an update that does not need the old value; `settle` ends it too."""
+        buffer = self._buffer
+        if buffer is not None and not buffer.is_leased and not self.is_pinned:
+            self._rest()
+            self._writing = buffer
+        else:
+            spare, self._spare, self._idle = self._spare, None, 0
+            if spare is None or spare.is_leased:
+                spare = self._reserved.pop() if self._reserved else self._beside()
+            self._writing = spare
+        return self._writing.array
+
+    def settle(self) -> None:
+        """Makes the array that `begin` handed out the value."""
+        assert self._writing is not None, "settle() without begin()"
+        if self._buffer is not None and self._buffer is not self._writing:
+            self._leave(self._buffer)
+            self._spare = self._buffer
+        self._buffer, self._device, self._writing = self._writing, None, None
+        self._lost = ""
+
+    def replace(self, array: np.ndarray) -> None:
+        """Makes ``array`` the value, which is nobody else's: writable, aligned, in C
+        order and of its shape and dtype. The old one is left to who still looks at it.
+        """
+        if self._buffer is not None:
+            self._leave(self._buffer)
+        self._rest()
+        self._buffer, self._device = Buffer(array), None
+
+    def give(self) -> object:
+        """The value for XLA: an array that it may donate, or memory that it reads.
+
+        Raises:
+            UnavailableError: The value was lost (`lose`).
+        """
+        self.require()
+        return self._device if self._buffer is None else self._buffer.array
+
+    def take_back(self, value: object) -> None:
+        """Makes a fresh, immutable array of XLA's the value."""
+        if self._buffer is not None:
+            self._leave(self._buffer)
+        self._device, self._buffer, self._spare = value, None, None
+
+    def lose(self, why: str) -> None:
+        """An optimizer failed while it wrote: nothing is there until it is assigned."""
+        if self._buffer is not None:
+            self._leave(self._buffer)
+        self._device, self._buffer, self._spare, self._lost = None, None, None, why
+        self._reserved.clear()
+
+    def _beside(self) -> Buffer:
+        try:
+            return Buffer(lasting(self.shape, self.dtype))
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{self.who}: there is no memory for {self.nbytes} bytes beside what "
+                "readers look at"
+            ) from None
+
+    def _logs_rows(self) -> bool:
+        return not self.is_pinned or all(pin.logs_rows for pin in self._pins)
+
+    def _leave(self, buffer: Buffer) -> None:
+        """The value goes elsewhere; what was pinned stays."""
+        for pin in self._pins:
+            pin.freeze(buffer.lease())
+        self._pins = ()
+
+    def _view(self) -> np.ndarray:
+        self.require()
+        return np.asarray(self._device)
+
+    def _rest(self) -> None:
+        if self._spare is not None:
+            self._idle += 1
+            if self._idle >= PATIENCE:
+                self._spare, self._idle = None, 0

@@ -1,0 +1,230 @@
+"""First values that are made where they will live, by a shipped initializer.
+
+A table may be as large as this machine's memory, so its value is taken over as the
+initializer made it, without a copy, if nobody else can refer to it.
+
+New variables that are about to be there: validated, not yet made.
+
+As all plans (`zstrat.ps.store._plans`), they are computed on any thread, and fail as a whole.
+One of a key, shape and dtype that is there already is left as it is.
+
+How much memory this machine has left, as the kernel estimates it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
+from zstrat.wire import dtype_named
+
+from ._cell import Cell
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.wire import InitialEntry, VariableEntry
+
+    from ._plans import HeldVariable
+
+SMALL: Final = 2**26
+"""Values up to this size are copied, so that they are aligned, and lie in huge pages;
+of larger ones nearly all pages are huge anyway."""
+
+
+def made(initialize: object, entry: InitialEntry) -> Cell:
+    """The value of a new variable: what the initializer returns for its part.
+
+    Raises:
+        InvalidArgumentError: It is no callable, it raises, or it returns something of
+            another shape or dtype.
+    """
+    who = f"the initializer of variable {entry.name!r}"
+    dtype, shape = dtype_named(entry.dtype), tuple(entry.shape)
+    if not callable(initialize):
+        raise InvalidArgumentError(f"{who} is {initialize!r:.80}: not a callable")
+    try:
+        value = initialize(
+            tuple(entry.whole),
+            dtype,
+            partition_shape=shape,
+            partition_offset=tuple(entry.offset),
+        )
+    except MemoryError:  # is not its fault
+        raise
+    except Exception as error:  # goes to the caller, with what was being made
+        raise InvalidArgumentError(
+            f"{who} failed for rows of {dtype.name}{list(shape)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(value, np.ndarray):
+        value = np.asarray(value)
+    if value.dtype != dtype or value.shape != shape:
+        raise InvalidArgumentError(
+            f"{who} was asked for {dtype.name}{list(shape)} and returned "
+            f"{value.dtype.name}{list(value.shape)}"
+        )
+    if value.nbytes > SMALL and _is_ours(value) and sys.getrefcount(value) <= 2:
+        return Cell.around(value)
+    return Cell(value)
+
+
+def _is_ours(value: np.ndarray) -> bool:
+    """Whether it owns memory that we may write to, laid out as a cell wants it."""
+    flags = value.flags
+    return (
+        type(value) is np.ndarray
+        and flags.owndata
+        and flags.writeable
+        and flags.c_contiguous
+        and value.dtype.isnative
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePlan:
+    """Validated new variables. ``work`` is their bytes."""
+
+    generation: int
+    entries: Sequence[VariableEntry]
+    arrays: Sequence[np.ndarray]
+    work: int
+    task: str
+    cells: list[Cell] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Raises ResourceExhaustedError if there is no memory."""
+        for entry, array in zip(self.entries, self.arrays, strict=True):
+            try:
+                self.cells.append(Cell(array))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{self.task}: variable {entry.name!r}: there is no memory for its "
+                    f"{array.nbytes} bytes"
+                ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class InitializePlan:
+    """Validated new variables, whose values a shipped initializer will make."""
+
+    generation: int
+    entries: Sequence[InitialEntry]
+    code: bytes
+    load_code: Callable[[bytes], object]
+    task: str
+    cells: list[Cell] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Raises InvalidArgumentError for values that are not what was announced, and
+        ResourceExhaustedError if there is no memory."""
+        initialize = self.load_code(self.code) if self.entries else None
+        for entry in self.entries:
+            try:
+                self.cells.append(made(initialize, entry))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{self.task}: variable {entry.name!r}: there is no memory to make "
+                    f"{entry.dtype}{list(entry.shape)}"
+                ) from None
+
+
+def create_plan(
+    entries: Sequence[VariableEntry],
+    arrays: Sequence[np.ndarray],
+    variables: Mapping[int, HeldVariable],
+    task: str,
+    generation: int,
+) -> CreatePlan:
+    """
+    Raises:
+        AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+        InvalidArgumentError: The message is not one array per entry, keys repeat.
+    """
+    if len(entries) != len(arrays):
+        raise InvalidArgumentError(
+            f"{task}: {len(entries)} variables came with {len(arrays)} values"
+        )
+    _check_distinct(entries, task)
+    new = [
+        (entry, array)
+        for entry, array in zip(entries, arrays, strict=True)
+        if _is_new(entry, array.shape, array.dtype, variables, task)
+    ]
+    values = [array for _, array in new]
+    work = sum(array.nbytes for array in values)
+    return CreatePlan(generation, [entry for entry, _ in new], values, work, task)
+
+
+def initialize_plan(
+    entries: Sequence[InitialEntry],
+    code: bytes,
+    load_code: Callable[[bytes], object],
+    variables: Mapping[int, HeldVariable],
+    task: str,
+    generation: int,
+) -> InitializePlan:
+    """`create_plan` for values that shipped code will make.
+
+    Raises:
+        AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+        InvalidArgumentError: Keys repeat.
+        ProtocolError: No such dtype travels.
+    """
+    _check_distinct(entries, task)
+    new = [
+        entry
+        for entry in entries
+        if _is_new(entry, tuple(entry.shape), dtype_named(entry.dtype), variables, task)
+    ]
+    return InitializePlan(generation, new, code, load_code, task)
+
+
+def _check_distinct(
+    entries: Sequence[VariableEntry] | Sequence[InitialEntry], task: str
+) -> None:
+    if len({entry.key for entry in entries}) != len(entries):
+        raise InvalidArgumentError(f"{task}: a key of new variables repeats")
+
+
+def _is_new(
+    entry: VariableEntry | InitialEntry,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    variables: Mapping[int, HeldVariable],
+    task: str,
+) -> bool:
+    held = variables.get(entry.key)
+    if held is None:
+        return True
+    cell = held.cell
+    if (cell.shape, cell.dtype) == (shape, dtype):
+        return False
+    raise AlreadyExistsError(
+        f"{task} holds key {entry.key} as {held.entry.name!r}, "
+        f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
+        f"{dtype.name}{list(shape)}, cannot be created under it"
+    )
+
+
+_FACTS: Final = Path("/proc/meminfo")
+
+
+def available_bytes() -> int | None:
+    """What may still be taken without swapping; None where nobody can tell."""
+    try:
+        for line in _FACTS.read_text("ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None

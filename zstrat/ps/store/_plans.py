@@ -1,0 +1,313 @@
+"""What is about to happen to the store: validated, not yet done.
+
+A plan owns the variables that it names from the moment it is made until it is committed
+or given up: no read and no other plan may use them meanwhile. So ``compute()`` may run
+on any thread; it fails as a whole or succeeds as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from zstrat.errors import ResourceExhaustedError
+from zstrat.ps.engine._arithmetic import SCATTERS, compute, gather
+from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
+from zstrat.ps.engine._slots import Ahead, RowStep, Slots, SlotStep, lose
+from zstrat.wire import UpdateOp
+
+from ._cell import Write
+from ._creating import CreatePlan, InitializePlan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from weakref import ref
+
+    from zstrat.ps.engine._bindings import Tree
+    from zstrat.ps.engine._row_calls import Ready
+    from zstrat.wire import Push, VariableEntry
+
+    from ._cell import Cell
+    from ._fold import Fold
+
+
+@dataclass(slots=True)
+class HeldVariable:
+    """One variable: its value, its version and, per optimizer, its slots."""
+
+    entry: VariableEntry
+    cell: Cell
+    version: int
+    slots: dict[int, Slots] = field(default_factory=dict)
+    fold: ref[Fold] | None = None
+    patient_until: int = 0
+    """The version before which nothing is folded (`zstrat.ps.store._fold`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUpdate:
+    held: HeldVariable
+    op: UpdateOp
+    operands: Sequence[np.ndarray]
+    checked: Checked | None = None
+    """If an optimizer makes it."""
+
+    def compute(self) -> None:
+        """A plain update; those of an optimizer go through `Registered.apply`."""
+        cell = self.held.cell
+        if self.op is UpdateOp.ASSIGN:
+            source = out = cell.overwrite()
+        elif self.op in SCATTERS:
+            source = out = cell.begin_rows(self.operands[0])
+        else:
+            source, out = cell.begin()
+        try:
+            compute(self.op, source, self.operands, out)
+        except MemoryError:
+            raise ResourceExhaustedError(
+                f"{cell.who}: there is no memory for {self.op.name}"
+            ) from None
+        cell.settle()
+
+    @property
+    def write(self) -> Write:
+        """What it does to the value."""
+        if self.op is UpdateOp.OPTIMIZE:
+            return Write.GIVE
+        if self.op in SCATTERS or self.op is UpdateOp.OPTIMIZE_ROWS:
+            return Write.ROWS
+        return Write.ANEW if self.op is UpdateOp.ASSIGN else Write.WHOLE
+
+
+@dataclass(slots=True)
+class UpdateRun:
+    """Updates that may be made in any order: those of one optimizer, of whole variables
+    and of rows, or plain ones (in their order)."""
+
+    optimizer: Registered | None
+    steps: list[SlotStep] = field(default_factory=list)
+    rows: list[RowStep] = field(default_factory=list)
+    plain: list[ServerUpdate] = field(default_factory=list)
+    ready: list[Ready] | None = None
+    """The rows, if they need nothing but to be updated where they are (`look`)."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether slots may have to be made, or changed, when its turn comes."""
+        steps: list[SlotStep | RowStep] = [*self.steps, *self.rows]
+        return any(step.late for step in steps)
+
+    def look(self) -> None:
+        """Finds out what there is to do, once."""
+        if self.optimizer is not None and self.rows and self.ready is None:
+            self.ready = self.optimizer.ready_rows(self.rows)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether `prepare` would have next to nothing to do."""
+        self.look()
+        optimizer = self.optimizer
+        return optimizer is None or (
+            (self.ready is not None or not self.rows)
+            and not self.is_late
+            and optimizer.is_prepared(self.steps)
+        )
+
+    def prepare(self, ahead: Ahead) -> None:
+        """What can fail: compiling, slots, memory."""
+        if self.optimizer is not None:
+            self.optimizer.prepare(self.steps, ahead)
+            if self.ready is None:
+                self.rows[:] = [step.distinct() for step in self.rows]
+                self.optimizer.prepare_rows(self.rows, ahead)
+
+    def compute(self, ahead: Ahead) -> None:
+        """If it fails, what it had written is lost."""
+        if self.optimizer is not None:
+            if self.is_late:
+                self.optimizer.complete(self.steps, self.rows, ahead)
+            self.optimizer.apply(self.steps)
+            try:
+                if self.ready is None:
+                    self.optimizer.apply_rows(self.rows)
+                else:
+                    self.optimizer.apply_ready(self.ready)
+            except BaseException as error:  # to the pusher, and to later readers
+                lose(self.optimizer.optimizer, self.steps, error)
+                raise
+        for at, update in enumerate(self.plain):
+            try:
+                update.compute()
+            except BaseException as error:  # to the pusher, and to later readers
+                for before in self.plain[:at]:
+                    before.held.cell.lose(str(error))
+                raise
+
+    def lose(self, error: BaseException) -> None:
+        """Nothing that it wrote is there any more."""
+        if self.optimizer is not None:
+            lose(self.optimizer.optimizer, [*self.steps, *self.rows], error)
+        for update in self.plain:
+            update.held.cell.lose(str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class PushPlan:
+    """A validated push. ``work`` estimates the bytes that its arithmetic moves."""
+
+    generation: int
+    push: Push
+    updates: Sequence[ServerUpdate]
+    work: int
+    runs: Sequence[UpdateRun]
+
+    def compute(self) -> None:
+        """Applies the updates in order. What can fail comes before the first is
+        written: a value that was lost, memory for values beside those that readers look
+        at, compiling. If XLA fails nevertheless, values that the push had changed are
+        lost, because half of a push must never be seen."""
+        for run in self.runs:
+            run.look()
+        try:
+            self._reserve()
+            self._apply()
+        except BaseException:  # to the caller; nobody may come for what is left over
+            for update in self.updates:
+                update.held.cell.unreserve()
+            raise
+
+    def _apply(self) -> None:
+        ahead = Ahead()
+        for run in self.runs:
+            run.prepare(ahead)
+        for at, run in enumerate(self.runs):
+            try:
+                run.compute(ahead)
+            except BaseException as error:  # to the pusher, and to later readers
+                for before in self.runs[:at]:
+                    before.lose(error)
+                raise
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether every program that it needs is there already."""
+        return all(run.is_prepared for run in self.runs)
+
+    def _reserve(self) -> None:
+        # The first updates of these: in place, so nothing changes for those behind.
+        ready = {id(step.cell) for run in self.runs if run.ready for step in run.rows}
+        found: dict[int, tuple[Cell, list[Write]]] = {}
+        for update in self.updates:
+            held = update.held
+            if id(held.cell) in ready:
+                ready.remove(id(held.cell))
+                continue
+            _, writes = found.setdefault(held.entry.key, (held.cell, []))
+            writes.append(update.write)
+        for cell, writes in found.values():
+            cell.reserve(writes)
+
+
+def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
+    """Neighbours of one optimizer on different variables, and what is between them."""
+    found = [UpdateRun(None)]
+    seen = set[int]()
+    before = set[int]()  # keys that an earlier run, or a plain update, has changed
+    for update in updates:
+        held, key, run = update.held, update.held.entry.key, found[-1]
+        checked = update.checked
+        optimizer = None if checked is None else checked.optimizer
+        if optimizer is not run.optimizer or key in seen:
+            run = UpdateRun(optimizer)
+            found.append(run)
+            before |= seen
+            seen.clear()
+        if checked is None:
+            run.plain.append(update)
+            before.add(key)
+            continue
+        seen.add(key)
+        late = key in before
+        gradient = fitting(update.operands[-1], checked.bound)
+        rule, operands = checked.bound.alike, checked.operands
+        if update.op is UpdateOp.OPTIMIZE:
+            step = SlotStep(held.cell, held.slots, rule, gradient, operands, late)
+            run.steps.append(step)
+        else:
+            indices = update.operands[0].astype(np.intp, copy=False)
+            rows = RowStep(held.cell, held.slots, rule, indices, gradient, operands)
+            run.rows.append(rows._replace(mixed=checked.mixed, late=late))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class RowsPlan:
+    """Validated reads: values that are leased already, and rows to gather of others.
+    ``work`` is the bytes of the rows."""
+
+    generation: int
+    versions: list[int]
+    leases: Sequence[np.ndarray]
+    wanted: Sequence[tuple[HeldVariable, np.ndarray]]
+    work: int
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    def compute(self) -> None:
+        """Gathers; raises UnavailableError for a value that was lost."""
+        for held, indices in self.wanted:
+            try:
+                self.rows.append(gather(held.cell.look(), indices))
+            except MemoryError:
+                raise ResourceExhaustedError(
+                    f"{held.cell.who}: there is no memory for {len(indices)} rows of it"
+                ) from None
+
+
+@dataclass(slots=True)
+class OptimizerPlan:
+    """A transformation to load and register."""
+
+    generation: int
+    engine: OptimizerEngine
+    optimizer: int
+    name: str
+    code: bytes
+    loaded: Registered | None = None
+
+    def compute(self) -> None:
+        """Imports jax and optax if need be; raises what `OptimizerEngine.load` does."""
+        self.loaded = self.engine.load(self.optimizer, self.name, self.code)
+
+
+@dataclass(slots=True)
+class BindPlan:
+    """A tree to trace and to bind. ``find`` looks a variable up by its key."""
+
+    generation: int
+    optimizer: Registered
+    data: bytes
+    find: Callable[[int], HeldVariable | None]
+    tree: Tree | None = None
+
+    def compute(self) -> None:
+        """Raises what `Bindings.trace` does."""
+        with self.optimizer.programs.here():
+            self.tree = self.optimizer.bindings.trace(self.data, self.find)
+
+
+Plan = PushPlan | RowsPlan | CreatePlan | InitializePlan | OptimizerPlan | BindPlan
+
+
+def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) -> int:
+    """Bytes moved, roughly, by numpy in the same time: a scatter costs its rows, and
+    all if it must copy; Adam with what XLA takes to start is 16 times an addition, and
+    on rows half a scatter, which goes through fresh memory."""
+    if op is UpdateOp.OPTIMIZE:
+        return 16 * held.cell.nbytes
+    if op in SCATTERS or op is UpdateOp.OPTIMIZE_ROWS:
+        factor = 8 if op in SCATTERS else 4
+        rows = 16 * operands[0].size + factor * operands[-1].nbytes
+        return rows + (held.cell.nbytes if held.cell.is_shared else 0)
+    return held.cell.nbytes

@@ -1,0 +1,513 @@
+"""The variables of one parameter server: versions, reads, and pushes that apply whole.
+
+Decides without I/O and without a clock. Anything that changes the store happens in
+three parts, so that the middle one may run on another thread:
+
+1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
+2. ``plan.compute()`` (any thread): does the arithmetic (`zstrat.ps.store._plans`);
+3. ``commit`` (loop): versions, ledger, statistics.
+
+A version is a number that grows by one with every applied update, and never returns
+for a key within a session, not even when the variable is deleted and created anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, assert_never
+
+import numpy as np
+
+from zstrat.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    StaleSessionError,
+)
+from zstrat.ps.client._reading import READS, ROWS
+from zstrat.ps.engine._arithmetic import check_rows
+from zstrat.wire import (
+    Again,
+    Done,
+    Exchange,
+    InitialEntry,
+    Pulled,
+    Push,
+    Pushed,
+    Read,
+    StepRun,
+    VariableEntry,
+)
+
+from ._creating import (
+    CreatePlan,
+    InitializePlan,
+    available_bytes,
+    create_plan,
+    initialize_plan,
+)
+from ._fold import PATIENCE, Fold, fold_of
+from ._ledger import Ledger, Writers
+from ._parts import Parts, plain_push
+from ._plans import BindPlan, HeldVariable, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._validating import push_plan, unknown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from zstrat.ps.engine._engine import OptimizerEngine
+    from zstrat.wire import AppliedParts, ArraySpec, PushPart
+
+    from ._cell import Cell
+
+
+ASKED_ABOVE: Final = 16 * 2**20
+"""Bytes of rows for which it is asked whether the machine has them: asking takes as
+long as gathering a hundred KiB."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the store did since it was opened."""
+
+    pulls: int = 0
+    reads: int = 0
+    unchanged: int = 0
+    rows: int = 0
+    pushes: int = 0
+    updates: int = 0
+    duplicates: int = 0
+
+
+class Store:
+    """All variables that one task holds for one session.
+
+    ``task`` names the parameter server in errors; ``largest`` bounds the bytes of rows
+    that one request may ask for.
+    """
+
+    def __init__(
+        self, engine: OptimizerEngine, *, task: str = "ps", largest: int = 2**36
+    ) -> None:
+        self._task, self._largest = task, largest
+        self.engine = self._engine = engine
+        self._held: dict[int, HeldVariable] = {}
+        self._ledger, self._writers = Ledger(), Writers(task)
+        self._parts = Parts(task)
+        self._generation = 0
+        self._first_version = 0
+        self.counts = Counts()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._held
+
+    # ---- reading -----------------------------------------------------------------
+
+    def read(self, reads: Sequence[Read]) -> tuple[list[int], tuple[np.ndarray, ...]]:
+        """Versions of all, and values of those that the reader does not know yet.
+
+        The arrays are read-only views of live memory whose content never changes.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: They are more than `READS`.
+        """
+        if len(reads) > READS:
+            raise self._too_many("reads", len(reads), READS)
+        versions, arrays = [], []
+        for key, known in reads:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            versions.append(held.version)
+            if held.version != known:
+                arrays.append(held.cell.lease())
+        counts = self.counts
+        counts.pulls += 1
+        counts.reads += len(versions)
+        counts.unchanged += len(versions) - len(arrays)
+        return versions, tuple(arrays)
+
+    def find(self, keys: Iterable[int]) -> list[HeldVariable]:
+        """The variables themselves, for their owner of the moment.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        found: list[HeldVariable] = []
+        for key in keys:
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            found.append(held)
+        return found
+
+    def nbytes(self, keys: Iterable[int]) -> int:
+        """Bytes of those variables that exist."""
+        return sum(held.cell.nbytes for key in keys if (held := self._held.get(key)))
+
+    def plan_rows(
+        self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
+    ) -> RowsPlan:
+        """`read`, and rows of variables besides: a plan, because many rows take long.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+            InvalidArgumentError: Some indices are none of the variable's rows, they are
+                not one array per variable, or the answer would be too large.
+            ResourceExhaustedError: The machine has not four times the memory for it.
+        """
+        if len(rows) > ROWS:
+            raise self._too_many("reads rows of", len(rows), ROWS)
+        if len(rows) != len(indices):
+            raise InvalidArgumentError(
+                f"{self._task}: rows of {len(rows)} variables are wanted by "
+                f"{len(indices)} arrays of indices"
+            )
+        wanted, work = [], 0
+        for key, at in zip(rows, indices, strict=True):
+            held = self._held.get(key)
+            if held is None:
+                raise self._unknown(key)
+            shape, who = held.cell.shape, f"variable {held.entry.name!r}: a lookup"
+            check_rows(at, (at.size, *shape[1:]), shape, who)
+            wanted.append((held, at.astype(np.intp, copy=False)))
+            work += len(at) * (held.cell.nbytes // max(1, shape[0]) + 16)
+        if work > self._largest:
+            raise InvalidArgumentError(
+                f"{self._task}: a lookup asks for {work} bytes of rows, the limit is "
+                f"{self._largest}: ask for fewer at a time"
+            )
+        self._check_memory(work)
+        versions, leases = self.read(reads)
+        return RowsPlan(self._generation, versions, leases, wanted, work)
+
+    def row_bytes(self, rows: Sequence[int], indices: Sequence[np.ndarray]) -> int:
+        """Bytes of the answer to a lookup, as far as its variables exist."""
+        total = 0
+        for key, at in zip(rows, indices, strict=False):
+            held = self._held.get(key)
+            if held is not None and held.cell.shape:
+                total += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
+        return total
+
+    def _too_many(self, what: str, count: int, most: int) -> InvalidArgumentError:
+        return InvalidArgumentError(
+            f"{self._task}: a message {what} {count} variables, the limit is {most}: "
+            "send several"
+        )
+
+    def _check_memory(self, work: int) -> None:
+        if work < ASKED_ABOVE:
+            return
+        left = available_bytes()
+        if left is not None and work > left // 4:
+            raise ResourceExhaustedError(
+                f"{self._task}: a lookup asks for {work} bytes of rows, of {left} that "
+                "are left on its machine: ask for fewer at a time"
+            )
+
+    # ---- creating ----------------------------------------------------------------
+
+    def create(
+        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Creates all or none; one of the same key, shape and dtype stays as it is.
+
+        Raises:
+            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            InvalidArgumentError: The message is not one array per entry, keys repeat.
+        """
+        plan = self.plan_create(entries, arrays)
+        plan.compute()
+        self.commit(plan)
+
+    def plan_create(
+        self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
+    ) -> CreatePlan:
+        """`create` up to its validation, with the same errors."""
+        return create_plan(entries, arrays, self._held, self._task, self._generation)
+
+    def plan_initialize(
+        self, entries: Sequence[InitialEntry], code: bytes
+    ) -> InitializePlan:
+        """Like `plan_create`; the values are made by shipped code.
+
+        Raises:
+            AlreadyExistsError: A key is taken by a variable of another shape or dtype.
+            InvalidArgumentError: Keys repeat.
+            ProtocolError: No such dtype travels.
+        """
+        return initialize_plan(
+            entries,
+            code,
+            self._engine.load_code,
+            self._held,
+            self._task,
+            self._generation,
+        )
+
+    def delete(self, keys: Sequence[int]) -> None:
+        """Deletes all or none.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        for key in keys:
+            if key not in self._held:
+                raise self._unknown(key)
+        for key in set(keys):
+            version = self._held.pop(key).version
+            self._first_version = max(self._first_version, version + 1)
+        self._engine.unbind(keys)
+
+    def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
+        """Drops what is there of a creation that failed elsewhere."""
+        self.delete([key for key in keys if key in self._held])
+        for number in optimizers:
+            self._engine.forget(number)
+            for held in self._held.values():
+                held.slots.pop(number, None)
+
+    def clear(self) -> None:
+        """Drops the session's variables, optimizers and memory of pushes.
+
+        A plan that is still computing cannot be committed any more.
+        """
+        self._held.clear()
+        self._engine.clear()
+        self._ledger, self._writers = Ledger(), Writers(self._task)
+        self._parts = Parts(self._task)
+        self._generation += 1
+        self._first_version = 0
+
+    # ---- pushing -----------------------------------------------------------------
+
+    def push(self, push: Push) -> Pushed:
+        """Plan, compute and commit at once."""
+        plan = self.plan_push(push)
+        if isinstance(plan, Pushed):
+            return plan
+        plan.compute()
+        answer = self.commit(plan)
+        assert isinstance(answer, Pushed)
+        return answer
+
+    def plan_push(self, push: Push) -> PushPlan | Pushed:
+        """Validates a push; changes nothing but the mark of its writer.
+
+        Returns:
+            A plan to compute and commit, or the answer if the push is a duplicate.
+
+        Raises:
+            NotFoundError: A variable or optimizer does not exist.
+            InvalidArgumentError: An update does not fit its variable, or the mark of
+                its writer is above the step.
+            BusyError: The step could not be remembered.
+        """
+        return self._duplicate(push) or push_plan(
+            push, self._held, self._engine, self._task, self._generation
+        )
+
+    def raise_mark(self, low_water: int) -> None:
+        """All closures below are over: pushes of theirs are duplicates from now on."""
+        self._ledger.raise_to(low_water)
+
+    def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
+        """Begins to apply a push whose body follows, if that can be done: `push_folded`
+        ends it. Changes nothing, and nobody has to wait for it."""
+        return fold_of(message, specs, self._held.get)
+
+    def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
+        """Applies a push whose arithmetic was done on the way, or says that it has to
+        come again because its variable has changed since.
+
+        Raises:
+            InvalidArgumentError: The mark of its writer is above the step.
+            BusyError: The step could not be remembered.
+        """
+        duplicate = self._duplicate(push)
+        if duplicate is not None:
+            return duplicate
+        held = fold.held
+        if self._held.get(held.entry.key) is not held:
+            return Again()  # it was deleted; the answer to the next one says so
+        if not fold.is_current or fold.sum is None:
+            held.patient_until = held.version + PATIENCE
+            return Again()
+        held.cell.replace(fold.sum)
+        held.version += 1
+        self._record(push, 1)
+        return Pushed(applied=True, versions=self._versions(push))
+
+    # ---- eager steps -------------------------------------------------------------
+
+    def plan_part(self, part: PushPart) -> PushPlan | Pushed:
+        """`plan_push` of a part of an eager step.
+
+        Raises:
+            RetryDiffersError: Another part was applied under its number.
+            StaleSessionError: A later run of the step has begun.
+        """
+        names = part.names
+        self._parts.take(part.step, part.attempt, part.part, names, self._ledger)
+        return self.plan_push(plain_push(part))
+
+    def claim(self, step: int, attempt: int) -> None:
+        """Runs of an eager step before this one have no effect from now on.
+
+        Raises:
+            StaleSessionError: A later run has begun.
+        """
+        self._parts.claim(step, attempt, self._ledger)
+
+    def applied_parts(self, step: int, first: int) -> AppliedParts:
+        """What the runs of an eager step have pushed, from a part on."""
+        return self._parts.applied(step, first, self._ledger)
+
+    # ---- steps that are over -----------------------------------------------------
+
+    def close_steps(self, low_water: int, over: Sequence[StepRun]) -> None:
+        """What steps below the mark, and these, push from now on has no effect."""
+        self._ledger.close([StepRun(0, low_water), *over])
+
+    def end_steps(self, low_water: int, asked: Sequence[int]) -> list[int]:
+        """Forgets the steps below the mark.
+
+        Returns:
+            Those of ``asked`` that have applied something.
+        """
+        applied = [step for step in asked if self._ledger.has_applied(step)]
+        self._ledger.raise_to(low_water)
+        return applied
+
+    # ---- optimizers --------------------------------------------------------------
+
+    def plan_optimizer(
+        self, optimizer: int, name: str, code: bytes
+    ) -> OptimizerPlan | Done:
+        """The same code under the same id again has nothing to do."""
+        if self._engine.is_registered(optimizer, code):
+            return Done()
+        return OptimizerPlan(self._generation, self._engine, optimizer, name, code)
+
+    def plan_binding(
+        self, optimizer: int, arrays: Sequence[np.ndarray]
+    ) -> BindPlan | Done:
+        """The same tree again has nothing to do.
+
+        Raises:
+            NotFoundError: The optimizer does not exist.
+            InvalidArgumentError: It is no array of bytes.
+            BusyError: The optimizer has too many trees.
+        """
+        known = self._engine.get(optimizer)
+        if len(arrays) != 1 or arrays[0].dtype != np.uint8:
+            raise InvalidArgumentError(
+                f"{self._task}: the tree of optimizer {known.name!r} is one array of "
+                f"bytes, got {[array.dtype.name for array in arrays]!r:.80}"
+            )
+        data = arrays[0].tobytes()
+        if known.bindings.has(data, self._held.get):
+            return Done()
+        return BindPlan(self._generation, known, data, self._held.get)
+
+    # ---- committing --------------------------------------------------------------
+
+    def commit(self, plan: Plan) -> Done | Pushed | Pulled:
+        """Makes what a plan has computed true: versions, keys, the memory of steps.
+
+        Raises:
+            StaleSessionError: The store was cleared while the plan computed.
+            AlreadyExistsError: The id of an optimizer is taken by another one.
+        """
+        if plan.generation != self._generation:
+            raise StaleSessionError(
+                f"{self._task}: the session ended while its request was computed"
+            )
+        match plan:
+            case PushPlan():
+                return self._commit_push(plan)
+            case RowsPlan(versions=versions, leases=leases, rows=rows):
+                self.counts.rows += sum(map(len, rows))
+                return Pulled(versions, (*leases, *rows))
+            case CreatePlan(entries=entries, cells=cells):
+                self._hold(entries, cells)
+            case InitializePlan(entries=new, cells=cells):
+                self._hold([VariableEntry(*entry[:4]) for entry in new], cells)
+            case OptimizerPlan(loaded=loaded):
+                assert loaded is not None, "commit before compute"
+                self._engine.register(loaded)
+            case BindPlan(optimizer=optimizer, tree=tree):
+                assert tree is not None, "commit before compute"
+                here = [key for key in tree.leaves if key in self._held]
+                optimizer.bindings.add(tree, here)
+            case _:
+                assert_never(plan)
+        return Done()
+
+    def _hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
+        for entry, cell in zip(entries, cells, strict=True):
+            cell.who = f"{self._task}: variable {entry.name!r}"
+            self._held[entry.key] = HeldVariable(entry, cell, self._first_version)
+
+    def _commit_push(self, plan: PushPlan) -> Pushed:
+        for update in plan.updates:
+            update.held.version += 1
+        self._record(plan.push, len(plan.updates))
+        return Pushed(applied=True, versions=self._versions(plan.push))
+
+    def _record(self, push: Push, updates: int) -> None:
+        self._ledger_of(push).record(push.step, push.part)
+        self.counts.pushes += 1
+        self.counts.updates += updates
+
+    def _ledger_of(self, push: Push) -> Ledger:
+        """
+        Raises:
+            InvalidArgumentError: The mark of its writer is above the step.
+        """
+        return self._writers.ledger_of(push) if push.writer else self._ledger
+
+    def _duplicate(self, push: Push) -> Pushed | None:
+        """The answer to a push that was applied before; admits any other."""
+        ledger = self._ledger_of(push)
+        if ledger.is_duplicate(push.step, push.part):
+            self.counts.duplicates += 1
+            return Pushed(applied=False, versions=self._versions(push))
+        ledger.admit(push.step)
+        return None
+
+    # ---- statistics --------------------------------------------------------------
+
+    def statistics(self) -> dict[str, int]:
+        """Cheap: one pass over the variables, none over their values."""
+        held, counts = self._held.values(), self.counts
+        return {
+            "variables": len(held),
+            "bytes": sum(each.cell.nbytes for each in held),
+            "held_bytes": sum(each.cell.held_bytes for each in held),
+            "slot_bytes": sum(
+                s.nbytes for each in held for s in list(each.slots.values())
+            ),
+            "pulls": counts.pulls,
+            "reads": counts.reads,
+            "unchanged": counts.unchanged,
+            "rows": counts.rows,
+            "pushes": counts.pushes,
+            "updates": counts.updates,
+            "duplicates": counts.duplicates,
+            "remembered_steps": len(self._ledger) + len(self._writers),
+            "low_water": self._ledger.low_water,
+        }
+
+    def _versions(self, push: Push) -> list[int]:
+        """Of a duplicate, a variable may be gone: -1."""
+        held = self._held
+        return [held[u.key].version if u.key in held else -1 for u in push.updates]
+
+    def _unknown(self, key: int) -> NotFoundError:
+        return unknown(self._task, key, len(self._held))

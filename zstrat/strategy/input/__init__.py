@@ -1,0 +1,3 @@
+"""Datasets that are shared out among workers and replicas."""
+
+from __future__ import annotations

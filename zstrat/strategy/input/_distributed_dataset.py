@@ -1,0 +1,179 @@
+"""A distributed dataset and its iterators, as users hold them.
+
+The law: a distributed dataset can be iterated and described, nothing else; what it
+yields was decided when it was made (`_inputs`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
+
+from zstrat.data import Dataset
+from zstrat.errors import OutOfRangeError
+from zstrat.program import StepDataset, StepIterator
+from zstrat.strategy import _context
+from zstrat.variables import recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ._feed import DatasetFeed
+
+_TRANSFORMATIONS: Final = frozenset(
+    name
+    for name, member in vars(Dataset).items()
+    if not name.startswith("_") and callable(member)
+)
+
+
+class Pass(Protocol):
+    """One pass of one process over its part."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __next__(self) -> Any: ...
+
+    def spec(self) -> Any:
+        """What an element looks like; may make the first one for that.
+
+        Raises:
+            OutOfRangeError: There is none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends it and what it reads from."""
+        ...
+
+
+@final
+class DistributedDataset(StepDataset):
+    """What this process draws, step by step. Each ``iter()`` is a fresh pass, whose
+    iterator may be an argument of a step.
+
+    No transformation is applied to it any more: transform the dataset before it is
+    distributed.
+    """
+
+    def __init__(self, feed: DatasetFeed, name: str) -> None:
+        self._feed = feed
+        self._name = name
+        self._waiting: DistributedIterator | None = None
+        """A pass that was begun to describe its elements, and waits for its reader."""
+        self._begun: weakref.ref[DistributedIterator] | None = None
+        """The last pass that a reader has: it makes an element to be described."""
+
+    def __iter__(self) -> DistributedIterator:
+        """A fresh pass; its elements are made in advance, on a thread.
+
+        Raises:
+            RuntimeError: In a step function, which takes the iterator as an argument.
+        """
+        if recorder.get() is not None:
+            raise RuntimeError(
+                f"iter() of {self._name} inside a step function, which is traced once: "
+                "call it outside and pass the iterator as an argument, or call the "
+                "step function in a loop over the dataset"
+            )
+        waiting, self._waiting = self._waiting, None
+        iterator = waiting or DistributedIterator(self._feed.begin(), self._name)
+        self._begun = weakref.ref(iterator)
+        return iterator
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element looks like: a pytree of ``jax.ShapeDtypeStruct``, or with
+        several replicas in this process of `PerReplica` of them.
+
+        The shapes are those of the first step of any pass. Makes that step's elements
+        where there are none yet: of a pass that is under way, else of one that the next
+        ``iter()`` then is. So a source that can be read once loses nothing.
+
+        Raises:
+            OutOfRangeError: There is no element.
+        """
+        if self._feed.described.spec is None:
+            return self._under_way().element_spec
+        return self._feed.described.spec
+
+    def _under_way(self) -> DistributedIterator:
+        begun = None if self._begun is None else self._begun()
+        if begun is not None and not begun.is_closed:
+            return begun
+        if self._waiting is None:
+            self._waiting = DistributedIterator(self._feed.begin(), self._name)
+        return self._waiting
+
+    def __getattr__(self, name: str) -> NoReturn:
+        refuse_attribute(type(self).__name__, name)
+
+    def __repr__(self) -> str:
+        return f"<zstrat.DistributedDataset: {self._name}>"
+
+
+@final
+class DistributedIterator(StepIterator):
+    """What ``iter()`` of a distributed dataset is: a step draws from it, and a loop in
+    Python, which ends with the elements."""
+
+    def __init__(self, source: Pass, name: str) -> None:
+        super().__init__(source, name=name, steady=True)
+        self._pass: Final = source
+        self.is_closed = False
+
+    @property
+    def element_spec(self) -> Any:
+        """What an element looks like; see `DistributedDataset.element_spec`."""
+        return self._pass.spec()
+
+    def __next__(self) -> Any:
+        """The next element: of one replica the element itself, else a pytree of the
+        same structure with a `PerReplica` at each leaf.
+
+        Raises:
+            ValueError: In a replica function.
+            StopIteration: There are no more. In a step: OutOfRangeError.
+        """
+        try:
+            return self.get_next()
+        except OutOfRangeError:
+            if recorder.get() is None:
+                raise StopIteration from None
+            raise
+
+    def get_next(self) -> Any:
+        """The next element.
+
+        Raises:
+            ValueError: In a replica function.
+            OutOfRangeError: There are no more.
+        """
+        if _context.in_real_replica_context():
+            raise ValueError(
+                "next(iterator) should be called from outside of replica_fn. e.g. "
+                "strategy.run(replica_fn, args=(next(iterator),))"
+            )
+        return super().get_next()
+
+    def initialize(self) -> list[Any]:
+        """Nothing: an iterator is ready when it is made. Programs of TF's first version
+        call it before the first element."""
+        return []
+
+    def close(self) -> None:
+        """Ends the pass and the thread that makes its elements; later draws raise
+        `ClosedError`."""
+        self.is_closed = True
+        self._pass.close()
+
+
+def refuse_attribute(kind: str, name: str) -> NoReturn:
+    """The error of what a distributed dataset does not have."""
+    if name in _TRANSFORMATIONS:
+        raise AttributeError(
+            f"a {kind} takes no more transformations: call {name}() on the dataset "
+            "before it is distributed, or in the function of "
+            "distribute_datasets_from_function"
+        )
+    raise AttributeError(f"{kind!r} object has no attribute {name!r}")

@@ -1,0 +1,281 @@
+"""The input side of a strategy: datasets shared out among workers and replicas.
+
+One `ProcessInputs` says who draws here and where elements go; it makes the distributed
+datasets of every strategy. What each replica gets was decided by numbers
+(`zstrat.data`); this file lines the pieces up: source, cut, place, prefetch, pace.
+
+Law of the file: it reads nothing itself; whoever iterates begins a pass (`_feed`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+
+from zstrat.data import InputContext, Worker, allotted, as_dataset, dense, ending
+from zstrat.program import StepDataset, kept
+from zstrat.variables import line_outside
+
+from ._distributed_dataset import DistributedDataset
+from ._epoch_sync import Length
+from ._feed import Begun, DatasetFeed
+from ._input_options import InputOptions
+from ._replica_batches import (
+    per_replica,
+    shares_of_batches,
+    shares_of_elements,
+    shares_of_pipelines,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from zstrat.data import Allotment, Dataset
+
+    from ._epoch_sync import Accord
+    from ._feed import Place
+    from ._replica_batches import Share
+
+_DATASET: Final = "a distributed dataset"
+_FUNCTION: Final = "a dataset of distribute_datasets_from_function"
+_CUT: Final = (
+    "its values are not the rows of a batch, which are cut for the replicas. Make it "
+    "dense, or give each replica its own by distribute_datasets_from_function"
+)
+_FETCHED: Final = (
+    "it has another size in every element, and cannot be put on the devices of "
+    "TPUStrategy in advance. Make it dense, or set "
+    "zs.InputOptions(experimental_fetch_to_device=False)"
+)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ProcessInputs:
+    """Who draws in this process, and where elements go.
+
+    Args:
+        context: This input pipeline among all, and the replicas of all.
+        local: Replicas of this process.
+        place: Makes of a `Share` what a step draws: on the prefetch thread, so it may
+            put rows on devices.
+        accord: Brings the pipelines together; None where there is one alone, or where
+            nobody waits for the others.
+        static_shapes: A step in which a replica has no rows ends the data, instead of
+            giving it an element of no rows; and a batch size that is known has to
+            split evenly. Rows are not counted otherwise: a last batch may be shorter,
+            if it has some for every replica, as in TF.
+        per_replica: One input function for each replica may be asked for.
+    """
+
+    context: InputContext
+    local: int = 1
+    place: Place = per_replica
+    accord: Accord | None = None
+    static_shapes: bool = False
+    per_replica: bool = False
+
+    def of_dataset(
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """See `Strategy.experimental_distribute_dataset`."""
+        chosen = settled(options)
+        if chosen.is_per_replica:
+            raise not_per_replica()
+        refuse_distributed(dataset)
+        allotment = allotted(dataset, self._worker())
+        alone = self.context.num_replicas_in_sync == 1
+        is_partial = not self.static_shapes
+        if not is_partial:
+            self._require_even(allotment.batch_size)
+
+        def shares() -> Begun:
+            begun, order = allotment.begin()
+            batches = self._read(begun, allotment, chosen)
+            if alone:
+                found = shares_of_elements(batches, 1, is_partial=is_partial)
+            else:
+                batches = dense(batches, _CUT)
+                cutter = allotment.cutter()
+                found = shares_of_batches(batches, cutter, is_partial=is_partial)
+            return Begun(_ending_with(batches, found), order)
+
+        length = Length(
+            is_infinite=allotment.is_infinite,
+            is_common=allotment.ends_with_others and is_partial,
+        )
+        feed = DatasetFeed(
+            line_outside(),
+            shares,
+            self._placing(chosen),
+            chosen,
+            self.accord,
+            is_partial,
+            length,
+        )
+        return DistributedDataset(feed, _DATASET)
+
+    def of_function(
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> DistributedDataset:
+        """See `Strategy.distribute_datasets_from_function`."""
+        chosen = settled(options)
+        require_function(dataset_fn)
+        if chosen.is_per_replica:
+            return self._of_functions(dataset_fn, chosen)
+        made = allotted(_made(dataset_fn, self.context), Worker())
+        is_partial = not self.static_shapes
+
+        def shares() -> Begun:
+            elements = self._read(made.elements(), made, chosen)
+            found = shares_of_elements(elements, self.local, is_partial=is_partial)
+            return Begun(_ending_with(elements, found))
+
+        size = made.recipe.size()
+        steps = None
+        if size >= 0:
+            steps = math.ceil(size / self.local) if is_partial else size // self.local
+        length = Length(steps, is_infinite=made.is_infinite)
+        feed = DatasetFeed(
+            line_outside(),
+            shares,
+            self._placing(chosen),
+            chosen,
+            self.accord,
+            is_partial,
+            length,
+        )
+        return DistributedDataset(feed, _FUNCTION)
+
+    def _of_functions(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions
+    ) -> DistributedDataset:
+        """One input pipeline for each replica."""
+        if not self.per_replica:
+            raise not_per_replica()
+        contexts = [InputContext(self.local, i, self.local) for i in range(self.local)]
+        made = [allotted(_made(dataset_fn, each), Worker()) for each in contexts]
+        is_partial = not self.static_shapes
+
+        def shares() -> Begun:
+            pipelines = [self._read(each.elements(), each, options) for each in made]
+            return Begun(shares_of_pipelines(pipelines, is_partial=is_partial))
+
+        where = line_outside()
+        feed = DatasetFeed(
+            where, shares, self._placing(options), options, None, is_partial
+        )
+        return DistributedDataset(feed, _FUNCTION)
+
+    def _read(
+        self, elements: Iterator[Any], allotment: Allotment, options: InputOptions
+    ) -> Iterator[Any]:
+        """The elements of a pass. Nobody writes to them while they wait, and none is
+        sparse where all shapes have to be the same on devices."""
+        steady = elements if allotment.is_steady else _copied(elements)
+        is_fetched = self.static_shapes and options.fetches
+        return dense(steady, _FETCHED) if is_fetched else steady
+
+    def _worker(self) -> Worker:
+        context = self.context
+        if context.num_replicas_in_sync % context.num_input_pipelines:
+            raise ValueError(
+                f"num_replicas_in_sync {context.num_replicas_in_sync} must be a "
+                f"multiple of the {context.num_input_pipelines} workers (input "
+                "pipelines): every worker has as many replicas"
+            )
+        return Worker(
+            context.num_input_pipelines, context.input_pipeline_id, self.local
+        )
+
+    def _require_even(self, batch_size: int | None) -> None:
+        """Refuses batches that cannot give all replicas the same shape."""
+        count = self.context.num_replicas_in_sync
+        if batch_size is not None and batch_size % count:
+            raise ValueError(
+                f"a global batch of {batch_size} does not split evenly over {count} "
+                "replicas, which need the same shapes here: choose a multiple of "
+                f"{count}"
+            )
+
+    def _placing(self, options: InputOptions) -> Place:
+        return self.place if options.fetches else per_replica
+
+
+def not_per_replica() -> NotImplementedError:
+    """The error of an option that only one method has."""
+    return NotImplementedError(
+        "InputReplicationMode.PER_REPLICA is only supported in "
+        "`distribute_datasets_from_function` of MirroredStrategy: leave it out, and "
+        "the elements of one input function go to the replicas in turn"
+    )
+
+
+def _copied(elements: Iterator[Any]) -> Iterator[Any]:
+    with ending(elements) as source:
+        for element in source:
+            yield jax.tree.map(kept, element)
+
+
+def _ending_with(source: Iterator[Any], shares: Iterator[Share]) -> Iterator[Share]:
+    """The shares, at whose end their source is closed."""
+    with ending(source):
+        yield from shares
+
+
+def settled(options: InputOptions | None) -> InputOptions:
+    """The options; those of the class where there are none.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if options is None:
+        return InputOptions()
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"`options` must be a zs.InputOptions, got {options!r:.100}")
+    return options
+
+
+def _made(dataset_fn: Callable[[InputContext], Any], context: InputContext) -> Dataset:
+    made = dataset_fn(context)
+    refuse_distributed(made)
+    try:
+        return as_dataset(made)
+    except TypeError as error:
+        raise TypeError(f"the dataset function {dataset_fn!r}: {error}") from error
+
+
+def require_function(dataset_fn: object) -> None:
+    """Refuses what cannot be called with an `InputContext`.
+
+    Raises:
+        TypeError: Says what takes a dataset itself.
+    """
+    if not callable(dataset_fn):
+        raise TypeError(
+            "distribute_datasets_from_function takes a function of one "
+            f"InputContext, got {type(dataset_fn).__name__}; a dataset itself is "
+            "what experimental_distribute_dataset takes"
+        )
+
+
+def refuse_distributed(dataset: object) -> None:
+    """Refuses what a strategy has made.
+
+    Raises:
+        TypeError: Says what to distribute.
+    """
+    if isinstance(dataset, StepDataset):
+        raise distributed_already()
+
+
+def distributed_already() -> TypeError:
+    """The error of a dataset that a strategy has made."""
+    return TypeError(
+        "the dataset is distributed already: distribute the dataset that it was made of"
+    )

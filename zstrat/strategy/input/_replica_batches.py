@@ -1,0 +1,200 @@
+"""What the replicas of a process get in one step, made of what a dataset yields.
+
+A `Share` keeps neighbouring rows together: whoever puts them on devices can move a
+whole batch at once. It is cut only where the pieces are uneven or lie apart.
+
+Law of the file: no copy of a row, except where a piece reaches over the end of a batch;
+and no thread, no device: a stream of batches in, a stream of shares out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.data import not_batched
+from zstrat.strategy.reduce._values import PerReplica
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.data import Cut, Cutter, Span
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """The elements of the replicas of this process in one step.
+
+    Args:
+        sizes: Rows of each replica's element; of elements that nobody cuts, empty.
+        rows: A pytree whose leaves hold the rows of all replicas in replica order, or
+            None if the elements lie apart.
+        apart: The elements, if they do.
+    """
+
+    sizes: tuple[int, ...]
+    rows: Any = None
+    apart: tuple[Any, ...] = ()
+
+    @property
+    def whole(self) -> Any:
+        """A pytree with leaves ``[replicas * n, ...]`` if every replica gets ``n`` rows
+        of them in turn, else None. The leaves are the dataset's own, or views."""
+        return self.rows if len(set(self.sizes)) == 1 else None
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The element of each replica; one without data has no rows, and the dtypes and
+        row shapes of the others."""
+        if self.apart:
+            return self.apart
+        if len(self.sizes) == 1:
+            return (self.rows,)
+        ends = itertools.accumulate(self.sizes, initial=0)
+        return tuple(
+            sliced(self.rows, start, stop) for start, stop in itertools.pairwise(ends)
+        )
+
+    def emptied(self) -> Share:
+        """A share of the same kind without any data."""
+        parts = tuple(map(empty_like, self.parts))
+        return Share((0,) * len(parts), apart=parts)
+
+
+def per_replica(share: Share) -> Any:
+    """The element itself for one replica, else one with a `PerReplica` at each leaf, of
+    arrays where they are: for a strategy that does not put elements on devices."""
+    return leaf_by_leaf(share.parts)
+
+
+def leaf_by_leaf(parts: Sequence[Any]) -> Any:
+    """A pytree of `PerReplica` of a pytree for each replica; of one, the pytree."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *leaves: PerReplica(leaves), *parts)
+
+
+def shares_of_batches(
+    batches: Iterator[Any], cutter: Cutter, *, is_partial: bool
+) -> Iterator[Share]:
+    """The batches, cut.
+
+    Args:
+        is_partial: Whether a step in which a replica has no rows is a step; if not,
+            it ends the data.
+
+    Raises (while iterating):
+        ValueError: A leaf is a scalar, or the leaves differ in their rows.
+    """
+    held: dict[int, Any] = {}
+    for number, batch in enumerate(batches):
+        held[number] = batch
+        for cut in cutter.take(rows_of(batch)):
+            if not (is_partial or _is_full(cut)):
+                return
+            yield _share(cut, held)
+        for old in [n for n in held if n < cutter.oldest]:
+            del held[old]
+        del batch  # the reader may be its only owner while the next is made
+    for cut in cutter.finish():
+        if is_partial or _is_full(cut):
+            yield _share(cut, held)
+
+
+def shares_of_elements(
+    elements: Iterator[Any], replicas: int, *, is_partial: bool
+) -> Iterator[Share]:
+    """One element for each replica in turn, as they are.
+
+    Args:
+        is_partial: Whether the last step may have too few; the other replicas then get
+            empty elements.
+    """
+    while several := tuple(itertools.islice(elements, replicas)):
+        if len(several) < replicas:
+            if not is_partial:
+                return
+            missing = replicas - len(several)
+            several += tuple(empty_like(several[0]) for _ in range(missing))
+        yield Share((), apart=several)
+
+
+def shares_of_pipelines(
+    pipelines: Sequence[Iterator[Any]], *, is_partial: bool
+) -> Iterator[Share]:
+    """One element of each pipeline in each step, until none has any more."""
+    nothing = object()
+    for several in itertools.zip_longest(*pipelines, fillvalue=nothing):
+        found = [element for element in several if element is not nothing]
+        if len(found) < len(several) and not is_partial:
+            return
+        yield Share(
+            (),
+            apart=tuple(empty_like(found[0]) if x is nothing else x for x in several),
+        )
+
+
+def rows_of(batch: Any) -> int:
+    """The rows of a batch: the first axis of all its leaves.
+
+    Raises:
+        ValueError: There are no leaves, a leaf is a scalar, or they differ.
+    """
+    shapes = [np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)]
+    if not shapes or () in shapes or len(set(shapes)) > 1:
+        raise not_batched()
+    return int(shapes[0][0])
+
+
+def sliced(batch: Any, start: int, stop: int) -> Any:
+    """These rows of every leaf: views, where it is numpy's."""
+    return jax.tree.map(lambda leaf: leaf[start:stop], batch)
+
+
+def empty_like(element: Any) -> Any:
+    """The element without rows; a scalar leaf becomes zero, as in TF."""
+    return jax.tree.map(
+        lambda leaf: (
+            leaf[:0] if np.ndim(leaf) else np.zeros((), np.asarray(leaf).dtype)
+        ),
+        element,
+    )
+
+
+def _share(cut: Cut, held: dict[int, Any]) -> Share:
+    sizes = tuple(sum(span.stop - span.start for span in piece) for piece in cut)
+    spans = [span for piece in cut for span in piece]
+    if not _are_neighbours(spans):
+        return Share(sizes, apart=tuple(_joined(piece, held) for piece in cut))
+    first, last = spans[0], spans[-1]
+    batch = held[first.batch]
+    if (first.start, last.stop) != (0, rows_of(batch)):
+        batch = sliced(batch, first.start, last.stop)
+    return Share(sizes, batch)
+
+
+def _are_neighbours(spans: Sequence[Span]) -> bool:
+    return all(
+        one.batch == other.batch and one.stop == other.start
+        for one, other in itertools.pairwise(spans)
+    )
+
+
+def _joined(piece: Sequence[Span], held: dict[int, Any]) -> Any:
+    found = [sliced(held[span.batch], span.start, span.stop) for span in piece]
+    return found[0] if len(found) == 1 else jax.tree.map(_concatenated, *found)
+
+
+def _concatenated(*leaves: Any) -> Any:
+    on_device = any(isinstance(leaf, jax.Array) for leaf in leaves)
+    return (jnp if on_device else np).concatenate(leaves)
+
+
+def _is_full(cut: Cut) -> bool:
+    return all(any(span.stop > span.start for span in piece) for piece in cut)

@@ -1,0 +1,115 @@
+"""One copy of a variable that several devices have, as a variable of its own.
+
+TF's components of a distributed variable: ``v``, ``v/replica_1``, ... What is done to
+one is done to this copy alone; the copies are kept apart from then on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zstrat.collectives import ReduceOp
+from zstrat.program.trace._copies import copies_of as copies_now
+from zstrat.program.trace._copies import is_on_read
+from zstrat.strategy.reduce._values import is_whole
+from zstrat.strategy.replica._per_replica import Mirrored, PerReplica
+from zstrat.variables import CopyHome, DeviceHome, Variable, handle, next_key, recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.variables import Residence
+
+
+def copies_of(variable: Variable) -> tuple[Variable, ...]:
+    """The copies of a variable of this process, in replica order; the variable itself
+    if there is one, as where one device keeps it for all of them. The only copy of
+    this process of a variable that is read from all processes is not that variable."""
+    home = variable.home
+    if not isinstance(home, DeviceHome):
+        return (variable,)
+    if home.residence.copies == 1:
+        apart = variable.is_brought_together
+        return (handle(variable.spec, home) if apart else variable,)
+    if home.residence.travels and not is_on_read(variable):
+        return (variable,)  # all replicas share it
+    spec = variable.spec
+    names = [spec.name]
+    names += [f"{spec.name}/replica_{n}" for n in range(1, home.residence.copies)]
+    return tuple(
+        handle(replace(spec, key=key, name=name), CopyHome(variable, number))
+        for number, (key, name) in enumerate(
+            zip(home.copy_keys(next_key), names, strict=True)
+        )
+    )
+
+
+def as_values(node: Any) -> Any:
+    """A variable of several devices, or of several processes that have a value each, as
+    the values that the replicas of this process have; all else as it is."""
+    if not isinstance(node, Variable):
+        return node
+    home = node.home
+    if not isinstance(home, DeviceHome):
+        return node
+    if home.is_apart:
+        recording = recorder.get()
+        if recording is None:
+            return PerReplica(tuple(home.copies(node)))
+        return PerReplica(tuple(copies_now(recording, node)))
+    if node.is_brought_together:
+        return PerReplica((copies_of(node)[0].value(),))
+    count = _sharing(home.residence)
+    return node if count == 1 else Mirrored((node.value(),) * count)
+
+
+def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
+    """The pytree with what replicas have in place of variables; without any, itself."""
+    if not any(
+        isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
+    ):
+        return tree
+    return jax.tree.map(
+        lambda x: split(x) if isinstance(x, Variable) else x, tree, is_leaf=is_whole
+    )
+
+
+def reducible(op: ReduceOp, tree: Any) -> Any:
+    """The same, to be reduced: for a mean, one of values that are equal."""
+    found = by_copies(tree)
+    if op is not ReduceOp.MEAN:
+        return found
+    return jax.tree.map(
+        lambda leaf: leaf.values[0] if isinstance(leaf, Mirrored) else leaf,
+        found,
+        is_leaf=is_whole,
+    )
+
+
+def _sharing(residence: Residence) -> int:
+    """How many replicas of this process have a value that is the same for all."""
+    mesh = residence.mesh
+    return residence.copies if mesh is None else len(mesh.local_devices)
+
+
+def copied(values: Sequence[Any]) -> Variable | None:
+    """The variable whose copies these are, all of them in replica order; None: they are
+    something else."""
+    homes = [value.home for value in values if isinstance(value, Variable)]
+    copies = [home for home in homes if isinstance(home, CopyHome)]
+    if not copies or len(copies) < len(values):
+        return None
+    whole = copies[0].container
+    numbers = [home.number for home in copies if home.container is whole]
+    home = whole.home
+    is_all = isinstance(home, DeviceHome) and len(numbers) == home.residence.copies
+    return whole if is_all and numbers == list(range(len(values))) else None
+
+
+def container_of(variable: Variable) -> Variable:
+    """The variable that this one is a copy of, or itself."""
+    home = variable.home
+    return home.container if isinstance(home, CopyHome) else variable

@@ -1,0 +1,126 @@
+"""The processes of a group as one job of XLA.
+
+Rank 0 is the coordinator of `jax.distributed`: it takes a free port of its own address
+in the cluster and tells the others through the group. What listens there asks nobody
+who he is, so the address must be one that the world does not reach.
+
+Law of the file: jax is brought together once in a process, before its first use of any
+device; it cannot be taken apart and formed anew while the process lives.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zstrat.cluster import free_ports
+from zstrat.program.stages._cross import PROCESS
+from zstrat.strategy.replica._collective import AXIS
+
+if TYPE_CHECKING:
+    from zstrat.program.stages._cross import Collective
+
+_LONGEST: Final = 1024
+"""Bytes of what rank 0 tells: more than an address, or why there is none, has."""
+_REFUSAL: Final = "!"
+"""What no address begins with: why there is none."""
+
+
+def joined(collective: Collective, host: str, timeout: float) -> Mesh:
+    """Forms the job, or takes the one that there is; the devices of all processes, one
+    row for each rank.
+
+    Args:
+        host: Where rank 0 listens.
+        timeout: Seconds to wait for the other processes.
+
+    Raises:
+        ValueError: The address is not a loopback or private one. In every process.
+        OSError: In that of rank 0: it cannot listen there.
+        RuntimeError: jax was used before, or another job has been formed, or the
+            processes have different numbers of devices.
+    """
+    if not jax.distributed.is_initialized():
+        address = _told(collective, host)
+        jax.distributed.initialize(
+            address,
+            collective.size,
+            collective.rank,
+            coordinator_bind_address=address if collective.rank == 0 else None,
+            initialization_timeout=max(1, int(timeout)),
+        )
+    return _mesh(collective)
+
+
+def require_private(host: str) -> None:
+    """Refuses an address that the world may reach.
+
+    Raises:
+        ValueError: It is one, or has no number.
+    """
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError as error:
+        raise ValueError(
+            f"implementation=XLA: the address {host!r} of the first task is not known "
+            f"here ({error}): give it by number in the cluster"
+        ) from error
+    public = [x for x in found if not ipaddress.ip_address(x).is_private]
+    if public:
+        raise ValueError(
+            f"implementation=XLA: the first task has the public address {public[0]}, "
+            "and jax.distributed asks nobody who connects for a key: give the address "
+            "of a private network in the cluster, or use implementation=RING"
+        )
+
+
+def _told(collective: Collective, host: str) -> str:
+    """The address of the coordinator, from rank 0, or why it has none: nobody waits for
+    a process that has given up."""
+    refused: Exception | None = None
+    text = ""
+    if collective.rank == 0:
+        try:
+            text = _address(host)
+        except (ValueError, OSError) as error:
+            refused, text = error, f"{_REFUSAL}{error}"
+    said = np.zeros(_LONGEST, np.uint8)
+    raw = text.encode()[:_LONGEST]
+    said[: len(raw)] = np.frombuffer(raw, np.uint8)
+    heard = np.asarray(collective.broadcast([said], 0)[0])
+    if refused is not None:
+        raise refused
+    found = heard.tobytes().rstrip(b"\0").decode(errors="replace")
+    if found.startswith(_REFUSAL):
+        raise ValueError(f"rank 0 formed no job of XLA: {found[len(_REFUSAL) :]}")
+    return found
+
+
+def _address(host: str) -> str:
+    require_private(host)
+    (port,) = free_ports(1, host)
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _mesh(collective: Collective) -> Mesh:
+    if (jax.process_index(), jax.process_count()) != (collective.rank, collective.size):
+        raise RuntimeError(
+            f"this process is {jax.process_index()} of {jax.process_count()} of a job "
+            f"of jax.distributed, and rank {collective.rank} of {collective.size} of "
+            "the strategy: leave jax.distributed.initialize to the strategy"
+        )
+    rows: list[list[Any]] = [[] for _ in range(collective.size)]
+    for device in sorted(jax.devices(), key=lambda device: device.id):
+        rows[device.process_index].append(device)
+    counts = [len(row) for row in rows]
+    if len(set(counts)) > 1:
+        raise RuntimeError(
+            f"the processes have {counts} devices: implementation=XLA needs as many in "
+            "each"
+        )
+    return Mesh(np.array(rows), (PROCESS, AXIS))

@@ -1,0 +1,287 @@
+"""Variables of which each process has a copy, equal to all others.
+
+They are created by all processes alike; the first value is that of rank 0. From then on
+every process makes the same updates, of operands that are equal everywhere.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from zstrat.program.stages._cross import CrossKind
+from zstrat.strategy._devices import task_names
+from zstrat.strategy.replica._collective import AXIS
+from zstrat.variables import (
+    DeviceHome,
+    LocalHome,
+    Residence,
+    Variable,
+    VariableAggregation,
+    VariableSynchronization,
+    initialize,
+    next_id,
+    owned,
+)
+
+from ._mirrored_variable import MirroredVariable
+from ._on_read import SyncOnReadVariable
+from ._takeover import taken_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from jax.sharding import Sharding
+
+    from zstrat.program.stages._cross import Channel
+    from zstrat.strategy.replica._collective import Team
+    from zstrat.variables import AbstractVariable, Optimizer, VariableRequest
+
+
+class MirroredVariables:
+    """Creates variables on the devices of this process, and knows which it created.
+
+    A process that comes when the others have been at work for a while creates them
+    without a word to the others, and takes theirs over before it first uses one.
+
+    Args:
+        devices: Each has the whole value.
+        team: The replicas, of this process alone or of several.
+        over: A mesh of the devices, if it has more axes than that of the replicas.
+        store: The device that keeps the values between steps; left out: all of them.
+        names: TF's names of the devices that keep a copy for each replica; left out:
+            those of a program that has one process.
+        is_late: Whether the others have been at work.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[jax.Device],
+        team: Team,
+        *,
+        over: Mesh | None = None,
+        store: jax.Device | None = None,
+        names: Sequence[str] = (),
+        is_late: bool = False,
+    ) -> None:
+        self._channel = team.channel
+        self._team = team
+        self._is_late = is_late
+        self._created: list[weakref.ref[Variable]] = []
+        self._optimizers: list[Optimizer] = []
+        channel = team.channel
+        whole = None if channel is None else channel.mesh
+        if whole is None and over is None and len(devices) > 1:
+            over = Mesh(np.array(devices), (AXIS,))
+        self.residence: Residence = _Devices(
+            names or task_names(devices), devices[0], over, whole, channel, self._settle
+        )
+        if store is not None and [store] != list(devices):
+            self.residence = _KeeperDevice(store, devices[0], self.residence)
+
+    def take_over(self) -> None:
+        """Gives all processes the values of the one that has made the most steps; all
+        of them call this, or use a variable for the first time.
+
+        Raises:
+            InvalidArgumentError: They have not created the same variables.
+            PeerLostError, CollectiveTimeoutError: Another process did not take part.
+        """
+        if self._channel is None:
+            return
+        with self.residence.turn:
+            found = [(n, each()) for n, each in enumerate(self._created)]
+            self.residence.steps = taken_over(
+                self._channel.collective,
+                -1 if self._is_late else self.residence.steps,
+                {n: variable for n, variable in found if variable is not None},
+                self._optimizers,
+            )
+            self._is_late = False
+
+    def _settle(self) -> None:
+        if self._is_late:
+            with self.residence.turn:
+                if self._is_late:  # no other thread was here first
+                    self.take_over()
+
+    def owns(self, variable: Variable) -> bool:
+        """Whether the variable was created here."""
+        home = variable.home
+        return isinstance(home, DeviceHome) and home.residence is self.residence
+
+    def create_variables(
+        self, requests: Sequence[VariableRequest]
+    ) -> list[AbstractVariable]:
+        """New variables, in one broadcast for all of them.
+
+        Raises:
+            ValueError: A request has no initial value, or a synchronization that
+                mirrored variables do not have.
+            PeerLostError, CollectiveTimeoutError: Another process did not take part.
+        """
+        for request in requests:
+            if (
+                request.synchronization is VariableSynchronization.NONE
+                and not self.residence.travels
+            ):
+                raise ValueError(
+                    f"variable {request.name!r}: `NONE` variable synchronization mode "
+                    "is not supported with mirrored variables: leave it out (AUTO)"
+                )
+        values = [initialize(request) for request in requests]
+        if self._channel is not None and not self._is_late:
+            values = self._channel.carry_out(CrossKind.FIRST, values)
+        made = [
+            self._made(request, np.asarray(value))
+            for request, value in zip(requests, values, strict=True)
+        ]
+        self._created += [weakref.ref(variable) for variable in made]
+        return list(made)
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        """The number of an optimizer; it runs in the step that uses it."""
+        self._optimizers.append(optimizer)
+        return next_id()
+
+    def forget_optimizer(self, optimizer: int) -> None:
+        """The last one will not run in any step."""
+        del optimizer
+        self._optimizers.pop()
+
+    def _made(self, request: VariableRequest, value: np.ndarray) -> Variable:
+        is_on_read = request.synchronization is VariableSynchronization.ON_READ
+        home = self._home(value, request.aggregation if is_on_read else None)
+        variable = owned(request, value, home)
+        if not is_on_read:
+            return MirroredVariable.made(variable.spec, home, self._team, self)
+        if not isinstance(home, DeviceHome):
+            raise NotImplementedError(
+                f"variable {request.name!r}: synchronization=ON_READ with numbers of "
+                "64 bits, which jax would cut to 32: create it with a narrower dtype, "
+                "or switch on jax_enable_x64"
+            )
+        if self._team.local > 1 and self.residence.copies == 1:
+            raise NotImplementedError(
+                f"variable {request.name!r}: synchronization=ON_READ with several "
+                "devices in one process and implementation=XLA: use "
+                "get_replica_context().all_reduce and a variable that is assigned the "
+                "result"
+            )
+        return SyncOnReadVariable.made(variable.spec, home, self._team, self)
+
+    def _home(
+        self, value: np.ndarray, on_read: VariableAggregation | None
+    ) -> DeviceHome | LocalHome:
+        seen: Any = jax.dtypes.canonicalize_dtype(value.dtype)
+        if seen != value.dtype:
+            # jax would cut it to 32 bits; steps refuse it, with words.
+            return LocalHome(value)
+        return DeviceHome(value, self.residence, on_read)
+
+
+class _Devices(Residence):
+    """The devices of this process, or of all of them."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: jax.Device,
+        over: Mesh | None,
+        whole: Mesh | None,
+        channel: Channel | None,
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(names, whole, 1 if over is None else over.shape[AXIS])
+        self._channel = channel
+        self._settle = settle
+        self._where: Any = device
+        self._apart: Any = None
+        mesh = whole or over
+        if mesh is not None:
+            made: Any = PartitionSpec  # untyped
+            self._where = NamedSharding(mesh, made())
+            self._apart = NamedSharding(mesh, made(AXIS))
+
+    @property
+    def sharding(self) -> Sharding | None:
+        where: Sharding | None = None if self._apart is None else self._where
+        return where
+
+    @property
+    def sharding_apart(self) -> Sharding | None:
+        apart: Sharding | None = self._apart
+        return apart
+
+    def place(self, array: Any) -> jax.Array:
+        return self._placed(array, self._where)
+
+    def place_apart(self, copies: Any) -> jax.Array:
+        return self._placed(copies, self._apart)
+
+    def mark(self) -> Hashable:
+        return None if self._channel is None else self._channel.mark
+
+    def replicas(self) -> tuple[int, int]:
+        if self._channel is None:
+            return super().replicas()
+        rank, size = self._channel.rank, self._channel.size
+        return rank * self.copies, size * self.copies
+
+    def settle(self) -> None:
+        self._settle()
+
+    def _placed(self, array: Any, where: Any) -> jax.Array:
+        # A copy: jax may use the very memory of an array of numpy.
+        value = np.array(array, order="C")
+        if self.mesh is not None:
+            # Each process gives its own devices a copy; nothing is compared.
+            return jax.make_array_from_callback(value.shape, where, value.__getitem__)
+        placed: jax.Array = jax.device_put(value, where)
+        return placed
+
+
+class _KeeperDevice(Residence):
+    """One device that keeps the values, which travel to others for each step: to
+    ``first``, if there is one replica."""
+
+    travels = True
+
+    def __init__(self, device: jax.Device, first: jax.Device, steps: Residence) -> None:
+        super().__init__(task_names([device]), None, steps.copies)
+        self._device = device
+        self._sharding = steps.sharding or SingleDeviceSharding(first)
+        self._steps = steps
+
+    @property
+    def sharding(self) -> Sharding:
+        return self._sharding
+
+    @property
+    def sharding_apart(self) -> Sharding | None:
+        return self._steps.sharding_apart
+
+    def place(self, array: Any) -> jax.Array:
+        # A copy: jax may use the very memory of an array of numpy.
+        placed: jax.Array = jax.device_put(np.array(array, order="C"), self._device)
+        return placed
+
+    def place_apart(self, copies: Any) -> jax.Array:
+        return self.place(copies)
+
+    def mark(self) -> Hashable:
+        return None
+
+    def settle(self) -> None:
+        """Everything is here."""
+
+    def sent(self, trees: Any, shardings: Any) -> Any:
+        # No copies where they are kept: a step does not overwrite what travels.
+        return jax.device_put(trees, shardings)
+
+    def returned(self, trees: Any) -> Any:
+        return jax.device_put(trees, self._device)

@@ -1,0 +1,311 @@
+"""Synchronous training of several processes, each with a copy of all variables.
+
+Every process runs the same program on its own data. A step is compiled around its
+collectives: a program that ends in gradients, their sum over all replicas, a program
+that applies it (`zstrat.program.stages._stages`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, final
+
+import jax
+import numpy as np
+
+from zstrat.cluster import (
+    TFConfigClusterResolver,
+    id_in_cluster,
+    launched_together,
+    normalize_cluster_spec,
+    validate_cluster_spec,
+    worker_count,
+)
+from zstrat.collectives import Group
+from zstrat.config import environment
+from zstrat.program.stages._cross import Channel
+from zstrat.strategy._devices import task_names
+from zstrat.strategy._extended import StrategyExtended
+from zstrat.strategy._strategy import Closing, Strategy
+from zstrat.strategy.reduce._options import ChosenGroup, CommunicationOptions
+from zstrat.strategy.replica._collective import Team
+
+from ._distributed import joined
+from ._mirrored_store import MirroredVariables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.program.stages._cross import Collective
+    from zstrat.strategy.input._inputs import ProcessInputs
+    from zstrat.variables import AbstractVariable, Creator
+
+_NAME: Final = "MultiWorkerMirroredStrategy"
+"""Of the group: processes that make one are brought together."""
+
+_PATIENCE: Final = 300.0
+"""Seconds for all processes to begin; jax's own default."""
+
+
+@final
+class MultiWorkerMirroredExtended(StrategyExtended):
+    """Devices and duties of one process among several."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: tuple[str, ...],
+        variables: MirroredVariables,
+        should_checkpoint: bool,
+    ) -> None:
+        super().__init__(strategy)
+        self._devices = devices
+        self._variables = variables
+        self._should_checkpoint = should_checkpoint
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return self._devices
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """True: each process runs its own program."""
+        return True
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this process saves: the first one (the chief, or the first worker
+        where there is none), and an evaluator, which is alone."""
+        return self._should_checkpoint
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this process writes metrics: the one that saves."""
+        return self._should_checkpoint
+
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(self._variables.owns(part) for part in v.components)
+
+
+def _group(resolver: ClusterResolver, options: CommunicationOptions) -> Collective:
+    group = Group(
+        resolver,
+        name=_NAME,
+        timeout=options.timeout_seconds,
+        bytes_per_pack=options.bytes_per_pack,
+    )
+    return ChosenGroup(group, options)
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy, Closing):
+    """Synchronous training over the processes of a cluster.
+
+    Blocks until all of them are there. Variables created in `scope` are copies of those
+    of the first process; `run` runs on this process's devices, and gradients are summed
+    over all replicas of all processes.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster and which one this is. Left
+            out: TF_CONFIG does. An empty cluster is this process alone: without
+            TF_CONFIG, if it was started alone.
+        communication_options: How the processes exchange what they reduce.
+        group: Brings the processes together; another one in tests.
+
+    Raises:
+        ValueError: The cluster does not know this task, or it trains nothing; or there
+            is no TF_CONFIG, and this process is one of several that were started
+            together.
+        CollectiveTimeoutError: A process does not come; names it.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        group: Callable[[ClusterResolver, CommunicationOptions], Collective] = _group,
+    ) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        options = communication_options or CommunicationOptions()
+        spec = normalize_cluster_spec(resolver.cluster_spec())
+        if not spec and isinstance(resolver, TFConfigClusterResolver):
+            _require_alone(environment())
+        task, saves = _task(resolver)
+        self._resolver = resolver
+        self._options = options
+        self._channel: Channel | None = None
+        if spec and worker_count(spec, task[0]) > 1:
+            collective = group(resolver, options)
+            mesh = None
+            if options.is_xla:
+                host = _host(spec.task_address(*_first(spec)))
+                mesh = joined(collective, host, options.timeout_seconds or _PATIENCE)
+            self._channel = Channel(collective, mesh)
+        self._local = tuple(jax.local_devices())
+        late = self._channel is not None and self._channel.collective.generation > 0
+        names = task_names(self._local, *task)
+        self._variables = MirroredVariables(
+            self._local, self._team(), names=names, is_late=late
+        )
+        self._extended = MultiWorkerMirroredExtended(
+            self, names, self._variables, saves
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The one that was given, else one of TF_CONFIG."""
+        return self._resolver
+
+    @property
+    def communication_options(self) -> CommunicationOptions:
+        """How the processes exchange what they reduce; the default ones, if none were
+        given."""
+        return self._options
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of all processes."""
+        return self._team().size
+
+    @property
+    def extended(self) -> MultiWorkerMirroredExtended:
+        """Devices of this process, what it saves, and values reduced over all of
+        them."""
+        return self._extended
+
+    def reform(self, *, timeout: float | None = None) -> None:
+        """Brings the processes together again after one was lost, started anew or not
+        heard of; blocks until all of them are there.
+
+        Those that were not lost call it when a step has raised `PeerLostError`,
+        `CollectiveTimeoutError` or `UnavailableError`; such a step has changed nothing.
+        One that was started anew makes its strategy and its variables as at the first
+        time. All then have the values, and what optimizers keep, of the process that
+        had made the most steps; the one that came anew has them before it uses a
+        variable for the first time. All processes, also those that were not lost, begin
+        fresh passes of their datasets (``iter()``) after it: an iterator of before
+        waits for answers of others that the one that came anew does not give. Where
+        they deal out a dataset that is shuffled anew in each pass, they make it anew
+        from its ``shuffle`` on and distribute it again: the one that came anew begins
+        with its first order, and a pass in different orders is refused.
+
+        Args:
+            timeout: Seconds to wait for all processes.
+
+        Raises:
+            RuntimeError: With implementation=XLA: a job of jax cannot be formed anew.
+            CollectiveTimeoutError: Not all came in time; names them. It may be called
+                again.
+        """
+        if self._channel is None:
+            return
+        if self._channel.mesh is not None:
+            raise RuntimeError(
+                "a strategy with implementation=XLA cannot be formed anew, because jax "
+                "cannot: start all processes again, and restore a checkpoint"
+            )
+        self._channel.collective.reform(timeout=timeout)
+        self._variables.take_over()
+
+    def close(self) -> None:
+        """Leaves the other processes, which hear of it in their next collective.
+        Closing twice is fine; ``with`` closes at its end."""
+        if self._channel is not None:
+            self._channel.collective.close()
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        return self._local
+
+    def _team(self) -> Team:
+        return Team(len(self._local), self._channel)
+
+    def _inputs(self) -> ProcessInputs:
+        channel = self._channel
+        accord = None if channel is None else _Accord(channel)
+        return replace(super()._inputs(), accord=accord)
+
+    def __repr__(self) -> str:
+        team = self._team()
+        return (
+            f"<zstrat.MultiWorkerMirroredStrategy: rank {team.first // team.local} of "
+            f"{team.size // team.local}, {team.local} devices>"
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Accord:
+    """The processes, brought together by the collective that they reduce with."""
+
+    channel: Channel
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        given = [np.array(numbers, np.int64)]
+        (found,) = self.channel.collective.all_reduce(given, "max")
+        return [int(number) for number in found]
+
+
+def _first(spec: ClusterSpec) -> tuple[str, int]:
+    """The task of rank 0."""
+    job = "chief" if "chief" in spec.jobs else "worker"
+    return job, spec.task_indices(job)[0]
+
+
+def _host(address: str) -> str:
+    host = address.rpartition("://")[2].rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
+
+
+def _require_alone(env: Mapping[str, str]) -> None:
+    """Refuses to train alone for want of TF_CONFIG where several processes would.
+
+    Raises:
+        ValueError: Names what says that there are several, and what to give.
+    """
+    if env.get("TF_CONFIG", "").strip():
+        return  # it says that there is no cluster
+    found = launched_together(env)
+    if found is not None:
+        name, count, rank = found
+        seen, number = f"{name}={count}", f"int(os.environ[{rank!r}])"
+    elif jax.distributed.is_initialized() and jax.process_count() > 1:
+        seen = f"jax.distributed.initialize has brought {jax.process_count()} together"
+        number = "jax.process_index()"
+    else:
+        return
+    raise ValueError(
+        "MultiWorkerMirroredStrategy finds no TF_CONFIG, so this process would train "
+        f"alone, and it was started as one of several: {seen}. Say who they are: "
+        "under srun give "
+        "MultiWorkerMirroredStrategy(zs.cluster_resolver.SlurmClusterResolver()); "
+        "elsewhere set TF_CONFIG in each process, or give a "
+        "zs.cluster_resolver.SimpleClusterResolver of the addresses of all, with "
+        f"task_type='worker' and task_id={number}. If each is to train alone, give a "
+        "SimpleClusterResolver of an empty ClusterSpec({}), or set TF_CONFIG='{}'"
+    )
+
+
+def _task(resolver: ClusterResolver) -> tuple[tuple[str, int], bool]:
+    """The task that this process is, and whether it saves."""
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if not spec:
+        return ("localhost", 0), True
+    if job is None or index is None:
+        raise ValueError(
+            "When `cluster_spec` is not empty, both `task_type` and `task_id` must be "
+            "specified."
+        )
+    validate_cluster_spec(spec, job, index)
+    id_in_cluster(spec, job, index)  # refuses a ps
+    # Not whoever is the chief: in a sparse cluster worker 0 may be missing.
+    return (job, index), job == "evaluator" or (job, index) == _first(spec)

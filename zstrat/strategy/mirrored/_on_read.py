@@ -1,0 +1,267 @@
+"""Variables of which each replica has a value of its own, brought together when read.
+
+What a replica function counts (examples seen, sums of a metric) is added up here and
+now, without a word to the others; who reads the variable outside of replica functions
+gets the sum, the mean, or the first of all values. With several processes reading is a
+collective then: all of them read. A checkpoint has what is read, so all of them save.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.errors import CollectiveTimeoutError, PeerLostError
+from zstrat.program.stages._cross import CrossKind, first_of, sum_over
+from zstrat.strategy import _context
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    Variable,
+    VariableAggregation,
+    aggregated,
+    mean_of_cut,
+    recorder,
+    refuse_read,
+    shares_of,
+    summed_for_mean,
+)
+from zstrat.wire import UpdateOp
+
+from ._mirrored_variable import of_all_copies, with_copies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.strategy.replica._collective import Team
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        HomeUpdate,
+        Optimizer,
+        Recorder,
+        VariableSpec,
+    )
+
+_SUM = VariableAggregation.SUM
+_WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
+
+
+class SyncOnReadVariable(Variable):
+    """A variable whose synchronization is ON_READ. Made by a strategy."""
+
+    __slots__ = ("_owner", "_team")
+    _team: Team
+    _owner: Creator
+
+    @classmethod
+    def made(
+        cls, spec: VariableSpec, home: DeviceHome, team: Team, owner: Creator
+    ) -> SyncOnReadVariable:
+        """A handle of a variable that exists already."""
+        variable = object.__new__(cls)
+        variable._spec, variable._home, variable._container = spec, home, None
+        variable._team, variable._owner = team, owner
+        return variable
+
+    @property
+    def owner(self) -> Creator:
+        return self._owner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        """A new variable, of which each replica has the value that it has of this one.
+        Of several processes all copy it, at the same place of the program.
+
+        Raises:
+            RuntimeError: A step is being traced; or in the scope of another strategy.
+        """
+        if recorder.get() is not None:
+            return super().__deepcopy__(memo)
+        refuse_read(self._spec)
+        made: Any = self._duplicated(self.local_value)
+        return made  # type: ignore[no-any-return]  # of this class
+
+    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
+        return with_copies(self, super()._duplicated(value))
+
+    @property
+    def is_brought_together(self) -> bool:
+        return not self._is_mine
+
+    @property
+    def local_value(self) -> np.ndarray:
+        """The value of this process: of its replicas together."""
+        return self._home.read(self)
+
+    def saved_value(self) -> np.ndarray:
+        """What a checkpoint has: the value of all replicas of all processes; where
+        there is none (NONE), that of the first replica here.
+
+        Cost: a collective, if there are several processes: all of them call this.
+
+        Raises:
+            DataLossError: The value of this process is lost.
+            PeerLostError, CollectiveTimeoutError: Another one did not take part; a note
+                names the variable.
+        """
+        if self.aggregation is VariableAggregation.NONE:
+            return self._home.read(self)
+        try:
+            return self._read_now()
+        except (PeerLostError, CollectiveTimeoutError) as error:
+            error.add_note(
+                f"{self._spec} has synchronization=ON_READ: to save it is to read it "
+                "from all processes, so that all of them save, at the same place of "
+                "the program; those whose checkpoint nobody wants save to another "
+                "folder"
+            )
+            raise
+
+    def _read_now(self) -> np.ndarray:
+        if self._is_mine:
+            return self._home.read(self)
+        self._require_readable()
+        value = self._home.read(self)
+        channel = self._team.channel
+        if channel is None:
+            return value
+        if self._is_exact_mean:
+            cut = summed_for_mean(self._copies_here(), self._team.size)
+            return np.asarray(self._mean(channel.carry_out(CrossKind.SUM, cut)))
+        kind = CrossKind.FIRST if self._is_first else CrossKind.SUM
+        whole = np.asarray(channel.carry_out(kind, [value])[0])
+        return np.asarray(self._over_processes(whole))
+
+    async def _read_now_async(self) -> np.ndarray:
+        return self._read_now()
+
+    def _traced_value(self, recording: Recorder) -> Any:
+        if self._is_mine:
+            return recording.read(self)
+        self._require_readable()
+        channel = self._team.channel
+        if channel is not None and self._is_exact_mean:
+            copies = self._traced_copies(recording)
+            return self._mean(
+                sum_over(channel, summed_for_mean(copies, self._team.size))
+            )
+        if self._team.local > 1:
+            value = aggregated(self._traced_copies(recording), self.aggregation)
+        else:
+            value = recording.read(self)
+        if channel is None:
+            return value
+        if self._is_first:
+            return first_of(channel, [value])[0]
+        return self._over_processes(sum_over(channel, [value])[0])
+
+    def _copies_here(self) -> np.ndarray:
+        """Those of the replicas of this process, ``[replicas, ...]``."""
+        home = self._home
+        assert isinstance(home, DeviceHome), home
+        return home.copies(self)
+
+    def _traced_copies(self, recording: Recorder) -> Any:
+        """The same in a step."""
+        if self._team.local == 1:
+            return recording.read(self)[None]
+        assert isinstance(recording, KeepsCopies), recording
+        return recording.copies(self)
+
+    def _operand(self, value: Any) -> Any:
+        return of_all_copies(self._spec, value)
+
+    def _record(
+        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+    ) -> None:
+        if not _context.in_real_replica_context():
+            value = self._for_each(op, jnp.asarray(value, self.dtype))
+            if value.ndim > len(self.shape):
+                assert isinstance(recording, KeepsCopies), recording
+                recording.put_copies(self, value)
+                return
+        recording.update(self, op, (jnp.asarray(value, self.dtype),), optimizer)
+
+    def _record_rows(
+        self,
+        recording: Recorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: Optimizer | None,
+    ) -> None:
+        raise self._no_rows(op)
+
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+    ) -> list[HomeUpdate]:
+        if not _context.in_real_replica_context():
+            value = np.asarray(self._for_each(op, value), self.dtype)
+        return [(self, op, (value,), optimizer)]
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> list[HomeUpdate]:
+        raise self._no_rows(op)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
+
+    def _for_each(self, op: UpdateOp, value: Any) -> Any:
+        """The operand for each process's value, of one for the whole; of integers, with
+        several replicas here, those of their copies ``[replicas, ...]``."""
+        if self.aggregation is not _SUM or self._team.size == 1:
+            return value
+        if op is UpdateOp.ASSIGN:
+            team = self._team
+            if value.dtype.kind not in "iu":
+                return value / team.size
+            shares = shares_of(value, team.size)[team.first : team.first + team.local]
+            return shares if team.local > 1 else shares[0]
+        raise ValueError(
+            f"SyncOnReadVariable does not support `{_WORDS.get(op, op.name.lower())}` "
+            f"in cross-replica context when aggregation is set to SUM ({self._spec}): "
+            "do it in the replica function"
+        )
+
+    @property
+    def _is_mine(self) -> bool:
+        """Whether the value meant is that of the replica that runs."""
+        return _context.in_real_replica_context() or self._team.size == 1
+
+    @property
+    def _is_exact_mean(self) -> bool:
+        """Whether it is the mean of integers, which is cut off once: means of the
+        processes would have lost what is behind the point already."""
+        is_mean = self.aggregation is VariableAggregation.MEAN
+        return is_mean and self.dtype.kind in "iu"
+
+    def _mean(self, sums: Sequence[Any]) -> Any:
+        """The mean of integers, of what all replicas bring to the two sums."""
+        return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
+
+    def _over_processes(self, whole: Any) -> Any:
+        """The value, of the sum of what each process has."""
+        if self.aggregation is not VariableAggregation.MEAN:
+            return whole
+        processes = self._team.size // self._team.local
+        return (whole / processes).astype(self.dtype)
+
+    def _require_readable(self) -> None:
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"Could not convert from `VariableAggregation` NONE to one value: "
+                f"{self._spec} has one in each replica. Read it in the replica "
+                "function, or create it with an aggregation"
+            )
+
+    def _no_rows(self, op: UpdateOp) -> NotImplementedError:
+        return NotImplementedError(
+            f"{op.name.lower()} of {self._spec}: variables with "
+            "synchronization=ON_READ have no updates of rows"
+        )

@@ -1,0 +1,216 @@
+"""A process that comes late takes over what the others have.
+
+The variables of a strategy are created in the same order in every process, so a number
+names one, and an optimizer, everywhere. Whoever has made the most steps tells what he
+has and gives it to all: after a lost process some may have made one step more. Who has
+lost a value, because a step failed in the middle, counts as one who comes anew.
+
+Law of the file: all processes call `taken_over` together, and go through the same
+collectives whatever each of them has. Homes are not asked by what settles first: that
+is what is going on here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.errors import InvalidArgumentError
+from zstrat.variables import (
+    Beside,
+    DeviceHome,
+    LocalHome,
+    VariableAggregation,
+    VariableSynchronization,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from zstrat.program.stages._cross import Collective
+    from zstrat.variables import Optimizer, Variable
+
+
+def taken_over(
+    collective: Collective,
+    steps: int,
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+) -> int:
+    """Gives every process the values and slots of one; the steps that it had made.
+
+    Args:
+        steps: That this process has made, negative if it comes anew.
+        variables: By the order of their creation.
+        optimizers: In the order of their creation.
+
+    Returns:
+        Negative if all come anew: then nothing has changed.
+
+    Raises:
+        DataLossError: A value of this process is lost, and all others come anew or have
+            lost one too.
+        InvalidArgumentError: This process has created other variables than that one.
+        PeerLostError, CollectiveTimeoutError: Not all processes take part.
+    """
+    # Of several with as many steps the first one.
+    rank, size = collective.rank, collective.size
+    lost = _lost(variables)
+    steps = steps if lost is None else -1
+    best = int(_reduced(collective, steps * size + size - 1 - rank))
+    root, most = size - 1 - best % size, best // size
+    if most < 0:
+        if lost is not None:
+            home, name = lost
+            home.require_kept(name)
+        return most
+    mine = _list(variables, optimizers) if rank == root else []
+    told = _told(collective, root, mine)
+    arrays = _arrays(told, variables, optimizers)
+    given = collective.broadcast(arrays, root)
+    if rank != root:
+        _put(told, variables, optimizers, [np.asarray(x) for x in given])
+    return most
+
+
+def _lost(variables: Mapping[int, Variable]) -> tuple[DeviceHome, str] | None:
+    """A variable whose value another process would have to give, if there is one."""
+    for variable in variables.values():
+        home = variable.home
+        if isinstance(home, DeviceHome) and home.is_lost and not _is_own(variable):
+            return home, variable.name
+    return None
+
+
+def _list(
+    variables: Mapping[int, Variable], optimizers: Sequence[Optimizer]
+) -> list[Any]:
+    found = []
+    for number, variable in variables.items():
+        home = variable.home
+        if not isinstance(home, DeviceHome | LocalHome) or _is_own(variable):
+            continue
+        spec = variable.spec
+        kept = home.shown_slots() if isinstance(home, DeviceHome) else {}
+        rules = [
+            [n, _described(kept[rule.id])]
+            for n, rule in enumerate(optimizers)
+            if rule.id in kept
+        ]
+        found.append([number, spec.name, list(spec.shape), spec.dtype, rules])
+    return found
+
+
+def _is_own(variable: Variable) -> bool:
+    """Whether its value is one that other processes have no part in."""
+    return variable.synchronization is VariableSynchronization.ON_READ and (
+        variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
+    )
+
+
+def _reduced(collective: Collective, number: int) -> Any:
+    return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
+
+
+def _told(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
+    text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
+    size = np.array([len(text) if collective.rank == root else 0])
+    length = int(np.asarray(collective.broadcast([size], root)[0])[0])
+    if collective.rank != root:
+        text = np.zeros(length, np.uint8)
+    heard = np.asarray(collective.broadcast([text], root)[0])
+    found: list[Any] = json.loads(heard.tobytes())
+    return found
+
+
+def _arrays(
+    told: Sequence[Any],
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+) -> list[Any]:
+    """The values and leaves of slots of the list; made here, where they are not yet or
+    no more."""
+    arrays: list[Any] = []
+    for each in told:
+        home = _home(each, variables)
+        if isinstance(home, LocalHome):
+            arrays.append(home.taken()[0])
+            continue
+        is_lost = home.is_lost
+        arrays.append(home.like() if is_lost else home.shown())
+        slots = {} if is_lost else home.shown_slots()
+        for rule, kinds in _rules(each, optimizers):
+            mine = slots.get(rule.id)
+            if mine is None or _described(mine) != kinds:
+                # This process is given them; what it gives has to look alike.
+                arrays += [np.zeros(shape, jnp.dtype(d)) for _, shape, d, _ in kinds]
+            else:
+                arrays += mine.leaves
+    return arrays
+
+
+def _put(
+    told: Sequence[Any],
+    variables: Mapping[int, Variable],
+    optimizers: Sequence[Optimizer],
+    arrays: Sequence[np.ndarray],
+) -> None:
+    left = iter(arrays)
+    for each in told:
+        home = _home(each, variables)
+        if isinstance(home, LocalHome):
+            home.put(next(left), {})
+            continue
+        home.take_over_shown(next(left))
+        for rule, kinds in _rules(each, optimizers):
+            leaves = [next(left) for _ in kinds]
+            names = tuple([name for name, *_ in kinds])
+            rows = tuple([bool(has) for *_, has in kinds])
+            home.take_over_shown_slots(rule.id, Beside(names, leaves, rows))
+
+
+def _home(
+    each: Sequence[Any], variables: Mapping[int, Variable]
+) -> DeviceHome | LocalHome:
+    number, name, shape, dtype, _ = each
+    variable = variables.get(number)
+    words = f"variable {name!r} ({dtype}{shape})"
+    if variable is None:
+        raise InvalidArgumentError(
+            f"this process takes over what the others have, and has not created their "
+            f"{words}, number {number} in the order of creation: create all variables "
+            "before the first step"
+        )
+    home = variable.home
+    fits = list(variable.shape) == shape and variable.spec.dtype == dtype
+    if not fits or not isinstance(home, DeviceHome | LocalHome):
+        raise InvalidArgumentError(
+            f"this process takes over what the others have: number {number} in the "
+            f"order of creation is {variable.spec} here and their {words}. All "
+            "processes run the same program"
+        )
+    return home
+
+
+def _described(slots: Beside) -> list[Any]:
+    """Name, shape and dtype of each, and whether it has the variable's rows."""
+    return [
+        [name, list(array.shape), array.dtype.name, has]
+        for name, array, has in slots.items()
+    ]
+
+
+def _rules(
+    each: Sequence[Any], optimizers: Sequence[Optimizer]
+) -> list[tuple[Optimizer, list[Any]]]:
+    missing = [number for number, _ in each[4] if number >= len(optimizers)]
+    if missing:
+        raise InvalidArgumentError(
+            f"this process takes over what the others have, and has created "
+            f"{len(optimizers)} optimizers, but they have a number {missing[0]}: "
+            "create them in the strategy's scope, before the first step"
+        )
+    return [(optimizers[number], kinds) for number, kinds in each[4]]

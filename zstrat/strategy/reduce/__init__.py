@@ -1,0 +1,3 @@
+"""Values of replicas brought together: on one device, over several, over processes."""
+
+from __future__ import annotations

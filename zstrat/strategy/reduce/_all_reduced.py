@@ -1,0 +1,258 @@
+"""Many values as a few flat arrays, so that few large arrays travel in place of many
+small ones.
+
+Law of the file: the replicas' values go into packs alike, and come out as they went in.
+
+Values of which each device has its replica's, reduced where they lie.
+
+One program for all values and all their devices: it packs the values, adds each pack by
+an all-reduce, which XLA carries out as the devices hang together, and takes the packs
+apart. Then each device has the result, and nothing is copied but to devices that had no
+value.
+
+Law of the file: nothing is brought to one device to be reduced there. What does not lie
+on devices of its own is not reduced here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zstrat.collectives import ReduceOp
+from zstrat.program.stages._serialized_cpu import settled
+from zstrat.strategy.replica._collective import AXIS, summable
+from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored, loose
+from zstrat.strategy.replica._spread import Spread, mesh_of
+from zstrat.variables import is_staging
+
+from ._places import places, put
+from ._values import concatenate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+class Packed:
+    """Values of several replicas as a few flat arrays: all of them one after the other,
+    cut into equal packs, the last of which has the remainder."""
+
+    def __init__(self, packs: list[list[jax.Array]], shapes: list[Any]) -> None:
+        self.packs = packs
+        self._shapes = shapes
+
+    @classmethod
+    def of(cls, values: Sequence[Sequence[Any]], count: int) -> Packed:
+        shapes = [np.shape(parts[0]) for parts in values]
+        flat = [
+            concatenate([x.reshape(-1) for x in mine], 0)
+            for mine in zip(*values, strict=True)
+        ]
+        size = flat[0].size // count
+        cuts = [size * n for n in range(count)]
+        pieces = [_cut(array, cuts) for array in flat]
+        return cls([list(pack) for pack in zip(*pieces, strict=True)], shapes)
+
+    def unpacked(self, packs: Sequence[jax.Array]) -> list[jax.Array]:
+        """The values, of what became of the packs."""
+        flat = concatenate([pack.reshape(-1) for pack in packs], 0)
+        sizes = [math.prod(shape) for shape in self._shapes]
+        pieces = _cut(flat, [0, *itertools.accumulate(sizes[:-1])])
+        return [
+            piece.reshape(shape)
+            for piece, shape in zip(pieces, self._shapes, strict=True)
+        ]
+
+
+def in_packs(
+    values: Sequence[Sequence[Any]],
+    count: int,
+    total: Callable[[Sequence[jax.Array]], jax.Array],
+) -> list[jax.Array]:
+    """What ``total`` makes of the replicas' parts of each value; of ``count`` packs of
+    all values of one dtype, if it is not 0."""
+    if not values or count == 0:
+        return [total(parts) for parts in values]
+    found: dict[int, jax.Array] = {}
+    for numbers in alike(values):
+        packed = Packed.of([values[n] for n in numbers], count)
+        reduced = [total(pack) for pack in packed.packs]
+        found.update(zip(numbers, packed.unpacked(reduced), strict=True))
+    return [found[n] for n in range(len(values))]
+
+
+def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
+    """Numbers of values that may share an array: of one dtype, and of as many replicas,
+    because what is not distributed is that of one."""
+    groups: dict[Any, list[int]] = {}
+    for number, parts in enumerate(values):
+        groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
+    return list(groups.values())
+
+
+def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
+    """Its pieces, that begin there."""
+    ends = [*starts[1:], array.size]
+    return [array[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+# jax's stubs leave these untyped.
+_spec: Final[Any] = PartitionSpec
+_sharding: Final[Any] = NamedSharding
+_psum: Final[Any] = jax.lax.psum
+
+
+def all_reduced(
+    op: ReduceOp, values: Sequence[DistributedValues], packs: int
+) -> dict[int, Mirrored]:
+    """The sums or means of those values, by number, that lie on devices of their own:
+    on each of these. Those on the same devices are one program.
+
+    Args:
+        packs: Of how many arrays those of one dtype are made; 0 leaves them as they
+            are.
+    """
+    groups: dict[Mesh, dict[int, Spread]] = {}
+    for number, value in enumerate(values):
+        if (apart := spread_out(value)) is not None:
+            mesh, spread = apart
+            groups.setdefault(mesh, {})[number] = spread
+    found: dict[int, Mirrored] = {}
+    for mesh, mine in groups.items():
+        stacked = tuple([x.stacked for x in mine.values()])
+        arrays = [x.array for x in mine.values()]
+        totals = reduced(arrays, mesh, stacked, op is ReduceOp.MEAN, packs)
+        for number, total, flag in zip(
+            mine, settled(totals, totals), stacked, strict=True
+        ):
+            found[number] = Mirrored.of_whole(total, mesh.size, stacked=flag)
+    return found
+
+
+def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
+    """What `all_reduced` made, on these devices: `Mirrored` on several, one array on
+    one; for none, where the first replica is."""
+    there = places(total)
+    if tuple(devices) == there:
+        return total
+    copies = {shard.device: shard.data for shard in total.whole.addressable_shards}
+    first = copies[there[0]]
+    if len(devices) < 2:
+        nearest = copies.get(devices[0], first) if devices else first
+        return put(loose(nearest, total.is_stacked), devices)
+    wanted = [copies[x] if x in copies else jax.device_put(first, x) for x in devices]
+    whole = _over(Mesh(np.array(devices), (AXIS,)), wanted)
+    return Mirrored.of_whole(whole, len(devices), stacked=total.is_stacked)
+
+
+def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
+    """The value as one array over its devices, and these; None if not each replica has
+    an array of the same kind on a device of its own, or if what is done here becomes
+    part of a program, which knows by itself where things are. Cost: no copy but of
+    scalars."""
+    if value.replicas < 2 or is_staging():
+        return None
+    whole = value.whole
+    if _is_real(whole) and _is_addable(whole):
+        mesh = mesh_of(places(whole), value.replicas)
+        if mesh is not None and _lies_so(whole, mesh):
+            return mesh, Spread(whole, value.is_stacked)
+    return _joined(value.values)
+
+
+def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
+    if not all(_is_real(part) and _is_addable(part) for part in parts):
+        return None
+    devices = [device for part in parts for device in part.devices()]
+    kinds = {(part.shape, part.dtype, part.sharding.memory_kind) for part in parts}
+    platforms = {device.platform for device in devices}
+    if len(kinds) > 1 or len(platforms) > 1:
+        return None
+    if len(devices) > len(parts) or len(set(devices)) < len(devices):
+        return None
+    mesh = Mesh(np.array(devices), (AXIS,))
+    is_scalar = not parts[0].shape
+    if is_scalar:
+        # What is bound to no device is made anew on the usual one.
+        parts = [
+            jax.device_put(part[None], device)
+            for part, device in zip(parts, devices, strict=True)
+        ]
+    array = _over(mesh, parts)
+    return (mesh, Spread(array, is_scalar)) if _lies_so(array, mesh) else None
+
+
+def _over(mesh: Mesh, parts: Sequence[jax.Array]) -> jax.Array:
+    """One array of what each device has."""
+    rows, *rest = parts[0].shape
+    kind = parts[0].sharding.memory_kind
+    return jax.make_array_from_single_device_arrays(
+        (rows * len(parts), *rest),
+        _sharding(mesh, _spec(AXIS), memory_kind=kind),
+        list(parts),
+    )
+
+
+def _lies_so(whole: jax.Array, mesh: Mesh) -> bool:
+    """Whether each device has the rows of its replica, in the memory that it computes
+    with."""
+    return bool(
+        whole.sharding.is_equivalent_to(_sharding(mesh, _spec(AXIS)), whole.ndim)
+    )
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
+def _is_addable(array: jax.Array) -> bool:
+    """Whether it has numbers, of a kind that collectives know: not keys of random
+    numbers, nor float8 or int4."""
+    dtype = array.dtype
+    if not array.size or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    return dtype.kind in "biufc" or dtype == jnp.bfloat16
+
+
+# ---- the program -----------------------------------------------------------------
+
+
+def _reduced(
+    arrays: Sequence[jax.Array],
+    mesh: Mesh,
+    stacked: tuple[bool, ...],
+    mean: bool,
+    packs: int,
+) -> list[jax.Array]:
+    """Of arrays of which each device has its replica's part those of which each has the
+    sum or the mean."""
+
+    def total(parts: Sequence[jax.Array]) -> jax.Array:
+        summed: jax.Array = _psum(parts[0], AXIS)
+        return summed / mesh.size if mean else summed
+
+    def on_each(*blocks: jax.Array) -> list[jax.Array]:
+        mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
+        found = in_packs([[summable(x, mean=mean)] for x in mine], packs, total)
+        return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
+
+    over = jax.shard_map(
+        on_each,
+        mesh=mesh,
+        in_specs=_spec(AXIS),
+        out_specs=_spec(AXIS),
+        # Off: what is equal everywhere comes out as what each device has.
+        check_vma=False,
+    )
+    found: list[jax.Array] = over(*arrays)
+    return found
+
+
+reduced: Final[Any] = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_reduced)

@@ -1,0 +1,276 @@
+"""What is done to the values of all replicas together: reduced, gathered.
+
+Law of the file: pure functions of values. Who may call what in which context is decided
+by the strategies. Works on traced arrays inside a step, on one array over the devices,
+and on numpy.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import errors as jax_errors
+
+from zstrat.collectives import ReduceOp
+from zstrat.program.trace._int32_checks import is_narrowed
+from zstrat.strategy.replica._collective import summable
+from zstrat.strategy.replica._per_replica import DistributedValues as DistributedValues
+from zstrat.strategy.replica._per_replica import Mirrored as Mirrored
+from zstrat.strategy.replica._per_replica import PerReplica as PerReplica
+from zstrat.strategy.replica._per_replica import is_distributed as is_distributed
+from zstrat.strategy.replica._per_replica import local_results as local_results
+from zstrat.strategy.replica._per_replica import on_one_device
+from zstrat.strategy.replica._per_replica import select_replica as select_replica
+from zstrat.variables import AbstractVariable, IndexedSlices
+
+from ._one_array import gather_whole, is_one_array, no_rank, reduce_whole
+from ._one_array import require_axes as require_axes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def reduction(op: ReduceOp | str) -> ReduceOp:
+    """What replicas' values are reduced with: SUM or MEAN, by name in any case.
+
+    Raises:
+        ValueError: Anything else; says which ones there are.
+    """
+    found = ReduceOp.of(op)
+    if found not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise ValueError(
+            f"reduce_op {op!r}: replicas are reduced with 'SUM' or 'MEAN'; the "
+            "smallest and the largest is what zs.collectives computes"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ValueContext:
+    """What ``experimental_distribute_values_from_function`` tells its function."""
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+def reduce_values(op: ReduceOp, value: Any, axis: Any, replicas: int) -> Any:
+    """The pytree with every leaf reduced over the replicas, and over ``axis`` first.
+
+    A mean over ``axis`` divides the sum of all sums by the number of all elements, so
+    that uneven replicas weigh correctly. Means of integers are floats.
+
+    Raises:
+        ValueError: A value that is not distributed is to be summed over several
+            replicas; ``axis`` is outside the rank; replicas differ in structure.
+        TypeError: ``axis`` is no integer or sequence of integers.
+    """
+    axes = as_axes(axis)
+
+    def leaf(node: Any) -> Any:
+        if isinstance(node, Mirrored) and op is ReduceOp.MEAN:
+            return _reduce(op, [node.values[0]], axes)
+        if is_one_array(node):
+            return reduce_whole(op, node, axes)
+        if isinstance(node, DistributedValues):
+            return _joined(lambda parts: _reduce(op, parts, axes), node)
+        if replicas == 1:
+            return _reduce(op, [node], axes)
+        return _reduce_same(op, node, axes)
+
+    return jax.tree.map(leaf, value, is_leaf=is_whole)
+
+
+def gather_values(value: Any, axis: Any, replicas: int) -> Any:
+    """The pytree with the parts of each leaf concatenated along ``axis``.
+
+    Along axis 0 one array over the devices is the result as it is.
+
+    Raises:
+        TypeError: ``axis`` is no integer.
+        NotImplementedError: A leaf is an IndexedSlices.
+        ValueError: A part has rank 0 or other dimensions than the first one has, or a
+            value that is not distributed is gathered over several replicas.
+    """
+    along = as_axis(axis, "gather")
+
+    def leaf(node: Any) -> Any:
+        if is_one_array(node):
+            return gather_whole(node, along)
+        if isinstance(node, DistributedValues):
+            return _joined(lambda parts: concatenate(parts, along), node)
+        if replicas > 1:
+            raise ValueError(
+                f"gather: a value that is not distributed ({node!r:.80}) has no parts "
+                f"on the {replicas} replicas; gather what strategy.run returned"
+            )
+        return concatenate([node], along)
+
+    return jax.tree.map(leaf, value, is_leaf=is_whole)
+
+
+def require_gatherable(value: Any) -> None:
+    """Refuses a pytree that has a leaf without a first axis.
+
+    Raises:
+        NotImplementedError: A leaf is an IndexedSlices.
+        ValueError: A leaf has rank 0.
+    """
+    for leaf in jax.tree.leaves(value, is_leaf=is_whole):
+        if isinstance(leaf, IndexedSlices):
+            raise NotImplementedError("gather does not support IndexedSlices")
+        if not np.ndim(leaf):
+            raise no_rank()
+
+
+def is_whole(node: object) -> bool:
+    return isinstance(node, DistributedValues | IndexedSlices)
+
+
+# ---- several values --------------------------------------------------------------
+
+
+def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
+    """``join`` over the parts, leaf by leaf if they are pytrees."""
+    return jax.tree.map(
+        lambda *parts: join(parts), *value.values, is_leaf=lambda n: is_whole(n)
+    )
+
+
+def as_array(value: Any) -> Any:
+    """jax if it is traced or on a device, numpy else, so that nothing is narrowed."""
+    if isinstance(value, AbstractVariable):
+        value = value.value()
+    return value if isinstance(value, jax.Array | np.ndarray) else np.asarray(value)
+
+
+def computable(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that may be computed with together: on one device, or all of them numpy's
+    if one has integers that jax would cut."""
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    if any(map(is_narrowed, arrays)) and not is_traced:
+        return [np.asarray(x) for x in arrays]
+    return on_one_device(arrays)
+
+
+def as_axes(axis: Any) -> tuple[int, ...] | None:
+    """The axes of a reduction over several, one or none of them, as integers.
+
+    Raises:
+        TypeError: It is no integer or sequence of integers.
+    """
+    if axis is None:
+        return None
+    if isinstance(axis, list | tuple):
+        return tuple(as_axis(one, "reduce") for one in axis)
+    return (as_axis(axis, "reduce"),)
+
+
+def as_axis(axis: Any, operation: str) -> int:
+    """The axis as an integer: also of an integer array without dimensions.
+
+    Raises:
+        TypeError: It is no integer; jax's own error if it is known only when a step
+            runs, so that replicas that may run in turns do.
+    """
+    if not isinstance(axis, bool):  # which Python takes for an index
+        try:
+            return operator.index(axis)
+        except jax_errors.TracerIntegerConversionError:
+            raise
+        except TypeError:
+            pass  # it is no integer
+    raise TypeError(f"{operation}: axis must be an integer, got {axis!r:.80}")
+
+
+def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:
+    if any(isinstance(part, IndexedSlices) for part in parts):
+        if axes is not None:
+            raise ValueError("IndexedSlices are reduced with axis=None")
+        return reduce_slices(op, parts)
+    if axes is None and len(parts) == 1 and not _widens(op, parts[0]):
+        return parts[0]
+    arrays = [as_array(part) for part in parts]
+    count = len(arrays)
+    if axes is not None:
+        count = sum(
+            math.prod(a.shape[i] for i in require_axes(axes, a.shape)) for a in arrays
+        )
+        arrays = [a.sum(axis=axes) for a in arrays]
+    shapes = {a.shape for a in arrays}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"reduce: the replicas have values of the shapes {sorted(shapes)}; give an "
+            "axis to reduce over, or use gather"
+        )
+    wide = [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
+    first, *others = computable(wide)
+    total = sum(others, start=first)
+    return total if op is ReduceOp.SUM else total / count
+
+
+def _widens(op: ReduceOp, value: Any) -> bool:
+    """Whether what is made even of one array has another dtype; numbers have none."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | AbstractVariable):
+        return False
+    kind = value.dtype.kind
+    return kind == "b" or (op is ReduceOp.MEAN and kind in "iu")
+
+
+def _reduce_same(op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+    """A value that is the same on several replicas; TF's rules."""
+    if isinstance(value, int | float | np.ndarray | np.generic) and not np.any(value):
+        return _reduce(op if np.size(value) else ReduceOp.SUM, [value], axes)
+    if op is ReduceOp.MEAN:
+        return _reduce(op, [value], axes)
+    raise ValueError(
+        f"A non-DistributedValues value {value!r:.80} cannot be reduced with SUM: it "
+        "is the same on every replica; reduce what strategy.run returned, or use MEAN"
+    )
+
+
+def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
+    """One after the other in replica order; duplicates are kept.
+
+    Raises:
+        ValueError: Not all of them are IndexedSlices.
+    """
+    if not all(isinstance(part, IndexedSlices) for part in parts):
+        raise ValueError("IndexedSlices are reduced among themselves")
+    indices = concatenate([part.indices for part in parts], 0)
+    values = concatenate([part.values for part in parts], 0)
+    if op is ReduceOp.MEAN:
+        values = values / len(parts)
+    return IndexedSlices(values, indices, parts[0].dense_shape)
+
+
+def concatenate(parts: Sequence[Any], axis: int) -> Any:
+    """One after the other along ``axis``, which may count from the end: on the device
+    if one of them is there, else of numpy.
+
+    Raises:
+        NotImplementedError: There are IndexedSlices among them.
+        ValueError: One is a scalar or has no such axis, or they differ in another
+            dimension.
+    """
+    if any(isinstance(part, IndexedSlices) for part in parts):
+        raise NotImplementedError("gather does not support IndexedSlices")
+    arrays = [as_array(part) for part in parts]
+    for array in arrays:
+        if not array.shape:
+            raise no_rank()
+        axis = require_axes((axis,), array.shape)[0]
+    rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
+    if len(rests) > 1:
+        raise ValueError(
+            f"gather along axis {axis}: the values have the shapes "
+            f"{[a.shape for a in arrays]}, which must agree in every other dimension"
+        )
+    arrays = computable(arrays)
+    on_device = any(isinstance(a, jax.Array) for a in arrays)
+    return (jnp if on_device else np).concatenate(arrays, axis)

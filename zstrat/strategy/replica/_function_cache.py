@@ -1,0 +1,206 @@
+"""The compiled steps of functions that ``run`` is given outside of a step.
+
+A function is known by its code and by what it has captured: cells of its closure,
+defaults, globals that it names, the object that it is a method of. So a lambda that is
+made anew for each call is the same function as long as it captures the same objects,
+and one that captures other ones, or whose global was bound anew, is another; a global
+of a function of the same module that it calls, too (`_dependencies`). What happens *inside*
+a captured object (an item of a list, a global of another module) is not seen, as by
+``tf.function``.
+
+Law of the file: a step is kept as long as its function lives, the last few of each.
+Of those that are gone the last one of each place in the source is kept for the next one
+that is made there: its programs, not the function (`_captured`). What is made again and
+again is told. Steps are added under a lock; a lookup takes none.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import warnings
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.program import Function, RetraceWarning
+from zstrat.program._programs import WARN_AT
+from zstrat.variables import outside
+
+from ._captured import CapturedObjects, called_like, captured_words, in_words, origin
+from ._dependencies import Watched, beneath
+from ._fingerprint import named
+
+if TYPE_CHECKING:
+    import weakref
+    from collections.abc import Callable, Hashable
+
+MAX_STEPS: Final = 256
+"""Functions of one strategy. Each keeps programs of about a megabyte."""
+
+MAX_VARIANTS: Final = 8
+"""Of one function, whose globals are bound anew."""
+
+_ANOTHER: Final = "an object that it has captured, or is a method of, is another one"
+
+
+@dataclass(slots=True, eq=False)
+class KeptStep:
+    """A function as a step that does nothing but run it.
+
+    ``why_not`` says what keeps it from being one, once that is known.
+    """
+
+    step: Function
+    marks: Hashable
+    held: CapturedObjects
+    """The objects that ``marks`` names by their identity."""
+    watched: Watched
+    origin: weakref.ref[Any] | None
+    why_not: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the function that it was made of is still there."""
+        return self.origin is None or self.origin() is not None
+
+    def is_of(self, marks: Hashable) -> bool:
+        """Whether it does what a function with these marks does now."""
+        return self.marks == marks and self.held.are_there() and self.watched.are_same()
+
+    def may_return(self) -> bool:
+        """Whether it can ever be that again."""
+        return self.held.are_there() and self.watched.are_there()
+
+
+@dataclass(slots=True, eq=False)
+class StepPlace:
+    """The steps that were made of the functions of one place in the source."""
+
+    steps: list[KeptStep] = field(default_factory=list)
+    replaced: int = 0
+    words: dict[str, str] = field(default_factory=dict)
+    """What the last function had captured."""
+
+    def find(self, marks: Hashable) -> KeptStep | None:
+        """The step of a function with these marks."""
+        for step in self.steps:
+            if step.is_of(marks):
+                return step
+        return None
+
+    def add(self, made: KeptStep) -> bool:
+        """Keeps another one; says whether it is compiled in the stead of one: not
+        beside those of other functions that live, nor for what runs in turns."""
+        origin = made.origin and made.origin()
+        live = [step for step in self.steps if step.is_live]
+        own = [step for step in live if (step.origin and step.origin()) is origin]
+        is_instead = bool(own) or len(live) < len(self.steps)
+        is_compiled = [each.why_not for each in (*self.steps[-1:], made)] == [
+            None,
+            None,
+        ]
+        gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
+        old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
+        kept = [x for x in live if x not in old and x.may_return()]
+        self.steps = [*gone, *kept, made]
+        return is_instead and is_compiled
+
+
+class KeptSteps:
+    """Those of one strategy; ``make`` makes the body of a step, which runs `given`."""
+
+    def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
+        self._make = make
+        self._places: OrderedDict[int, StepPlace] = OrderedDict()
+        self._lock = threading.RLock()  # what is freed in it may run code
+
+    def of(self, fn: Callable[..., Any]) -> KeptStep:
+        """The step of a function, made if it is not known.
+
+        Warns:
+            RetraceWarning: It was made for the fifth time, say, in the stead of another
+                one of the same place in the source.
+        """
+        captured: list[Any] = []
+        compared: list[types.FunctionType] = []
+        name, marks = named(fn, captured, compared)
+        place = self._places.get(name)
+        if place is not None:
+            found = place.find(marks)
+            if found is not None:
+                return found
+        functions = beneath(fn)
+        made = KeptStep(
+            Function(called_like(self._make(), fn)),
+            marks,
+            CapturedObjects([*captured, *[each.__code__ for each in compared]]),
+            Watched(x for x in functions if x not in compared),
+            origin(fn),
+            "it is eager" if isinstance(fn, Function) and fn.eager else None,
+        )
+        return self._add(name, made, _words(fn, functions))
+
+    def _add(self, name: int, made: KeptStep, words: dict[str, str]) -> KeptStep:
+        with self._lock:
+            place = self._places.setdefault(name, StepPlace())
+            found = place.find(made.marks)
+            if found is not None:
+                return found  # another thread made it meanwhile
+            is_instead = place.add(made)
+            before, place.words = place.words, words
+            self._places.move_to_end(name)
+            self._forget()
+            place.replaced += is_instead
+            times = place.replaced + 1
+        if is_instead:
+            _tell(made.step.name, times, before, words)
+        return made
+
+    def _forget(self) -> None:
+        while sum(len(place.steps) for place in self._places.values()) > MAX_STEPS:
+            name, oldest = next(iter(self._places.items()))
+            oldest.steps = oldest.steps[1:]  # a lookup may be at it
+            if not oldest.steps:
+                del self._places[name]
+
+
+def _tell(name: str, times: int, before: dict[str, str], now: dict[str, str]) -> None:
+    if times not in WARN_AT and times % WARN_AT[-1]:
+        return
+    changed = [
+        f"{place} was {before.get(place, 'not there')} and is "
+        f"{now.get(place, 'not there')}"
+        for place in dict.fromkeys((*before, *now))
+        if before.get(place) != now.get(place)
+    ]
+    warnings.warn(
+        f"run was given {name!r} for the {times}th time with something else that it "
+        "has captured, and each time it is traced and compiled. Since the last one: "
+        f"{'; '.join(changed) or _ANOTHER}. "
+        "Pass what changes from call to call among the args of run, as an array: a "
+        "number as np.float32(...), say",
+        RetraceWarning,
+        stacklevel=outside(),
+    )
+
+
+def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
+    """What a function and those beneath it have captured."""
+    words = {place: is_ for each in functions for place, is_ in captured_words(each)}
+    match fn:
+        case Function():
+            words |= _words(fn.body, [])
+        case types.MethodType():
+            words["the object that it is a method of"] = in_words(fn.__self__)
+        case functools.partial():
+            for number, value in enumerate(fn.args):
+                words[f"args[{number}] of the partial"] = in_words(value)
+            for name, value in fn.keywords.items():
+                words[f"{name!r} of the partial"] = in_words(value)
+        case types.FunctionType():
+            pass
+        case _:
+            words["the object that is called"] = in_words(fn)
+    return words

@@ -1,0 +1,326 @@
+"""A replica function that runs once for each replica, in turns (`_turns`).
+
+In a step each replica is traced by itself, into the same program. Elsewhere Python runs
+with values: what a replica computes is on its device, and Python may look at it.
+
+Updates of variables follow TF's rules: what is aggregated waits for the other replicas,
+what each replica has of its own changes at once. Variables that the function creates
+are created by the first replica; the others are given them in the same order.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program.gradients._substitution import is_live
+from zstrat.program.trace._copies import apart_from_now, has_copies, updates_copies
+from zstrat.program.trace._eager import Immediate, own_copy_later, rows_now
+from zstrat.program.trace._fresh import as_replica
+from zstrat.program.trace._int32_checks import marked
+from zstrat.program.trace._iterator import Drawing
+from zstrat.program.trace._refusals import lookup_inside, update_inside
+from zstrat.program.trace._updates import moved, rows_of
+from zstrat.strategy._context import ReplicaContext
+from zstrat.variables import (
+    DeviceHome,
+    KeepsCopies,
+    creator,
+    is_staging,
+    recorder,
+    refuse_read,
+    refuse_update,
+    row_updates,
+)
+
+from ._arguments import dealt, unwrapped
+from ._meetings import brought, optimizing, updating
+from ._per_replica import select_replica
+from ._turns import take_turns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from zstrat.program import StepIterator
+    from zstrat.strategy._strategy import Strategy
+    from zstrat.variables import (
+        AbstractVariable,
+        Creator,
+        GradientCall,
+        HomeRows,
+        Optimizer,
+        Recorder,
+        Table,
+        Variable,
+        VariableRequest,
+    )
+    from zstrat.wire import UpdateOp
+
+    from ._collective import Team
+    from ._turns import ReplicaTurn
+
+
+def in_turns(
+    strategy: Strategy,
+    team: Team,
+    devices: Sequence[jax.Device],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> list[Any]:
+    """What each replica of this process returns.
+
+    Raises:
+        RuntimeError: Replicas do different things, or create different variables; or
+            they read or update one while jax traces outside of a step.
+        ValueError: The rows of what was drawn do not split evenly.
+        Exception: Whatever ``fn`` raises; the other replicas are ended.
+    """
+    outer = recorder.get()
+    is_real = outer is None or is_live(outer)
+    is_unnoticed = outer is None and is_staging()
+    made = _Made(creator.get())
+    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
+
+    def body(mine: ReplicaTurn) -> Any:
+        number = mine.number
+        recorder.set(_Own(mine, team, outer, is_unnoticed))
+        if is_real:
+            creator.set(_Positions(made, number))
+        selected = select_replica(number, tree)
+        if is_real and number < len(devices):
+            selected = jax.tree.map(partial(_near, device=devices[number]), selected)
+        own_args, own_kwargs = selected
+        with ReplicaContext(strategy, team.id_of(number)):
+            return fn(*own_args, **own_kwargs)
+
+    @contextmanager
+    def during(number: int) -> Iterator[None]:
+        is_placed = is_real and number < len(devices)
+        where = jax.default_device(devices[number]) if is_placed else nullcontext()
+        with as_replica(team.first + number, team.size), where:
+            yield
+
+    return take_turns([body] * team.local, during)
+
+
+def _near(leaf: Any, device: jax.Device) -> Any:
+    """What is bound to one device, for the replica on this one. What lies on several
+    stays: no other replica has use for it."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
+
+
+class _Own:
+    """The recorder of one replica."""
+
+    def __init__(
+        self, mine: ReplicaTurn, team: Team, outer: Recorder | None, is_unnoticed: bool
+    ) -> None:
+        self.live = outer is None or is_live(outer)
+        """Whether values are real, so that nothing is being captured."""
+        self.may_create = self.live
+        self._turn = mine
+        self._team = team
+        self._is_unnoticed = is_unnoticed
+        self._outer: Recorder = Immediate() if outer is None else outer
+
+    def read(self, variable: Variable) -> jax.Array:
+        if self._is_unnoticed:
+            refuse_read(variable.spec)
+        is_now = not isinstance(self._outer, Immediate) or not is_staging()
+        if not is_now and updates_copies(variable, self._team.local):
+            return own_copy_later(variable, self._turn.number)
+        if not has_copies(variable, self._team.local):
+            value = self._outer.read(variable)
+            # Another object than what the other replicas read: results are merged by
+            # identity.
+            return value if self.live else jnp.copy(value)
+        if isinstance(self._outer, Immediate):
+            return self._outer.copy(variable, self._turn.number)
+        return self._copies(variable)[self._turn.number]
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if self._is_unnoticed:
+            refuse_update(variable.spec, "update")
+        if optimizer is None and updates_copies(variable, self._team.local):
+            self._update_own(variable, op, operands)
+            return
+
+        def apply(combined: tuple[jax.Array, ...]) -> None:
+            self._outer.update(variable, op, combined, optimizer)
+
+        team = self._team
+        self._turn.meet(updating(team, variable, op, operands, optimizer, apply))
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        if not any(has_copies(c, self._team.local) for c in table.components):
+            return self._outer.lookup(table, ids)
+        if self.live:
+            return rows_now(table, ids, self._rows)
+        if self._turn.is_inside:
+            raise lookup_inside(table)
+        return rows_of(table, marked(ids), self.read)
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        if self._is_unnoticed:
+            refuse_update(table.components[0].spec, "update rows of")
+
+        def apply(combined: tuple[jax.Array, ...]) -> None:
+            index, rows = combined
+            self._outer.update_rows(table, op, (index, rows), optimizer)
+
+        first, team = table.components[0], self._team
+        self._turn.meet(updating(team, first, op, operands, optimizer, apply))
+
+    def optimize(self, call: GradientCall) -> None:
+        if self._is_unnoticed:
+            refuse_update(call.variables[0].spec, "apply a gradient to")
+        self._turn.meet(optimizing(self._team, call, self._outer.optimize))
+
+    def drew(self, leaf: object) -> bool:
+        return self._outer.drew(leaf)
+
+    def draw(self, iterator: StepIterator) -> Any:
+        if isinstance(self._outer, Drawing):
+            return self._outer.draw(iterator)
+        return iterator.draw()
+
+    def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return [np.asarray(self.read(variable))[index] for variable, index in parts]
+
+    def _copies(self, variable: Variable) -> jax.Array:
+        assert isinstance(self._outer, KeepsCopies), self._outer
+        return self._outer.copies(variable)
+
+    def _update_own(
+        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+    ) -> None:
+        if not self.live:
+            apart_from_now(variable)
+            copies = self._copies(variable)
+            value = moved(op, operands, copies[self._turn.number])
+            self._put(variable, copies.at[self._turn.number].set(value))
+            return
+        if any(isinstance(x, jax.core.Tracer) for x in operands):
+            raise update_inside(variable.spec, op.name)
+        if not isinstance(self._outer, Immediate):  # but of what is differentiated
+            raise update_inside(variable.spec, op.name)
+        home = variable.home
+        assert isinstance(home, DeviceHome)
+        # In numpy: a program that is under way may wait for the turn.
+        updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
+        # In a trace, too: what happens to the value is no part of the program.
+        with jax.ensure_compile_time_eval():
+            home.update_copy(variable, self._turn.number, op, updates)
+
+    def _put(self, variable: Variable, copies: Any) -> None:
+        assert isinstance(self._outer, KeepsCopies)
+        self._outer.put_copies(variable, copies)
+
+
+def _own_updates(
+    variable: Variable, op: UpdateOp, operands: tuple[np.ndarray, ...]
+) -> list[tuple[np.ndarray, ...]]:
+    """Operands of the updates of one copy: of rows those that are there.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    if len(operands) == 1:
+        return [operands]
+    index, rows = operands
+    variable.table.require_inside(index)
+    found = row_updates(variable.table, op, (index, rows), None)
+    return [tuple(moves) for _, _, moves, _ in found]
+
+
+class _Made:
+    """What the first replica has created so far, for the others."""
+
+    def __init__(self, inner: Creator | None) -> None:
+        self.inner = inner
+        self.variables: list[tuple[VariableRequest, AbstractVariable]] = []
+        self.optimizers: list[int] = []
+
+
+class _Positions:
+    """The creator in one replica: the first one creates, the others find."""
+
+    def __init__(self, made: _Made, number: int) -> None:
+        self._made = made
+        self._number = number
+        self._variables = 0
+        self._optimizers = 0
+
+    @property
+    def inner(self) -> Creator | None:
+        """Who creates for the first one."""
+        return self._made.inner
+
+    def create_variables(
+        self, requests: Sequence[VariableRequest]
+    ) -> Sequence[AbstractVariable]:
+        made = self._made
+        if self._number == 0:
+            assert made.inner is not None
+            found = made.inner.create_variables(requests)
+            made.variables += zip(requests, found, strict=True)
+            return found
+        return [self._found(request) for request in requests]
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        made = self._made
+        if self._number == 0:
+            assert made.inner is not None
+            made.optimizers.append(made.inner.register_optimizer(optimizer))
+        self._optimizers += 1
+        if self._optimizers > len(made.optimizers):
+            raise RuntimeError(
+                f"replica {self._number} creates an optimizer that replica 0 has not "
+                f"created, {optimizer.name!r}: all replicas create the same"
+            )
+        return made.optimizers[self._optimizers - 1]
+
+    def forget_optimizer(self, optimizer: int) -> None:
+        self._optimizers -= 1
+        if self._number == 0:
+            assert self._made.inner is not None
+            self._made.optimizers.pop()
+            self._made.inner.forget_optimizer(optimizer)
+
+    def _found(self, request: VariableRequest) -> AbstractVariable:
+        place = self._variables
+        self._variables += 1
+        if place >= len(self._made.variables):
+            raise RuntimeError(
+                f"Tried to create variable {request.name!r} on replica {self._number}, "
+                "that replica 0 has not created: all replicas create the same variables"
+            )
+        first, variable = self._made.variables[place]
+        if first.name != request.name:
+            raise RuntimeError(
+                f"Tried to create variable {request.name!r} with mismatching name on "
+                f"replica {self._number}: number {place} of replica 0 is "
+                f"{first.name!r}. All replicas create the same variables, in the same "
+                "order"
+            )
+        return variable

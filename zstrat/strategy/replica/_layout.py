@@ -1,0 +1,161 @@
+"""How the values of the replicas of one process lie on its devices.
+
+What all replicas have of a value is one array over the devices, where it can be one:
+programs take it as it is, and nobody copies it again.
+
+Law of the file: on a CPU, where jax may use numpy's memory as it is, that which a user
+has is copied first, and jax gets the copy.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from zstrat.program.trace._int32_checks import fits
+from zstrat.transport import POOL
+
+from ._arguments import is_known
+from ._collective import AXIS
+from ._per_replica import PerReplica, is_weak, on_one_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.strategy.input._replica_batches import Share
+
+
+class MeshLayout:
+    """How one mesh has the values of its replicas: one to each place of its first axis.
+
+    Args:
+        mesh: ``[replicas, ...]``; the devices of one replica are all that follow.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        grid = mesh.devices
+        self.devices: tuple[jax.Device, ...] = tuple(grid.reshape(len(grid), -1)[:, 0])
+        """The first one of each replica."""
+        self._has_several = mesh.size > len(grid)
+        self.rows: Any = SingleDeviceSharding(self.devices[0])
+        """Of an array ``[replicas * n, ...]``: n rows to each replica in turn."""
+        if mesh.size > 1:
+            made: Any = NamedSharding  # these two are untyped
+            spec: Any = PartitionSpec
+            # One replica has all rows, also of what has none.
+            self.rows = made(mesh, spec(AXIS) if len(grid) > 1 else spec())
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    def place(self, parts: Sequence[Any]) -> Any:
+        """One pytree of those of all replicas, on their devices.
+
+        Args:
+            parts: One pytree of arrays for each replica.
+
+        Returns:
+            A pytree of `PerReplica`: of one array over the devices where the parts have
+            one shape and dtype, else of the parts as they are. With one replica its own
+            pytree, on its device.
+
+        Raises:
+            ValueError: The pytrees differ in their structure.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, parts[0])
+        # Not `regroup`: to jax None is structure, as in the rows of a batch.
+        return jax.tree.map(lambda *leaves: self.placed(leaves), *parts)
+
+    def place_batch(self, batch: Any) -> Any:
+        """The same of one pytree of arrays ``[replicas * n, ...]``, whose rows are
+        dealt out in order: replica i gets those from ``i * n`` on.
+
+        Raises:
+            ValueError: The rows of an array do not split evenly.
+        """
+        if self.replicas == 1:
+            return jax.tree.map(self._put, batch)
+        return jax.tree.map(self._dealt, batch)
+
+    def _dealt(self, array: Any) -> PerReplica:
+        if is_known(array):
+            return PerReplica.of_whole(self._put(array), self.replicas)
+        return PerReplica(np.split(array, self.replicas))  # text stays here
+
+    def place_share(self, share: Share) -> Any:
+        """What the replicas draw in one step, on their devices; as a whole if it splits
+        evenly."""
+        POOL.age(time.monotonic())
+        whole = share.whole
+        return self.place(share.parts) if whole is None else self.place_batch(whole)
+
+    def _put(self, array: Any) -> Any:
+        """The array on the devices. What they do not know (text, dates) stays on the
+        host as it is. So do integers of 64 bits that jax would cut: a program that
+        computes ids of rows from them refuses them."""
+        if not is_known(array):
+            return array
+        if not fits(array):
+            return np.array(array)
+        own = self._own(array)
+        placed: jax.Array
+        if isinstance(own, np.ndarray) and self.replicas > 1:
+            # The same as below, with less ado.
+            slices = own.__getitem__
+            placed = jax.make_array_from_callback(own.shape, self.rows, slices)
+        else:
+            placed = jax.device_put(own, self.rows)
+        return placed
+
+    def _own(self, array: Any) -> Any:
+        """A copy, where jax would use the very memory of an array of numpy: whoever
+        made it may fill it again. It lies where jax takes it as it is, and its memory
+        is used again when the arrays in it are gone: to touch fresh pages for each
+        batch takes longer than to copy it."""
+        if isinstance(array, jax.Array) or self.devices[0].platform != "cpu":
+            return array
+        source = np.asarray(array)
+        copy = POOL.empty(source.shape, source.dtype)
+        np.copyto(copy, source)
+        return copy
+
+    def placed(self, parts: Sequence[Any]) -> PerReplica:
+        """One leaf of `place`: an array for each replica."""
+        arrays = [
+            part if isinstance(part, jax.Array) else np.asarray(part) for part in parts
+        ]
+        kinds = {(array.shape, array.dtype) for array in arrays}
+        if len(kinds) > 1 or not is_known(arrays[0]):
+            return PerReplica(parts)
+        is_scalar = arrays[0].ndim == 0
+        is_key = jnp.issubdtype(arrays[0].dtype, jax.dtypes.prng_key)
+        if all(map(is_weak, arrays)) or (is_scalar and is_key):
+            join = jnp.stack if is_scalar else jnp.concatenate
+            whole = self._put(join(on_one_device(arrays)))
+            return PerReplica.of_whole(whole, self.replicas, stacked=is_scalar)
+        if is_scalar:
+            whole = self._put(np.stack([np.asarray(array) for array in arrays]))
+            return PerReplica.of_whole(whole, self.replicas, stacked=True)
+        if self._has_several:
+            joined = self._put(np.concatenate(arrays))
+            return PerReplica.of_whole(joined, self.replicas)
+        if not all(map(fits, arrays)):
+            return PerReplica.of_whole(np.concatenate(arrays), self.replicas)
+        own = [self._own(array) for array in arrays]
+        there = jax.device_put(own, list(self.devices))
+        return PerReplica.of_whole(self.joined(there), self.replicas)
+
+    def joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """One array of those that are on the devices, which it keeps."""
+        rows, *rest = arrays[0].shape
+        shape = (rows * self.replicas, *rest)
+        return jax.make_array_from_single_device_arrays(shape, self.rows, list(arrays))

@@ -1,0 +1,303 @@
+"""A replica function as a step of its own: what it may return.
+
+The replicas of one process on its devices: how ``run`` runs.
+
+A replica function runs in one of two ways, with the same results.
+
+- *As one program* for all replicas, compiled. In a step it is a part of the step;
+  elsewhere a step of its own is made of it, which does nothing but run it, and kept.
+- *In turns* (`_turns`), replica by replica, if it is no pure function of arrays: if it
+  calls ``merge_call``; if Python looks at a value in it (a branch, ``int``, ``numpy``);
+  if it creates variables; if replicas are given, or return, what cannot be one array;
+  if it is a ``zs.function(eager=True)``.
+
+Law of the file: which way it is, is found out by tracing, never by running twice.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zstrat.program.gradients._substitution import is_live
+from zstrat.program.trace import _joined
+from zstrat.program.trace._int32_checks import fits
+from zstrat.program.trace._signature import Plain
+from zstrat.variables import AbstractVariable, is_staging, recorder
+
+from ._arguments import (
+    NUMBERS,
+    UnevenParts,
+    require_all_one_each,
+    require_known,
+    require_one_each,
+    unwrapped,
+)
+from ._captured import given, run_as
+from ._collective import AXIS, Team
+from ._function_cache import KeptSteps
+from ._in_turns import in_turns
+from ._layout import MeshLayout
+from ._one_program import alone, as_one_program
+from ._per_replica import (
+    DistributedValues,
+    PerReplica,
+    is_distributed,
+    is_weak,
+    loose,
+    select_replica,
+)
+from ._regroup import regroup
+from ._turns import NeedsTurns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.strategy._strategy import Strategy
+
+
+class _Itself:
+    """A variable that a function returns, as a part of the structure of its result."""
+
+    def __init__(self, variable: AbstractVariable) -> None:
+        self.which = _Which(variable)
+
+
+class _Which:
+    """Says which variable it is: structures are compared, and what is compared in place
+    of a variable are its values."""
+
+    def __init__(self, variable: AbstractVariable) -> None:
+        self.variable = variable
+        self._key = type(variable), tuple([x.spec for x in variable.components])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Which) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+jax.tree_util.register_pytree_node(
+    _Itself, lambda node: ((), node.which), lambda which, _: which.variable
+)
+
+
+def returned(leaf: Any) -> Any:
+    """A leaf of what a function returns that is a step of its own.
+
+    Raises:
+        NeedsTurns: It is nothing that a program returns.
+    """
+    if isinstance(leaf, AbstractVariable):
+        return _Itself(leaf)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise NeedsTurns("it returns a random key")
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic, *_PLAIN)):
+        return leaf
+    raise NeedsTurns(f"it returns a {type(leaf).__name__}")
+
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes)
+
+
+_log: Final = logging.getLogger(__name__)
+
+# jax's stubs leave it untyped.
+_spec: Final[Any] = PartitionSpec
+
+
+class LocalMesh:
+    """The devices of this process that the replicas of one strategy run on.
+
+    Args:
+        strategy: Whose replicas they are.
+        devices: One for each replica, at least one; or an array ``[replicas, ...]`` of
+            them, of which each replica has several.
+        axes: Names of the axes behind the first one.
+        is_compiled: Whether nothing runs but programs: turns are traced, and what
+            cannot be is refused.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: Any,
+        axes: Sequence[str] = (),
+        *,
+        is_compiled: bool = False,
+    ) -> None:
+        grid = np.array(devices, dtype=object)
+        self.mesh = Mesh(grid, (AXIS, *axes))
+        self.layout = MeshLayout(self.mesh)
+        self.devices: tuple[jax.Device, ...] = self.layout.devices
+        self.team = Team(len(grid))
+        self._strategy = strategy
+        self._is_compiled = is_compiled
+        self._kept = KeptSteps(self._as_step)
+        is_usual = self.devices[0] == jax.local_devices()[0]
+        self._is_elsewhere = grid.size == 1 and not is_usual
+
+    @property
+    def replicas(self) -> int:
+        return len(self.devices)
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the replicas return, brought together; called in the strategy's scope.
+
+        Raises:
+            TypeError: A function that must be compiled returns what no program does.
+            Exception: Whatever ``fn`` raises.
+        """
+        current = recorder.get()
+        if current is not None and is_live(current):
+            return self._in_turns(fn, args, kwargs)
+        if current is not None or is_staging():
+            return self._staged(fn, args, kwargs)
+        kept = self._kept.of(fn)
+        if kept.why_not is None:
+            try:
+                values, named = self._given((tuple(args), dict(kwargs)))
+                with self._there():
+                    return run_as(kept.step, fn, values, named)
+            except NeedsTurns as found:
+                if self._is_compiled:
+                    raise TypeError(
+                        f"{kept.step.name} is compiled, and {found}: a program returns "
+                        "arrays, numbers, strings and None"
+                    ) from None
+                kept.why_not = str(found)
+                _log.info("%s runs replica by replica: %s", kept.step.name, found)
+            except UnevenParts:
+                pass  # this time: the last batch of a dataset, say, or text
+        return self._in_turns(fn, args, kwargs)
+
+    def _there(self) -> AbstractContextManager[Any]:
+        """Inside, what is bound to no device is computed on the only one."""
+        if not self._is_elsewhere:
+            return nullcontext()
+        on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
+        return on
+
+    def _in_turns(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        require_all_one_each((args, kwargs), self.replicas)
+        tree = _joined.mapped(self._near, (tuple(args), dict(kwargs)))
+        results = in_turns(
+            self._strategy, self.team, self.devices, fn, tree[0], tree[1]
+        )
+        return results[0] if self.replicas == 1 else regroup(results, self._merged)
+
+    def _merged(self, parts: Sequence[Any]) -> PerReplica:
+        """What the replicas made in turns: one array, if each part is on the device of
+        its replica."""
+        if not all(isinstance(part, jax.Array) for part in parts):
+            return PerReplica(parts)
+        kinds = {(part.shape, part.dtype) for part in parts}
+        where = [
+            None if isinstance(part, jax.core.Tracer) else part.devices()
+            for part in parts
+        ]
+        if (
+            len(kinds) > 1
+            or parts[0].ndim == 0
+            or any(map(is_weak, parts))
+            or where != [{device} for device in self.devices]
+        ):
+            return PerReplica(parts)
+        return PerReplica.of_whole(self.layout.joined(parts), self.replicas)
+
+    @staticmethod
+    def _near(leaf: Any) -> Any:
+        """An array that all devices have, as one that each may compute with."""
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if len(leaf.devices()) == 1 or not leaf.is_fully_replicated:
+            return leaf
+        return loose(leaf.addressable_shards[0].data, weak=is_weak(leaf))
+
+    def _as_step(self) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            way = self._staged if self._is_compiled else self._traced
+            return _joined.mapped(returned, way(given(), args, kwargs))
+
+        return step
+
+    def _staged(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """As a part of the program that is being traced, in either way."""
+        try:
+            return self._traced(fn, args, kwargs)
+        except (NeedsTurns, UnevenParts):
+            return self._in_turns(fn, args, kwargs)
+
+    def _traced(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        if self.replicas == 1:
+            require_all_one_each((args, kwargs), 1)
+            args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
+            return alone(self._strategy, fn, args, kwargs)
+        return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
+
+    def _given(self, tree: Any) -> Any:
+        """The arguments of a step of its own: values per replica on their devices, and
+        Python numbers as what they are.
+
+        Raises:
+            UnevenParts: There is text among them, say. Where nothing runs but programs,
+                the step refuses it.
+        """
+        if not self._is_compiled:
+            require_known(tree)
+        return jax.tree.map(self._given_leaf, tree, is_leaf=is_distributed)
+
+    def _given_leaf(self, leaf: Any) -> Any:
+        if type(leaf) in NUMBERS:
+            return Plain(leaf)
+        require_one_each(leaf, self.replicas)
+        is_traced = isinstance(leaf, jax.core.Tracer)  # refused, with words, later
+        if isinstance(leaf, jax.Array) and not is_traced and leaf.committed:
+            return jax.device_put(leaf, self._everywhere(leaf))
+        if not isinstance(leaf, DistributedValues) or leaf.whole is not None:
+            return leaf
+        return regroup(leaf.values, self._given_parts, always_wrap=True)
+
+    def _everywhere(self, array: jax.Array) -> Any:
+        """Where an array that is bound to devices is given to all replicas: where it
+        is, if all of them are there."""
+        if self.replicas == 1:
+            return self.layout.rows
+        if array.sharding.device_set == set(self.mesh.devices.flat):
+            return array.sharding
+        made: Any = NamedSharding  # untyped
+        return made(self.mesh, _spec())
+
+    def _given_parts(self, parts: Sequence[Any]) -> Any:
+        numbers = [Plain(part) for part in parts if type(part) in NUMBERS]
+        if len(numbers) == len(parts):
+            if len(set(numbers)) == 1:
+                return numbers[0]
+            if all(fits(np.asarray(part)) for part in parts):
+                parts = [jnp.asarray(part) for part in parts]
+        return self.layout.placed(parts)

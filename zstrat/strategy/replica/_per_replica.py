@@ -1,0 +1,254 @@
+"""One value for each local replica: a tuple of values, or one array over all devices.
+
+An array over the devices is laid out so that each device has exactly what its replica
+made: a program takes it as it is and gives it as it is, and nothing is copied. The
+values of the replicas are then views of it, made when they are asked for.
+
+Law of the file: whichever way it is kept, ``values`` are the same, and so is what jax
+sees of it: the values, each a leaf. Only zstrat's own flattening sees the one array
+(`zstrat.program.trace._joined`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.program import name_node
+from zstrat.program.trace import _joined
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class DistributedValues:
+    """One value (an array or a pytree) per local replica, in replica order.
+
+    Base of `PerReplica` and `Mirrored`. A step may take and return it. To jax it is a
+    pytree of the values: `jax.tree.map` calls its function once for each replica. What
+    is to be computed with all of them in one operation is there by another name,
+    `whole`.
+    """
+
+    __slots__ = ("_count", "_stacked", "_values", "_whole")
+    _values: tuple[Any, ...] | None
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = tuple(values)
+        self._count = len(self._values)
+        self._whole: Any = None
+        self._stacked = False
+
+    @classmethod
+    def of_whole(cls, whole: Any, replicas: int, *, stacked: bool = False) -> Self:
+        """The values that one array has for all replicas.
+
+        Args:
+            whole: ``[replicas * n, ...]``, of which replica i has the rows from
+                ``i * n`` on.
+            stacked: ``whole`` is ``[replicas, ...]``, and replica i's value is
+                ``whole[i]``: the way of scalars.
+        """
+        made = object.__new__(cls)
+        made._values, made._count = None, replicas
+        made._whole, made._stacked = whole, stacked
+        return made
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """One value per replica: of an array over the devices the view that each
+        device has."""
+        if self._values is not None:
+            return self._values
+        found = _views(self._whole, self._count, self._stacked)
+        if not any(isinstance(value, jax.core.Tracer) for value in found):
+            # What is traced belongs to the trace that asks.
+            self._values = found
+        return found
+
+    @property
+    def whole(self) -> Any:
+        """The one array in which all values lie, None if there is none.
+
+        Its rows are the replicas' rows, those of replica 0 first, so functions that do
+        not look beyond a row (``x * 2``) may take it in place of the values: it is one
+        operation for all devices. Functions that look along the first axis (softmax,
+        cumsum, ``x[::-1]``) would mix the replicas. Under plain `jax.jit` on
+        accelerators, give it this array: jax refuses arguments that lie on different
+        devices each.
+        """
+        return self._whole
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether replica i's value is ``whole[i]``, and not some rows of it."""
+        return self._stacked
+
+    @property
+    def replicas(self) -> int:
+        """How many values."""
+        return self._count
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.values,)
+
+    def __repr__(self) -> str:
+        lines = (f"  {i}: {value!r}" for i, value in enumerate(self.values))
+        return f"{type(self).__name__}:{{\n" + ",\n".join(lines) + "\n}"
+
+
+@final
+class PerReplica(DistributedValues):
+    """Values that differ from replica to replica."""
+
+    __slots__ = ()
+
+
+@final
+class Mirrored(DistributedValues):
+    """Values that are known to be equal on all replicas; any of them may be used in
+    place of all."""
+
+    __slots__ = ()
+
+
+_Layout = tuple[int, bool] | None
+"""Of the one array: how many replicas, and whether it is stacked. None: the values."""
+
+
+def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
+    if node.whole is not None and _joined.is_joined():
+        return (node.whole,), (node.replicas, node.is_stacked)
+    return node.values, None
+
+
+def _per_replica(layout: _Layout, children: Any) -> PerReplica:
+    if layout is None:
+        return PerReplica(children)
+    return PerReplica.of_whole(children[0], layout[0], stacked=layout[1])
+
+
+def _mirrored(layout: _Layout, children: Any) -> Mirrored:
+    if layout is None:
+        return Mirrored(children)
+    return Mirrored.of_whole(children[0], layout[0], stacked=layout[1])
+
+
+jax.tree_util.register_pytree_node(PerReplica, _children, _per_replica)
+name_node(PerReplica, "per replica", PerReplica)
+jax.tree_util.register_pytree_node(Mirrored, _children, _mirrored)
+
+
+def is_distributed(node: object) -> bool:
+    """Whether this is a value per replica."""
+    return isinstance(node, DistributedValues)
+
+
+def select_replica(replica: int, tree: Any) -> Any:
+    """The pytree as that replica sees it."""
+    return jax.tree.map(
+        lambda node: (
+            node.values[replica] if isinstance(node, DistributedValues) else node
+        ),
+        tree,
+        is_leaf=is_distributed,
+    )
+
+
+def local_results(value: Any) -> tuple[Any, ...]:
+    """One entry per replica; ``(value,)`` if nothing in it is distributed."""
+    if isinstance(value, DistributedValues):
+        return value.values
+    for node in jax.tree.leaves(value, is_leaf=is_distributed):
+        if isinstance(node, DistributedValues):
+            return tuple(select_replica(i, value) for i in range(node.replicas))
+    return (value,)
+
+
+# ---- views of one array ----------------------------------------------------------
+
+
+def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
+    shards = _shards(whole, count)
+    if shards is not None:
+        weak = is_weak(whole)
+        return tuple(loose(shard, stacked, weak=weak) for shard in shards)
+    if stacked:
+        return tuple(whole[i] for i in range(count))
+    rows = whole.shape[0] // count
+    return tuple(whole[i * rows : (i + 1) * rows] for i in range(count))
+
+
+def _shards(whole: Any, count: int) -> list[jax.Array] | None:
+    """What each device has, if that is what each replica has; of several devices of a
+    replica the first one's."""
+    if not isinstance(whole, jax.Array) or isinstance(whole, jax.core.Tracer):
+        return None
+    shards = whole.addressable_shards
+    rows = whole.shape[0] // count
+    wanted = (rows, *whole.shape[1:])
+    if count == 1 or len(shards) % count:
+        return None
+    # Backwards: the first one of each replica stays. They come in the mesh's order.
+    found = {shard.index[0].start or 0: shard.data for shard in reversed(shards)}
+    if sorted(found) != [rows * i for i in range(count)]:
+        return None
+    if any(data.shape != wanted for data in found.values()):
+        return None
+    return [found[rows * i] for i in range(count)]
+
+
+def is_weak(array: Any) -> bool:
+    """Whether it takes the dtype of what it meets, as Python numbers do in jax."""
+    return isinstance(array, jax.Array) and bool(jax.typeof(array).weak_type)
+
+
+def loose(
+    shard: jax.Array, stacked: bool = False, *, weak: bool | None = None
+) -> jax.Array:
+    """The shard as an array that may meet those of other devices: jax refuses to
+    compute with a shard as it is and one of another device. No copy but of a scalar. On
+    accelerators, where jax has no way to do so without one, it is the shard.
+
+    ``weak``: whether it is of a weak type, which a part of an array does not know; left
+    out: as it says itself.
+    """
+    (device,) = shard.devices()
+    is_extended = jnp.issubdtype(shard.dtype, jax.dtypes.extended)
+    found: jax.Array
+    if device.platform != "cpu" or is_extended:
+        found = shard[0] if stacked else shard
+    else:
+        view = np.asarray(shard)
+        with jax.default_device(device):
+            found = jax.device_put(view[0] if stacked else view)
+    is_wanted = is_weak(shard) if weak is None else weak
+    return _weak(found, device) if is_wanted and not is_weak(found) else found
+
+
+def _weak(array: jax.Array, device: jax.Device) -> jax.Array:
+    """The array with a weak type, which none of jax's functions gives it."""
+    with jax.default_device(device):
+        like = jnp.full(array.shape, array.dtype.type(0).item())
+        found: jax.Array = like.at[...].set(array)
+    return found
+
+
+def on_one_device(arrays: Sequence[Any]) -> list[Any]:
+    """Arrays that may be computed with together: those that are bound to other devices
+    than the first one come to it."""
+    bound = [
+        x
+        for x in arrays
+        if isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and x.committed
+    ]
+    if len({frozenset(x.devices()) for x in bound}) < 2:
+        return list(arrays)
+    where = bound[0].sharding
+    moved = {id(x) for x in bound if x.devices() != bound[0].devices()}
+    return [jax.device_put(x, where) if id(x) in moved else x for x in arrays]

@@ -1,0 +1,276 @@
+"""One replica function on several local devices, as one program.
+
+The function is traced once under a named axis ``replica``: collectives inside it are
+jax's own over that axis. What it reads is found by an abstract trace first, because a
+program over a mesh takes its inputs as arguments; then the same function is mapped over
+the devices, or, where this process has fewer devices than there are replicas (a
+coordinator that only plans, a debugging run), over an axis of one device, which gives
+the same values.
+
+Law of the file: an update made inside a replica is brought together with those of the
+other replicas here, at the moment it is made, and reaches the step once. Gradients are
+summed over the replicas; everything else follows the variable's aggregation. The rules
+of captures hold inside too: a region is a capture of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program.gradients._substitution import is_live
+from zstrat.program.stages._cross import within_mesh
+from zstrat.program.trace._context import asked
+from zstrat.program.trace._copies import (
+    apart_from_now,
+    copies_of,
+    has_copies,
+    keep_copies,
+)
+from zstrat.program.trace._eager import Immediate
+from zstrat.program.trace._feeds import Replay
+from zstrat.program.trace._flow import Flow
+from zstrat.program.trace._int32_checks import uncut
+from zstrat.program.trace._where import claimed
+from zstrat.variables import (
+    Recorder,
+    Variable,
+    read_all,
+    recorder,
+    refuse_read,
+    refuse_update,
+)
+
+from ._one_replica import OneReplica, discovered
+from ._region import in_stages
+from ._spread import Spread, mapped_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from jax.sharding import Mesh
+
+    from zstrat.program.trace._capture import Capture, RecordedLookup
+    from zstrat.program.trace._updates import Recorded
+
+    from ._collective import Team
+    from ._one_replica import ReplicaFunction
+
+
+def replicate(
+    fn: ReplicaFunction,
+    shared: Sequence[Any],
+    split: Sequence[Spread],
+    *,
+    team: Team,
+    mesh: Mesh | None = None,
+) -> Any:
+    """Runs ``fn`` once per replica and returns its pytree, each array as `Spread`.
+
+    Leaves that are no jax arrays are the same object in every replica and stay what
+    they are. Reads and updates of variables go through the step that is being traced,
+    or to the variables' homes when none is. A variable of which each replica has a copy
+    of its own is read and updated there (see `_copies`).
+
+    Args:
+        shared: Arrays that every replica gets whole.
+        split: Arrays of which each replica gets its part.
+        team: The replicas, of which this process has at least 2.
+        mesh: Whose axis `AXIS` has a device for each replica; without it one device
+            computes all replicas.
+
+    Raises:
+        ValueError: An update of a variable whose aggregation is NONE, or integers of
+            numpy that do not fit the 32 bits that jax computes with.
+        NotImplementedError: A scatter update that cannot be aggregated.
+        RuntimeError: An update under a jax transformation, a read after an optimizer's
+            update, or a draw, inside a replica; or any read or update while jax traces
+            outside of a step.
+    """
+    shared = [uncut(x) for x in shared]
+    split = [Spread(uncut(x.array), x.stacked) for x in split]
+    count = team.local
+    found = discovered(fn, shared, split, team)
+    recording = recorder.get()
+    if recording is None:
+        _refuse_unnoticed(found)
+    outside = Immediate() if recording is None else recording
+    for variable, _ in found.own.values():
+        apart_from_now(variable)
+    own = [v for v in found.variables if has_copies(v, count)]
+    variables = [v for v in found.variables if not has_copies(v, count)]
+    if recording is None:
+        values = [jnp.asarray(value) for value in read_all(variables)]
+    else:
+        values = [recording.read(variable) for variable in variables]
+    copies = [Spread(copies_of(outside, variable), stacked=True) for variable in own]
+    given = _Given(len(split), variables, own)
+
+    def mapped(
+        one: Callable[..., Any], rows: Sequence[Spread], whole: Sequence[Any] = ()
+    ) -> Any:
+        mine = [*split, *copies, *rows]
+        return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
+
+    rows = _looked_up(fn, found, given, mapped, outside, team)
+    traced: list[_Traced] = []
+
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        replica = OneReplica(given.feed(values, mine), team)
+        with replica.recording():
+            leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
+        traced[:] = [_Traced(leaves, treedef, replica.capture)]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        changed = [value[None] for _, value in replica.capture.own.values()]
+        return [*arrays, *changed], [x.operands for x in replica.capture.updates]
+
+    if team.channel is None or within_mesh.get():
+        arrays, operands = mapped(one, rows)
+    else:
+        # Other processes may run their replicas in turns, by the same order.
+        now = recording is None or is_live(recording)
+        arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
+    (region,) = traced
+    if region.capture.asked_context and (tell := asked.get()) is not None:
+        tell()
+    changed = list(region.capture.own.values())
+    results = len(arrays) - len(changed)
+    for (variable, _), copy in zip(changed, arrays[results:], strict=True):
+        keep_copies(outside, variable, copy.array)
+    passed_on(region.capture.updates, operands, outside)
+    return region.result(arrays[:results])
+
+
+def passed_on(
+    updates: Sequence[Recorded], operands: Sequence[Any], outside: Recorder
+) -> None:
+    """Updates that were made in a region, with operands outside of it."""
+    for update, combined in zip(updates, operands, strict=True):
+        if update.call is not None:
+            outside.optimize(update.call.with_arrays(combined))
+        elif update.table is not None:
+            index, new = combined
+            outside.update_rows(update.table, update.op, (index, new), update.optimizer)
+        else:
+            (variable,) = update.variables
+            outside.update(variable, update.op, tuple(combined), update.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a replica is given of its own, in a row: ``arguments`` arrays, its copies of
+    the variables ``own``, and rows that it looks up. All share ``variables``."""
+
+    count: int
+    variables: Sequence[Variable]
+    own: Sequence[Variable]
+
+    def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
+        return mine[: self.count]
+
+    @property
+    def before_rows(self) -> int:
+        return self.count + len(self.own)
+
+    def feed(
+        self,
+        values: Sequence[Any],
+        mine: Sequence[Any],
+        rows: Sequence[Any] | None = None,
+    ) -> Replay:
+        """What the function meets; ``rows`` in place of those among ``mine``."""
+        met = (*self.variables, *self.own)
+        copies = mine[self.count : self.before_rows]
+        known = {
+            variable.spec.key: value
+            for variable, value in zip(met, (*values, *copies), strict=True)
+        }
+        if rows is None:
+            rows = mine[self.before_rows :]
+        return Replay("strategy.run", known, (), rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """What the trace of a region left: leaves of its result, and its effects."""
+
+    leaves: list[Any]
+    treedef: Any
+    capture: Capture
+
+    def result(self, arrays: Sequence[Any]) -> Any:
+        """The result, with these in place of its jax arrays."""
+        stacked = iter(arrays)
+        return self.treedef.unflatten(
+            [next(stacked) if isinstance(x, jax.Array) else x for x in self.leaves]
+        )
+
+
+# ---- what the function wants -----------------------------------------------------
+
+
+def _refuse_unnoticed(found: Capture) -> None:
+    """Refuses what the replicas do to variables where jax traces and no step does."""
+    for variable, _ in found.own.values():
+        refuse_update(variable.spec, "update")
+    for update in found.updates:
+        refuse_update(update.variables[0].spec, "update")
+    for variable in found.variables:
+        refuse_read(variable.spec)
+
+
+def _looked_up(
+    fn: ReplicaFunction,
+    found: Capture,
+    given: _Given,
+    mapped: Callable[[Callable[..., Any], Sequence[Spread]], Any],
+    outside: Recorder,
+    team: Team,
+) -> list[Spread]:
+    """The rows of the replicas' lookups, looked up in the step.
+
+    The replicas compute the ids that need no rows, and nothing else; with these rows
+    the ids that need no others; and so on.
+    """
+    kinds = [_rows_kind(lookup) for lookup in found.lookups]
+    rows: dict[int, Spread] = {}
+    before = given.before_rows
+    ready: list[int] = []
+
+    def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
+        def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
+            replica = OneReplica(given.feed(values, mine, rows), team)
+            with replica.recording():
+                fn(shared, given.arguments(mine))
+            return [lookup.ids for lookup in replica.capture.lookups]
+
+        known = dict(zip(sorted(rows), mine[before:], strict=True))
+        own_rows = [known.get(n, kind) for n, kind in enumerate(kinds)]
+        args = (values, shared, mine[:before], own_rows)
+        flow, leaves = Flow(jax.make_jaxpr(ids)(*args)), jax.tree.leaves(args)
+        unknown = sum(
+            1 << n for n, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)
+        )
+        left = [n for n in range(len(kinds)) if n not in rows]
+        ready[:] = [n for n in left if not flow.inputs_of([n]) & unknown]
+        part, needed = flow.part(ready)
+        return part(*[leaves[n] for n in needed]), []
+
+    while len(rows) < len(kinds):
+        computed, _ = mapped(one, [rows[n] for n in sorted(rows)])
+        for number, ids in zip(tuple(ready), computed, strict=True):
+            lookup = found.lookups[number]
+            with claimed(lookup.where):
+                found_rows = outside.lookup(lookup.table, ids.array)
+            rows[number] = Spread(found_rows, ids.stacked)
+    return [rows[n] for n in range(len(kinds))]
+
+
+def _rows_kind(lookup: RecordedLookup) -> Any:
+    table = lookup.table
+    dtype: Any = jax.dtypes.canonicalize_dtype(table.dtype)
+    kind: Any = jax.ShapeDtypeStruct  # untyped
+    return kind((*lookup.ids.shape, *table.shape[1:]), dtype)

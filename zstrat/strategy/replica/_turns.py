@@ -1,0 +1,292 @@
+"""What a context of jax has set, where replicas take turns.
+
+jax keeps its settings per thread, and replicas in turns share one: what one has set
+when it lets the others run would be theirs, and left in an order that is not the
+reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
+put back for the others and for itself; of everything else jax offers no way to do so
+that leaves no trace, and it is refused.
+
+Law of the file: nothing is set here but names.
+
+Replicas in turns: one after the other, until all have come to the same place.
+
+Each replica is a greenlet with a context of its own (what is current in it: replica,
+recorder). It runs until it ends or *meets* the others, in replica order; when all have
+come, what they meet for is done once, by the one who lets them run, and each goes on
+with what it is given. So there is never more than one that runs, and the order is
+always the same: names of variables and random numbers come out alike in every run.
+
+They are no threads because jax's traces belong to a thread: turns may be taken in the
+middle of one.
+
+Law of the file: who waits is woken, with a value or by being ended; nothing is left
+when a replica fails.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+from greenlet import GreenletExit, getcurrent, greenlet
+from jax.extend import source_info_util
+
+from zstrat.program.trace._fresh import current_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+    from contextlib import AbstractContextManager
+
+_CONTEXTS: Final = {
+    "jax_enable_x64": "jax.enable_x64",
+    "jax_default_device": "jax.default_device",
+    "jax_default_matmul_precision": "jax.default_matmul_precision",
+    "jax_disable_jit": "jax.disable_jit",
+    "jax_numpy_rank_promotion": "jax.numpy_rank_promotion",
+    "jax_numpy_dtype_promotion": "jax.numpy_dtype_promotion",
+    "jax_default_prng_impl": "jax.default_prng_impl",
+    "jax_threefry_partitionable": "jax.threefry_partitionable",
+    "jax_debug_nans": "jax.debug_nans",
+    "jax_debug_infs": "jax.debug_infs",
+    "jax_check_tracer_leaks": "jax.check_tracer_leaks",
+    "jax_log_compiles": "jax.log_compiles",
+    "jax_transfer_guard_host_to_device": "jax.transfer_guard",
+    "jax_transfer_guard_device_to_device": "jax.transfer_guard",
+    "jax_transfer_guard_device_to_host": "jax.transfer_guard",
+}
+"""Settings, and the context managers that make them."""
+
+_read: Final = operator.attrgetter(*_CONTEXTS)
+
+
+class JaxSettings:
+    """The settings of this thread when this is made."""
+
+    __slots__ = ("_mesh", "_names", "_values")
+
+    def __init__(self) -> None:
+        self._values = _read(jax.config)
+        self._mesh = jax.sharding.get_abstract_mesh()
+        self._names = source_info_util.current_name_stack()
+
+    def require_unchanged(self, what: str) -> None:
+        """Refuses to let others run under other settings.
+
+        Raises:
+            RuntimeError: One has been changed.
+        """
+        values = _read(jax.config)
+        if values == self._values and jax.sharding.get_abstract_mesh() == self._mesh:
+            return
+        changed = [
+            name
+            for name, before, now in zip(
+                _CONTEXTS.values(), self._values, values, strict=True
+            )
+            if before != now
+        ]
+        context = changed[0] if changed else "jax.set_mesh"
+        raise RuntimeError(
+            f"{what} inside `with {context}(...)`, in a replica function that runs in "
+            "turns with the others: jax keeps this setting per thread, so it would be "
+            "theirs too, and stay. Leave the context before and enter it again after, "
+            "or enter it around strategy.run"
+        )
+
+    def names(self) -> AbstractContextManager[Any]:
+        """While entered, the names for profiles are those of then."""
+        context: AbstractContextManager[Any]
+        context = source_info_util.set_name_stack(self._names)
+        return context
+
+
+class NeedsTurns(BaseException):
+    """The function is none that one program could do for all replicas. No `Exception`:
+    the function itself must not catch it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMeeting:
+    """What one replica comes to a meeting for.
+
+    ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
+    of all replicas and returns what each is given; that of replica 0 is called.
+    ``handled`` is the error that the replica cleans up after, or handles, meanwhile.
+    """
+
+    key: Hashable
+    words: str
+    value: Any
+    join: Callable[[Sequence[Any]], Sequence[Any]]
+    handled: BaseException | None = field(default_factory=sys.exception)
+
+
+class ReplicaTurn:
+    """The turn of one replica, as its function knows it."""
+
+    def __init__(self, number: int, body: Callable[[ReplicaTurn], Any]) -> None:
+        self.number = number
+        self.result: Any = None
+        self.meeting: ReplicaMeeting | None = None
+        """What it waits for, None if it has ended."""
+        self._body = body
+        self._is_over = False
+        self._trace: object = None
+        self._settings: JaxSettings | None = None
+        self._greenlet = greenlet(self._run)
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether jax transforms what its function does now."""
+        return current_trace() != self._trace
+
+    def meet(self, meeting: ReplicaMeeting) -> Any:
+        """Waits for the other replicas; returns what this one is given.
+
+        Raises:
+            RuntimeError: Inside a function that jax transforms, which cannot wait, or
+                in a context that sets something in jax.
+        """
+        if self._is_over:
+            raise GreenletExit
+        if self.is_inside:
+            raise RuntimeError(
+                f"{meeting.words} inside a function that jax transforms (jax.grad, "
+                "jax.jit, jax.lax.scan, ...), in a replica function that runs in turns "
+                "with the others: such a function cannot wait for them. Do it before "
+                "or after that function"
+            )
+        parent, settings = getcurrent().parent, self._settings
+        assert parent is not None
+        assert settings is not None
+        settings.require_unchanged(meeting.words)
+        with settings.names():
+            return parent.switch(meeting)
+
+    def go_on(self, given: Any) -> None:
+        """Lets it run to its end or the next meeting.
+
+        Raises:
+            BaseException: Whatever the replica function raises.
+        """
+        came = self._greenlet.switch(given)
+        self.meeting = came if isinstance(came, ReplicaMeeting) else None
+
+    def end(self) -> None:
+        """Ends one that waits, or has not begun."""
+        self._is_over = True
+        self.meeting = None
+        if not self._greenlet.dead:
+            self._greenlet.throw(GreenletExit)
+
+    def _run(self, _: Any) -> None:
+        self._trace, self._settings = current_trace(), JaxSettings()
+        turn.set(self)
+        self.result = self._body(self)
+
+
+turn: Final[ContextVar[ReplicaTurn | None]] = ContextVar("zstrat_turn", default=None)
+"""The turn that this code is in, if any. Set in the context of the turn alone."""
+
+
+def take_turns(
+    bodies: Sequence[Callable[[ReplicaTurn], Any]],
+    during: Callable[[int], AbstractContextManager[Any]],
+) -> list[Any]:
+    """What the replicas return, in order.
+
+    Args:
+        bodies: One function for each replica.
+        during: Entered while the replica of this number runs.
+
+    Raises:
+        RuntimeError: Not all replicas come to the same meetings.
+        BaseException: Whatever one of them raises, or a meeting; all others are ended.
+    """
+    turns = [ReplicaTurn(number, body) for number, body in enumerate(bodies)]
+    given: Sequence[Any] = [None] * len(turns)
+    try:
+        while True:
+            for each, value in zip(turns, given, strict=True):
+                with during(each.number):
+                    each.go_on(value)
+            meetings = [each.meeting for each in turns]
+            if not any(meetings):
+                return [each.result for each in turns]
+            came = _all_of(meetings)
+            given = came[0].join([meeting.value for meeting in came])
+    except BaseException as error:  # to the caller, when all have ended
+        _end_all(turns, during, error)
+        raise
+
+
+def _end_all(
+    turns: Sequence[ReplicaTurn],
+    during: Callable[[int], AbstractContextManager[Any]],
+    error: BaseException,
+) -> None:
+    """Ends all; what they raise while they clean up is noted at the error that is why.
+
+    Raises:
+        BaseException: One that is no `Exception`, such as an interrupt, when all have
+            ended.
+    """
+    interrupt: BaseException | None = None
+    for each in turns:
+        try:
+            with during(each.number):
+                each.end()
+        except Exception as other:  # goes into the note
+            error.add_note(
+                f"replica {each.number}, which was ended for this, raised "
+                f"{type(other).__name__} while it cleaned up: {other}"
+            )
+        except BaseException as other:  # to the caller, when all have ended
+            interrupt = interrupt or other
+    if interrupt is not None:
+        raise interrupt from error
+
+
+def _all_of(meetings: Sequence[ReplicaMeeting | None]) -> list[ReplicaMeeting]:
+    """The meetings, if all replicas came to the same one.
+
+    Raises:
+        RuntimeError: Says who did not. Its cause is the error that a replica cleans up
+            after: one that fails does other things than those that do not.
+    """
+    came = [meeting for meeting in meetings if meeting is not None]
+    difference = _difference(meetings, came)
+    if difference is None:
+        return came
+    for meeting in came:
+        if meeting.handled is not None:
+            raise RuntimeError(difference) from meeting.handled
+    raise RuntimeError(difference)
+
+
+def _difference(
+    meetings: Sequence[ReplicaMeeting | None], came: Sequence[ReplicaMeeting]
+) -> str | None:
+    """Who came to another meeting than replica 0, or to none, in words."""
+    if len(came) < len(meetings):
+        waiting = next(n for n, meeting in enumerate(meetings) if meeting is not None)
+        ended = next(n for n, meeting in enumerate(meetings) if meeting is None)
+        return (
+            "Some replicas made a different number of merge_call() calls. Replica "
+            f"{ended} has returned, and replica {waiting} waits in {came[0].words}: "
+            "all replicas do the same things together (merge_call, all_reduce, "
+            "all_gather, updates of variables that are aggregated)"
+        )
+    for number, meeting in enumerate(came):
+        if meeting.key != came[0].key:
+            return (
+                f"replica 0 waits in {came[0].words}, and replica {number} in "
+                f"{meeting.words}: all replicas do the same things in the same order"
+            )
+    return None

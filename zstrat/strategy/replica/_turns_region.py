@@ -1,0 +1,188 @@
+"""Replicas of one process among several that are given arrays of different shapes, in a
+step: each is traced by itself, and all of them are one part of the program.
+
+Other processes may have been given arrays of one shape, whose replicas are one program
+(`zstrat.strategy.replica._region`). All processes do the same collectives together, and a step
+does those together whose operands are known at the same time. So here, too, whatever
+goes in goes in together, and each stage is one part, of which everything comes out
+together.
+
+Law of the file: the step is told in the end, as of a program of all replicas.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from zstrat.program.gradients._substitution import is_live
+from zstrat.program.trace import _joined
+from zstrat.program.trace._capture import Capture
+from zstrat.program.trace._context import asked
+from zstrat.program.trace._copies import copies_of, has_copies, keep_copies
+from zstrat.program.trace._feeds import Discovery, Replay
+from zstrat.strategy.reduce._values import is_whole
+from zstrat.variables import recorder
+
+from ._arguments import UnevenParts, dealt, require_all_one_each, unwrapped
+from ._in_turns import in_turns
+from ._one_program import needs_turns
+from ._region import in_stages
+from ._regroup import regroup
+from ._replicas import passed_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.program.trace._feeds import TraceFeed
+    from zstrat.program.trace._iterator import Element, StepIterator
+    from zstrat.strategy._strategy import Strategy
+    from zstrat.variables import Recorder, Variable
+
+    from ._collective import Team
+
+# jax's stubs leave it untyped.
+_barrier: Final[Any] = jax.lax.optimization_barrier
+
+
+def uneven(
+    strategy: Strategy,
+    team: Team,
+    devices: Sequence[jax.Device],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """What the replicas of this process return, brought together. Those of other
+    processes may be one program.
+
+    Raises:
+        UnevenParts: In a step, where XLA reaches the other processes, so that all run
+            one program; or where the replicas look up rows that are not here.
+        Exception: As `in_turns`.
+    """
+    require_all_one_each((args, kwargs), team.local)
+    outside = recorder.get()
+    if team.channel is None or outside is None or is_live(outside):
+        found = regroup(in_turns(strategy, team, devices, fn, args, kwargs))
+        # With the members of a dict in the order that a program gives them: who reduces
+        # one after the other does so with other processes.
+        return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
+    if team.channel.mesh is not None:
+        raise UnevenParts(
+            "strategy.run in a step was given parts of different shapes: with "
+            "implementation=XLA the replicas of all processes run one program. Use "
+            "batch(..., drop_remainder=True)"
+        )
+    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
+    if needs_turns(strategy, team, fn, tree):  # in the other processes, too
+        return regroup(in_turns(strategy, team, devices, fn, args, kwargs))
+    return _in_one_region(_Region(strategy, team, fn, tree), outside)
+
+
+def _in_one_region(region: _Region, outside: Recorder) -> Any:
+    variables = region.variables()
+    held = [
+        copies_of(outside, v) if has_copies(v, region.team.local) else outside.read(v)
+        for v in variables
+    ]
+    keys = [variable.spec.key for variable in variables]
+
+    def one(held: Sequence[Any], inputs: Sequence[Any], _: Any) -> Any:
+        known = dict(zip(keys, held, strict=True))
+        return region.traced(Replay("strategy.run", known, ()), inputs)
+
+    def mapped(part: Any, own: Sequence[Any], whole: Sequence[Any]) -> Any:
+        def together(*given: Any) -> Any:
+            # Or what is given back as it came would not be a part of this call.
+            return _barrier(part(*given))
+
+        # As a call of which everything depends on all that is given or captured.
+        return jax.jit(together)(held, [*region.inputs, *whole], list(own))
+
+    arrays, operands = in_stages(one, mapped, [], len(region.inputs))
+    return region.told(outside, arrays, operands)
+
+
+class _Region:
+    """The replicas as a function of arrays, which is traced for each of its stages."""
+
+    def __init__(
+        self, strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
+    ) -> None:
+        self.team = team
+        self._strategy, self._fn = strategy, fn
+        self._leaves: list[Any]
+        self._treedef: Any  # its stubs lack what we call
+        self._leaves, self._treedef = _joined.flatten(tree)
+        self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
+        self._capture: Capture | None = None
+        self._result: Any = None
+
+    def variables(self) -> list[Variable]:
+        """Those that the replicas use.
+
+        Raises:
+            UnevenParts: Rows are looked up that are not here.
+        """
+
+        def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
+            self.traced(Discovery(seed, _no_elements), inputs)
+
+        jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
+        found = self._last
+        for lookup in found.lookups:
+            raise UnevenParts(
+                f"strategy.run was given parts of different shapes, and looks up rows "
+                f"of {lookup.table}, which is not in the scope of the strategy: create "
+                "it there, or use batch(..., drop_remainder=True)"
+            )
+        return found.variables
+
+    def traced(self, feed: TraceFeed, inputs: Sequence[Any]) -> Any:
+        """Arrays that the replicas return, then copies that they have changed; and the
+        operands of their updates."""
+        given = iter(inputs)
+        leaves = [
+            next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves
+        ]
+        args, kwargs = self._treedef.unflatten(leaves)
+        self._capture = Capture(feed, is_region=True)
+        with self._capture.recording():
+            results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
+        self._result = _joined.flatten(regroup(results))
+        arrays = [x for x in self._result[0] if isinstance(x, jax.Array)]
+        changed = [copies for _, copies in self._last.moves.values.values()]
+        updates = [update.operands for update in self._last.updates]
+        return [*arrays, *changed], updates
+
+    def told(
+        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
+    ) -> Any:
+        """The result, when the step has been told what was done."""
+        capture, (leaves, treedef) = self._last, self._result
+        if capture.asked_context and (tell := asked.get()) is not None:
+            tell()
+        changed = [variable for variable, _ in capture.moves.values.values()]
+        results = len(arrays) - len(changed)
+        for variable, copies in zip(changed, arrays[results:], strict=True):
+            keep_copies(outside, variable, copies)
+        passed_on(capture.updates, operands, outside)
+        made = iter(arrays[:results])
+        return treedef.unflatten(
+            [next(made) if isinstance(x, jax.Array) else x for x in leaves]
+        )
+
+    @property
+    def _last(self) -> Capture:
+        assert self._capture is not None
+        return self._capture
+
+
+def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
+    raise RuntimeError(
+        f"next() of {iterator.name} inside a replica function: draw before it, and "
+        "give each replica its part with strategy.run(fn, args=(next(iterator),))"
+    )

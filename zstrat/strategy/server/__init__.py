@@ -1,0 +1,3 @@
+"""Strategies whose variables lie on parameter servers."""
+
+from __future__ import annotations

@@ -1,0 +1,208 @@
+"""Programs that share parameter servers: TF's between-graph training.
+
+Every worker runs the whole program, and none coordinates: the chief (the first worker
+where there is none) creates the variables, and the others, which create the same ones
+in the same order, wait for them. From then on each reads and updates as it comes. The
+replicas of one program are in sync; those of different programs are not.
+
+Law of the file: a variable is told by its place in the order of creation, which must be
+the same in all programs. A creation that failed has no place in it, in any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, final
+
+import jax
+
+from zstrat.cluster import (
+    TFConfigClusterResolver,
+    id_in_cluster,
+    normalize_cluster_spec,
+    task_count,
+    worker_count,
+)
+from zstrat.config import Settings, environment, settings_from
+from zstrat.coordinator import ClusterSession
+from zstrat.data import InputContext
+from zstrat.strategy._devices import task_names
+from zstrat.strategy._extended import StrategyExtended
+from zstrat.strategy._local_strategy import LocalStrategy
+from zstrat.strategy._strategy import Closing
+from zstrat.strategy.replica._local_run import LocalMesh
+
+from ._placement import ServerVariables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy.input._inputs import ProcessInputs
+    from zstrat.variables import AbstractVariable
+
+    from ._server_session import ServerSession
+
+    Connect = Callable[[ClusterSpec, Settings, bool, int], ServerSession]
+
+
+@final
+class BetweenGraphExtended(StrategyExtended):
+    """Devices and duties of one program among several."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        devices: tuple[str, ...],
+        ps_count: int,
+        variables: ServerVariables,
+        *,
+        is_chief: bool,
+    ) -> None:
+        super().__init__(strategy)
+        self._devices = devices
+        self._ps_count = ps_count
+        self._variables = variables
+        self._is_chief = is_chief
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """Devices of this program."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        return tuple(f"/job:ps/task:{n}" for n in range(self._ps_count))
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        return True
+
+    @property
+    def experimental_should_init(self) -> bool:
+        """Whether this program creates the variables: the chief."""
+        return self._is_chief
+
+    @property
+    def should_checkpoint(self) -> bool:
+        return self._is_chief
+
+    @property
+    def should_save_summary(self) -> bool:
+        return self._is_chief
+
+    def variable_created_in_scope(self, v: AbstractVariable) -> bool:
+        return all(self._variables.owns(part) for part in v.components)
+
+    def _colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        return self._variables.colocated(variable)
+
+
+def _connect(
+    spec: ClusterSpec, settings: Settings, is_chief: bool, index: int
+) -> ServerSession:
+    if is_chief:
+        return ClusterSession.hold(spec, settings)
+    return ClusterSession.join(spec, settings, index)
+
+
+@final
+class BetweenGraphStrategy(LocalStrategy[BetweenGraphExtended], Closing):
+    """Asynchronous training of several programs with variables on parameter servers.
+
+    Blocks until all ps answer, and, in a program that is not the chief, until the chief
+    has come. Variables created in `scope` go to the ps in turn. A program that is not
+    the chief waits for them, for ``timeouts.request``: DeadlineExceededError if the
+    chief has not created them by then (trying again is fine), and InvalidArgumentError
+    if it has created others in their place.
+
+    Every program distributes datasets of its own: the functions of
+    `distribute_datasets_from_function` are told which program this is (the chief first,
+    then the workers), and `experimental_distribute_dataset` cuts for the replicas of
+    this program alone, so that all programs read all of the data.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster, and which one this program is.
+            Left out: TF_CONFIG does.
+        devices: The replicas of this program; left out: all of its devices.
+        settings: Timeouts, keys and limits; from the environment if left out.
+        connect: Opens the session; another one in tests.
+
+    Raises:
+        ValueError: The cluster has no ps, or it is not clear which task this is, or it
+            is none that trains.
+        DeadlineExceededError: A ps does not answer in time, or there is no chief.
+        BusyError: Another program holds the ps.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        settings: Settings | None = None,
+        connect: Connect = _connect,
+    ) -> None:
+        resolver = cluster_resolver or TFConfigClusterResolver()
+        spec, job, index = _task(resolver)
+        settings = settings_from(environment()) if settings is None else settings
+        number = id_in_cluster(spec, job, index)
+        is_first = number == 0  # worker 0 may be one of those that are missing
+        self._resolver = resolver
+        found = jax.local_devices() if devices is None else devices
+        self._mesh = LocalMesh(self, list(found))
+        self._pipeline = InputContext(
+            worker_count(spec, job), number, self._mesh.replicas
+        )
+        self._session = connect(spec, settings, is_first, index)
+        ps_count = task_count(spec, "ps")
+        self._variables = ServerVariables(self._session, ps_count)
+        self._extended = BetweenGraphExtended(
+            self,
+            task_names(self._mesh.devices, job, index),
+            ps_count,
+            self._variables,
+            is_chief=is_first,
+        )
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    def close(self) -> None:
+        """Leaves the parameter servers, which keep what they have for the others.
+        Closing twice is fine; ``with`` closes at its end."""
+        self._session.close()
+
+    def _function_inputs(self) -> ProcessInputs:
+        # A dataset that is given to all programs is whole in each of them, as in TF:
+        # only functions are told that there are several.
+        return replace(self._inputs(), context=self._pipeline)
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.BetweenGraphStrategy: {self._extended.worker_devices[0]}, "
+            f"{len(self._extended.parameter_devices)} ps>"
+        )
+
+
+def _task(resolver: ClusterResolver) -> tuple[ClusterSpec, str, int]:
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    job, index = resolver.task_type, resolver.task_id
+    if not job or index is None:
+        raise ValueError(
+            "When `cluster_spec` is given, you must also specify `task_type` and "
+            "`task_id`: they say which program of the cluster this is"
+        )
+    if not task_count(spec, "ps"):
+        raise ValueError(
+            f"The cluster spec needs to have `ps` jobs, and has {spec.jobs}"
+        )
+    if job not in ("chief", "worker"):
+        raise ValueError(
+            f"the task {job}:{index} does not train: start a ps with zs.Server or "
+            "zstrat-ps, and this program as the chief or a worker"
+        )
+    return spec, job, index

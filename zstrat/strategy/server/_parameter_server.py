@@ -1,0 +1,246 @@
+"""Parameter-server training: variables on the ps, steps on workers, one coordinator.
+
+The strategy connects when it is made and stands for that connection. A pickled one
+arrives on a worker as a `WorkerStrategy`: the same methods over that worker's devices,
+without a connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+import jax
+
+from zstrat.cluster import normalize_cluster_spec, validate_cluster_spec
+from zstrat.config import Settings, environment, settings_from
+from zstrat.coordinator import ClusterSession, CoordinatedStrategy
+from zstrat.program import worker_context
+from zstrat.strategy._strategy import Closing, Strategy
+from zstrat.strategy.input._unbuilt import UnbuiltDataset
+from zstrat.variables import AbstractVariable, recorder
+
+from ._placement import ServerVariables
+from ._variable_plan import PlacementRule
+from ._worker_strategy import ParameterServerExtended, worker_strategy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from zstrat.cluster import ClusterResolver, ClusterSpec
+    from zstrat.data import InputContext
+    from zstrat.program import Plan
+    from zstrat.strategy.input._input_options import InputOptions
+    from zstrat.variables import Creator
+
+    Connect = Callable[[ClusterSpec, Settings], ClusterSession]
+
+_log: Final = logging.getLogger(__name__)
+
+
+@final
+class ParameterServerStrategy(Strategy, CoordinatedStrategy, Closing):
+    """Asynchronous training with variables on parameter servers.
+
+    Connects at once: all ps must answer, and at least one worker; the others may come
+    later. Variables created in `scope` go to the ps in turn.
+
+    Args:
+        cluster_resolver: Tells the tasks of the cluster, and which one this is.
+        variable_partitioner: Called with ``shape=`` and ``dtype=`` of each new variable
+            of rank 1 or more; returns a number of parts for each axis, 1 but for the
+            first (`zstrat.partitioners`). A variable in several parts is a
+            `ShardedVariable`.
+        placement: "round_robin": new variables and parts go to the ps in turn, in order
+            of creation. "bytes": each goes to the ps that holds the fewest bytes of
+            variables.
+        prefetch: Optimizer steps whose batches, ids, rows and values a worker fetches
+            while one computes: 0, or more, which hides the round trip and makes what
+            was fetched as many steps of that worker older. Default: 1 with several
+            workers, whose steps interleave anyway, else 0: one worker computes what
+            plain optax does.
+        settings: Timeouts, keys and limits; from the environment if left out.
+        connect: Opens the session; another one in tests.
+
+    Raises:
+        ValueError: The cluster is empty, has a wrong job, or no ps or worker, or ps
+            that are not numbered from 0 without gaps, or this process is one of those;
+            or ``placement`` is not known.
+        DeadlineExceededError: A task does not answer in time; names it.
+        BusyError: Another coordinator holds the cluster.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver,
+        variable_partitioner: Callable[..., Any] | None = None,
+        *,
+        placement: str = "round_robin",
+        prefetch: int | None = None,
+        settings: Settings | None = None,
+        connect: Connect = ClusterSession.connect,
+    ) -> None:
+        spec = _checked_spec(cluster_resolver)
+        rule = _rule(placement)
+        if settings is None:
+            settings = settings_from(environment())
+        if prefetch is not None:
+            if not isinstance(prefetch, int) or prefetch < 0:
+                raise ValueError(
+                    f"prefetch={prefetch!r}: expected None or a number of steps, 0 or "
+                    "more"
+                )
+            settings = replace(settings, prefetch=int(prefetch))
+        self._resolver = cluster_resolver
+        self._partitioner = variable_partitioner
+        self._session = connect(spec, settings)
+        self._ps_count = spec.num_tasks("ps")
+        # Fixed here: plans that were traced for it must stay true when workers change.
+        self._replicas = max(1, self._session.devices)
+        self._variables = ServerVariables(
+            self._session, self._ps_count, variable_partitioner, rule
+        )
+        self._extended = ParameterServerExtended(
+            self, self._session.platform, self._ps_count, self._variables
+        )
+
+    @property
+    def session(self) -> ClusterSession:
+        """The connection to the cluster, which this strategy owns."""
+        return self._session
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        return self._resolver
+
+    @property
+    def variable_partitioner(self) -> Callable[..., Any] | None:
+        return self._partitioner
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Devices of one worker (TF's rule: not the number of workers)."""
+        return self._replicas
+
+    @property
+    def extended(self) -> ParameterServerExtended:
+        """Devices of one worker, and the parameter servers, where variables are."""
+        return self._extended
+
+    def experimental_distribute_dataset(  # type: ignore[override]  # no elements here
+        self, dataset: Iterable[Any], options: InputOptions | None = None
+    ) -> UnbuiltDataset:
+        """A dataset of global batches, to be shared out among the replicas of each
+        worker, which reads all of it.
+
+        Called in the function that ``coordinator.create_per_worker_dataset`` takes, so
+        on a worker, it gives what `Strategy.experimental_distribute_dataset` does, for
+        one input pipeline. On the coordinator it gives a handle that cannot be
+        iterated, which ``create_per_worker_dataset`` takes too.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset, options, is_function=False)
+
+    def distribute_datasets_from_function(  # type: ignore[override]  # as above
+        self,
+        dataset_fn: Callable[[InputContext], Any],
+        options: InputOptions | None = None,
+    ) -> UnbuiltDataset:
+        """The datasets that ``dataset_fn`` makes, one for each worker, whose replicas
+        take its elements in turn.
+
+        Its `InputContext` has the worker's index and the number of workers, and as
+        ``num_replicas_in_sync`` the replicas of one worker. Where it may be called, and
+        what it gives there: see `experimental_distribute_dataset`.
+
+        Raises:
+            NotImplementedError: ``options`` asks for PER_REPLICA.
+        """
+        return UnbuiltDataset(self, dataset_fn, options, is_function=True)
+
+    def delete_variables(self, tree: Any) -> None:
+        """Frees the variables, and what optimizers keep beside them, on their ps.
+
+        Dropping the last handle of a variable frees nothing there, because functions
+        that were shipped to workers may still use it; the end of the session frees
+        all. Join first: a step that uses a deleted variable fails with `NotFoundError`,
+        and so does every later use of its handles.
+
+        Args:
+            tree: A variable, or a pytree of variables; leaves of other kinds are left
+                alone, and one that is there twice counts once. Of a sharded variable
+                all components go.
+
+        Raises:
+            ValueError: A variable was not created in the scope of this strategy.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        found = {
+            part.spec.key: part
+            for leaf in jax.tree.leaves(tree)
+            if isinstance(leaf, AbstractVariable)
+            for part in leaf.components
+        }
+        self._variables.delete_variables(list(found.values()))
+
+    def close(self) -> None:
+        """Ends the connection; the daemons drop what was created and wait for another
+        coordinator. Closing twice is fine; ``with`` closes at its end."""
+        self._session.close()
+
+    def require_known(self, plan: Plan) -> None:
+        self._variables.require_known(plan)
+
+    def _creator(self) -> Creator | None:
+        return self._variables
+
+    def _devices(self) -> Sequence[jax.Device]:
+        # The coordinator plans for its workers' devices and computes on one of its own.
+        return ()
+
+    def _used(self, method: str) -> None:
+        if recorder.get() is None and worker_context.get() is None:
+            _log.warning(
+                "strategy.%s is executed on the coordinator, on one device and without "
+                "ClusterCoordinator.schedule: that is fine for a try and slow for "
+                "training; call it inside a zs.function and schedule that",
+                method,
+            )
+
+    def __reduce__(self) -> Any:
+        return worker_strategy, (self._ps_count, self._replicas)
+
+    def __repr__(self) -> str:
+        return (
+            f"<zstrat.ParameterServerStrategy: {self._ps_count} ps, "
+            f"{self._session.worker_count} workers>"
+        )
+
+
+def _rule(placement: str) -> PlacementRule:
+    known = [rule.value for rule in PlacementRule]
+    if placement not in known:
+        raise ValueError(f"placement={placement!r}: expected one of {known}")
+    return PlacementRule(placement)
+
+
+def _checked_spec(resolver: ClusterResolver) -> ClusterSpec:
+    """The resolver's cluster, in TF's order of complaints."""
+    spec = normalize_cluster_spec(resolver.cluster_spec())
+    if not spec:
+        raise ValueError("Cluster spec must be non-empty in ParameterServerStrategy.")
+    validate_cluster_spec(spec, resolver.task_type, resolver.task_id)
+    for job in ("ps", "worker"):
+        if job not in spec.jobs or not spec.num_tasks(job):
+            raise ValueError(f"There must be at least one {job}.")
+    if resolver.task_type in ("ps", "worker"):
+        raise ValueError(
+            f"this process is {resolver.task_type} {resolver.task_id} of the cluster, "
+            "and a ParameterServerStrategy is made by the coordinator (task type "
+            "'chief', or none): start zs.Server or zstrat-ps / zstrat-worker here"
+        )
+    return spec

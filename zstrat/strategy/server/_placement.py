@@ -1,0 +1,323 @@
+"""Variables on parameter servers: how they are made, read and updated through handles.
+
+`ServerVariables` is the creator of the strategy's scope and the home of all that was
+created in it. Where each goes and what key it has is decided elsewhere (`_variable_plan`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final
+
+from zstrat.errors import NotFoundError
+from zstrat.program import dump_code
+from zstrat.variables import (
+    DeferredValue,
+    Variable,
+    VariableSpec,
+    encoded,
+    handle,
+    joined,
+)
+
+from ._variable_plan import Numbers, Placement, PlacementRule, draft
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import numpy as np
+
+    from zstrat.program import Plan
+    from zstrat.variables import (
+        AbstractVariable,
+        GradientCall,
+        HomeRows,
+        HomeUpdate,
+        Optimizer,
+        VariableRequest,
+    )
+    from zstrat.wire import InitialEntry, UpdateOp
+
+    from ._server_session import ServerSession
+    from ._variable_plan import VariablePlan
+
+_colocated: Final[ContextVar[Variable | None]] = ContextVar(
+    "zstrat_colocated", default=None
+)
+"""The variable that new ones are placed with, in ``colocate_vars_with``."""
+
+
+class ServerVariables:
+    """Creates variables and optimizers on the parameter servers, and reads and updates
+    them from outside of steps.
+
+    Calls from several threads are safe; creations happen one after the other.
+    """
+
+    def __init__(
+        self,
+        session: ServerSession,
+        ps_count: int,
+        partitioner: Callable[..., Any] | None = None,
+        rule: PlacementRule = PlacementRule.ROUND_ROBIN,
+    ) -> None:
+        self._session = session
+        self._numbers = Numbers(session.session, Placement(ps_count, rule))
+        self._partitioner = partitioner
+        # Keys are taken in the order of placement.
+        self._lock = threading.Lock()
+        self._bound: set[tuple[int, bytes]] = set()
+        """Trees of optimizers that the servers know."""
+
+    @property
+    def session(self) -> ServerSession:
+        """The connection to the parameter servers."""
+        return self._session
+
+    def owns(self, variable: Variable) -> bool:
+        """Whether the variable was created here."""
+        return variable.home is self
+
+    def require_known(self, plan: Plan) -> None:
+        """Refuses a step that uses what was created for another connection.
+
+        Raises:
+            NotFoundError: Names the variables and optimizers.
+        """
+        specs = plan.specs
+        strangers = [
+            f"{spec} (key {spec.key})"
+            for spec in specs
+            if not self._numbers.has_variable(spec)
+        ]
+        strangers += [
+            repr(optimizer)
+            for _, optimizer in plan.targets
+            if optimizer is not None and not self._numbers.has_optimizer(optimizer.id)
+        ]
+        if strangers:
+            raise NotFoundError(
+                f"the step function {plan.function!r} uses "
+                f"{', '.join(dict.fromkeys(strangers))}, created in another session: "
+                "what is created in a strategy's scope ends with that strategy. Create "
+                "it again in the scope of this one, and define the step function anew"
+            )
+
+    def colocated(self, variable: AbstractVariable) -> AbstractContextManager[None]:
+        """New variables go where that one is, which was created here.
+
+        Raises:
+            ValueError: It is on several ps.
+        """
+        if not isinstance(variable, Variable):
+            raise ValueError(
+                "`colocate_vars_with` must only be passed a variable that is on one "
+                f"ps: give a component of {variable!r}, as .variables[0]"
+            )
+        return _beside(variable)
+
+    # ---- the creator of a scope ----------------------------------------------------
+
+    def create_variables(
+        self, requests: Sequence[VariableRequest]
+    ) -> list[AbstractVariable]:
+        """New variables, in one round trip per ps for all values that are made here,
+        and one for each initializer that runs there. If one cannot be created, none of
+        them is, and the next ones are counted as if nothing had been asked for.
+
+        Raises:
+            ValueError: A request has no initial value, or the partitioner's answer is
+                none.
+            PSUnavailableError: A ps is gone.
+        """
+        beside = _colocated.get()
+        partitioner = self._partitioner if beside is None else None
+        drafts = [draft(request, partitioner) for request in requests]
+        with self._lock:
+            self._withdraw()
+            with self._numbers.taking():
+                specs = [self._numbers.components(each, beside) for each in drafts]
+                self._make(drafts, specs)
+        return [self._made(*new) for new in zip(drafts, specs, strict=True)]
+
+    def delete_variables(self, variables: Sequence[Variable]) -> None:
+        """Frees variables that were created here, in one round trip per ps.
+
+        Raises:
+            ValueError: One was created elsewhere; nothing is deleted.
+            NotFoundError: One was deleted before; nothing is deleted on its ps.
+            PSUnavailableError: A ps is gone.
+        """
+        for variable in variables:
+            if not self.owns(variable):
+                raise ValueError(
+                    f"variable {variable.name!r} was not created in the scope of this "
+                    "strategy, which deletes only its own"
+                )
+        if not variables:
+            return
+        self._session.delete_variables([each.spec for each in variables])
+        with self._lock:
+            self._numbers.freed(variables)
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        """Ships the transformation to every ps, which tries it there.
+
+        Raises:
+            InvalidArgumentError: A ps refuses it; says why.
+            PSUnavailableError: A ps is gone.
+        """
+        code = dump_code(optimizer.transformation)
+        with self._lock:
+            self._withdraw()
+            with self._numbers.taking():
+                number = self._numbers.optimizer()
+                self._session.create_optimizer(number, optimizer.name, code)
+        return number
+
+    def forget_optimizer(self, optimizer: int) -> None:
+        """Its number goes to the next one, as it has no handle."""
+        with self._lock:
+            self._numbers.give_back(optimizer)
+
+    # ---- the home of the variables ---------------------------------------------------
+
+    def read(self, variable: Variable) -> np.ndarray:
+        return self._session.read([variable.spec])[0]
+
+    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return self._session.read([variable.spec for variable in variables])
+
+    async def read_async(self, variable: Variable) -> np.ndarray:
+        return (await self._session.read_async([variable.spec]))[0]
+
+    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+        return await self._session.read_async([variable.spec for variable in variables])
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return self._session.read_rows([(v.spec, indices) for v, indices in parts])
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        wanted = [(variable.spec, indices) for variable, indices in parts]
+        return await self._session.read_rows_async(wanted)
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        self._session.update_many([_sent(*update) for update in updates])
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        await self._session.update_many_async([_sent(*update) for update in updates])
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        number = 0 if optimizer is None else optimizer.id
+        self._session.update(variable.spec, op, number, operands)
+
+    async def update_async(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[np.ndarray, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        number = 0 if optimizer is None else optimizer.id
+        await self._session.update_async(variable.spec, op, number, operands)
+
+    def bind(self, call: GradientCall) -> None:
+        """Tells the parameter servers of the tree of an optimizer, once.
+
+        Raises:
+            ValueError: It cannot be told, or a server refuses it; says why.
+            PSUnavailableError: A ps is gone.
+        """
+        number, data = call.optimizer.id, encoded(call)
+        if (number, data) not in self._bound:
+            self._session.bind_optimizer(number, data)
+            self._bound.add((number, data))
+
+    async def bind_async(self, call: GradientCall) -> None:
+        """`bind`, without blocking the running loop.
+
+        Cancellation: they may have been told.
+        """
+        number, data = call.optimizer.id, encoded(call)
+        if (number, data) not in self._bound:
+            await self._session.bind_optimizer_async(number, data)
+            self._bound.add((number, data))
+
+    def read_slots(
+        self, optimizer: Optimizer, variables: Sequence[Variable]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside variables, by name.
+
+        Raises:
+            PSUnavailableError: A ps is gone.
+        """
+        specs = [variable.spec for variable in variables]
+        return list(self._session.read_slots(optimizer.id, specs))
+
+    def write_slot(
+        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+    ) -> None:
+        """Assigns an array that an optimizer keeps beside a variable.
+
+        Raises:
+            NotFoundError: There is none of that name.
+            PSUnavailableError: A ps is gone.
+        """
+        self._session.write_slot(optimizer.id, variable.spec, name, value)
+
+    def _withdraw(self) -> None:
+        """Removes what a failed creation has left, before its keys are used again."""
+        specs, optimizers = self._numbers.doubtful
+        if specs or optimizers:
+            self._session.withdraw(specs, optimizers)
+            self._numbers.settled()
+
+    def _make(
+        self, drafts: Sequence[VariablePlan], specs: Sequence[list[VariableSpec]]
+    ) -> None:
+        """Creates the components on their ps."""
+        arrays: list[tuple[VariableSpec, np.ndarray]] = []
+        entries: dict[bytes, list[tuple[VariableSpec, InitialEntry]]] = {}
+        for new, parts in zip(drafts, specs, strict=True):
+            if isinstance(new.value, DeferredValue):
+                code = dump_code(new.value.initializer)
+                described = [(spec, new.entry(spec)) for spec in parts]
+                entries.setdefault(code, []).extend(described)
+            else:
+                arrays += [(spec, new.array(spec)) for spec in parts]
+        if arrays:
+            self._session.create_variables(arrays)
+        for code, described in entries.items():
+            self._session.initialize_variables(described, code)
+
+    def _made(self, new: VariablePlan, specs: list[VariableSpec]) -> AbstractVariable:
+        parts = [handle(spec, self) for spec in specs]
+        return parts[0] if new.offsets is None else joined(parts, new.request.name)
+
+
+@contextlib.contextmanager
+def _beside(variable: Variable) -> Iterator[None]:
+    before = _colocated.get()
+    _colocated.set(variable)
+    try:
+        yield
+    finally:
+        _colocated.set(before)
+
+
+def _sent(
+    variable: Variable,
+    op: UpdateOp,
+    operands: tuple[np.ndarray, ...],
+    optimizer: Optimizer | None,
+) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
+    return variable.spec, op, 0 if optimizer is None else optimizer.id, operands

@@ -1,0 +1,303 @@
+"""What a requested variable will be: its parts, their sizes, and who makes its value.
+
+TF's rules of partitioning. Law of the file: nothing here talks to a parameter server,
+and a value that can be made there is not made here.
+
+Which keys, places and numbers new variables and optimizers get: by their order.
+
+`Placement` decides on the ps: round robin in the order of creation, one counter per
+strategy, as TF does, or by bytes. `Numbers` counts the keys. No I/O.
+
+Law of the file: what a failed creation took is given out again, because programs that
+share parameter servers tell a variable by its place among those that were created. Part
+of it may be on a ps all the same, and has to go before: that is `Numbers.doubtful`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, final
+
+import numpy as np
+
+from zstrat.variables import ComponentRows, DeferredValue, VariableSpec, initial
+from zstrat.wire import InitialEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from zstrat.variables import Variable, VariableRequest
+
+_log: Final = logging.getLogger(__name__)
+
+_LARGE: Final = 10**9
+"""Elements (TF's number) beyond which a value should not be made on the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class VariablePlan:
+    """A variable to be: ``offsets`` are the first rows of its parts and, behind them,
+    the number of all rows; None if it stays whole."""
+
+    request: VariableRequest
+    value: DeferredValue | np.ndarray
+    offsets: tuple[int, ...] | None
+
+    @property
+    def parts(self) -> int:
+        """How many components there will be."""
+        return 1 if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each component."""
+        shapes = (self.shape_of(index) for index in range(self.parts))
+        return [math.prod(shape) * self.value.dtype.itemsize for shape in shapes]
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        """The shape of a component."""
+        if self.offsets is None:
+            return self.value.shape
+        start, stop = self.offsets[index : index + 2]
+        return (stop - start, *self.value.shape[1:])
+
+    def spec(self, index: int, key: int, ps: int) -> VariableSpec:
+        """The component as a variable of its own, TF's name included."""
+        request, part, name = self.request, None, self.request.name
+        if self.offsets is not None:
+            start, rows = self.offsets[index], self.offsets[-1]
+            part = ComponentRows(name, index, self.parts, start, rows)
+            name = f"{name}/part_{index}"
+        return VariableSpec(
+            key,
+            name,
+            self.shape_of(index),
+            self.value.dtype.name,
+            ps,
+            request.trainable,
+            request.aggregation,
+            request.synchronization,
+            part,
+        )
+
+    def array(self, spec: VariableSpec) -> np.ndarray:
+        """A component's value that was made here."""
+        assert not isinstance(self.value, DeferredValue), spec
+        if spec.part is None:
+            return self.value
+        start = spec.part.offset
+        return self.value[start : start + spec.shape[0]]
+
+    def entry(self, spec: VariableSpec) -> InitialEntry:
+        """What a ps is told of a component whose value it makes."""
+        shape, part = self.value.shape, spec.part
+        offset = [0] * len(shape)
+        if part is not None:
+            offset[0] = part.offset
+        return InitialEntry(
+            spec.key,
+            spec.name,
+            spec.trainable,
+            part is not None,
+            spec.dtype,
+            list(spec.shape),
+            list(shape),
+            offset,
+        )
+
+
+def draft(
+    request: VariableRequest, partitioner: Callable[..., Any] | None
+) -> VariablePlan:
+    """Decides how a variable is made.
+
+    Raises:
+        ValueError: The request has no initial value, or one of another shape; or the
+            partitioner's answer is none.
+        TypeError: The value is no array of numbers or booleans.
+    """
+    value = initial(request)
+    if partitioner is None or request.is_whole or not value.shape:
+        return VariablePlan(request, value, None)
+    given = partitioner(shape=value.shape, dtype=value.dtype)
+    parts = _first_axis(given, request.name, value.shape)
+    if parts == 1 or not value.shape[0]:
+        return VariablePlan(request, value, None)
+    size = math.prod(value.shape)
+    if size > _LARGE and not isinstance(value, DeferredValue):
+        _log.warning(
+            "variable %r of %d elements is made whole on the coordinator and then cut "
+            "into parts: give it a shape, a dtype and an initializer that makes parts "
+            "(one of zs.initializers, or any that takes partition_shape and "
+            "partition_offset), which runs on the parameter servers",
+            request.name,
+            size,
+        )
+    return VariablePlan(request, value, div(value.shape[0], parts))
+
+
+def div(rows: int, parts: int) -> tuple[int, ...]:
+    """TF's layout: at most one part per row, the first ones a row longer than the rest.
+    First row of each part, and behind them ``rows``."""
+    count = min(rows, parts)
+    base, extra = divmod(rows, count)
+    return tuple(index * base + min(index, extra) for index in range(count + 1))
+
+
+def _first_axis(parts: Any, name: str, shape: Sequence[int]) -> int:
+    """How many parts along the first axis; TF's checks of a partitioner's answer."""
+    right = (
+        isinstance(parts, list | tuple)
+        and len(parts) == len(shape)
+        and all(_is_count(n) for n in parts)
+        and all(n == 1 for n in parts[1:])
+    )
+    if not right:
+        raise ValueError(
+            f"variable_partitioner must return a list/tuple whose elements are 1 "
+            f"besides the first element (non-zero), one per axis; for variable "
+            f"{name!r} of shape {tuple(shape)} it returned {parts!r}"
+        )
+    return int(parts[0])
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and int(number) > 0
+
+
+_BLOCK_BITS: Final = 20
+_BLOCKS: Final = 2**40
+
+
+class PlacementRule(enum.StrEnum):
+    """Which ps a new component goes to."""
+
+    ROUND_ROBIN = "round_robin"
+    BYTES = "bytes"
+
+
+class Placement:
+    """Decides on which ps the next component lives."""
+
+    def __init__(
+        self, ps_count: int, rule: PlacementRule = PlacementRule.ROUND_ROBIN
+    ) -> None:
+        self._rule = rule
+        self._placed = 0
+        self._bytes = [0] * ps_count
+
+    def place(self, sizes: Sequence[int], beside: int | None = None) -> list[int]:
+        """Task indices for new components of these bytes: in turn, or each to the ps
+        with the fewest bytes, the first of several. ``beside`` puts all of them there
+        and leaves the turn of the others as it is."""
+        where = []
+        for size in sizes:
+            ps = self._next() if beside is None else beside
+            self._bytes[ps] += size
+            where.append(ps)
+        return where
+
+    def mark(self) -> tuple[int, list[int]]:
+        """Whose turn it is and what lies where, for `back_to`."""
+        return self._placed, list(self._bytes)
+
+    def back_to(self, mark: tuple[int, list[int]]) -> None:
+        """What was placed since is not there."""
+        self._placed, self._bytes = mark[0], list(mark[1])
+
+    def free(self, ps: int, size: int) -> None:
+        """A component of that many bytes is gone."""
+        self._bytes[ps] -= size
+
+    def _next(self) -> int:
+        if self._rule is PlacementRule.BYTES:
+            return min(range(len(self._bytes)), key=self._bytes.__getitem__)
+        ps = self._placed % len(self._bytes)
+        self._placed += 1
+        return ps
+
+
+@final
+class Numbers:
+    """The keys and optimizer ids of one session. Whoever changes them has a lock."""
+
+    def __init__(self, session: int, placement: Placement) -> None:
+        self._placement = placement
+        self._first = first_number(session)
+        self._created = self._optimizers = self._first
+        self._variables_at_risk: list[VariableSpec] = []
+        self._optimizers_at_risk: list[int] = []
+
+    def has_variable(self, spec: VariableSpec) -> bool:
+        """Whether a variable was created in this session."""
+        return self._first < spec.key <= self._created
+
+    def has_optimizer(self, number: int) -> bool:
+        """Whether an optimizer was created in this session."""
+        return self._first < number <= self._optimizers
+
+    @property
+    def doubtful(self) -> tuple[list[VariableSpec], list[int]]:
+        """Variables and optimizers of a creation that failed, or is under way: nobody
+        knows which of them are there."""
+        return list(self._variables_at_risk), list(self._optimizers_at_risk)
+
+    def settled(self) -> None:
+        """Of what was doubtful nothing is left, or all is as it should be."""
+        self._variables_at_risk.clear()
+        self._optimizers_at_risk.clear()
+
+    @contextlib.contextmanager
+    def taking(self) -> Iterator[None]:
+        """A creation: if it fails, what is taken inside is as if it never had been."""
+        before = self._created, self._optimizers, self._placement.mark()
+        try:
+            yield
+        except BaseException:  # to the caller, who has created nothing
+            self._created, self._optimizers, mark = before
+            self._placement.back_to(mark)
+            raise
+        self.settled()
+
+    def components(
+        self, new: VariablePlan, beside: Variable | None
+    ) -> list[VariableSpec]:
+        """The components of a new variable, with keys and places."""
+        where = self._placement.place(
+            new.sizes, None if beside is None else beside.spec.ps
+        )
+        first = self._created + 1
+        self._created += len(where)
+        specs = [new.spec(n, first + n, ps) for n, ps in enumerate(where)]
+        self._variables_at_risk += specs
+        return specs
+
+    def optimizer(self) -> int:
+        """The number of a new optimizer."""
+        self._optimizers += 1
+        self._optimizers_at_risk.append(self._optimizers)
+        return self._optimizers
+
+    def give_back(self, optimizer: int) -> None:
+        """Nobody has a handle to that one; if others came after it, it stays."""
+        if optimizer == self._optimizers:
+            self._optimizers -= 1
+            self._optimizers_at_risk.append(optimizer)
+
+    def freed(self, variables: Sequence[Variable]) -> None:
+        """These were deleted. Their keys never return: somebody may have a handle."""
+        for variable in variables:
+            self._placement.free(variable.spec.ps, variable.spec.nbytes)
+
+
+def first_number(session: int) -> int:
+    """What the keys and optimizer ids of a session are counted from.
+
+    A handle that outlives its session must not name a variable of the next one by
+    chance. Below 2**60, which fits the 63 bits of a signed integer on the wire.
+    """
+    return session % _BLOCKS << _BLOCK_BITS

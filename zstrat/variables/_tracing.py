@@ -1,0 +1,151 @@
+"""Where a variable turns to when a step function is being traced.
+
+A step function's capture installs itself in the context variable `recorder`; then reads
+return traced arrays and updates are written down instead of being done. Law of the
+file: the context variable is set by captures alone, and always reset by who set it.
+
+Whether jax is staging Python out: what runs now runs once, and what it leaves behind
+is computed with again and again.
+
+Outside of a step function nobody notes what happens to a variable meanwhile: a value
+would be a constant of what jax keeps, and an update would happen once, at the first
+call. So both are refused, with words. Law of the file: ``jax.grad``, ``jax.vmap`` and
+``jax.linearize`` compute at once, hence they are free to read.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.extend.core import get_opaque_trace_state
+
+if TYPE_CHECKING:
+    from zstrat.wire import UpdateOp
+
+    from ._spec import VariableSpec
+    from ._table import Table
+    from ._variable import Variable
+    from .gradients._gradient_call import GradientCall
+    from .gradients._optimizer import Optimizer
+
+
+class Recorder(Protocol):
+    """What the trace of a step function does with the variables that it meets."""
+
+    def read(self, variable: Variable) -> jax.Array:
+        """The value as the trace sees it, writes of the same step included."""
+        ...
+
+    def update(
+        self,
+        variable: Variable,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Notes an update; shapes and dtypes were checked before."""
+        ...
+
+    def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
+        """The rows of a table, ``ids.shape + row``; ``ids`` are integers."""
+        ...
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
+        ...
+
+    def optimize(self, call: GradientCall) -> None:
+        """Notes gradients of the leaves of a tree; what belongs together stays
+        together."""
+        ...
+
+    def drew(self, leaf: object) -> bool:
+        """Whether this very object is (a leaf of) an element that the step drew from an
+        iterator. Such arrays are split over the replicas of a worker."""
+        ...
+
+
+@runtime_checkable
+class KeepsCopies(Protocol):
+    """A recorder outside of replicas, which knows all copies of a variable of which
+    each replica has its own."""
+
+    def copies(self, variable: Variable) -> jax.Array:
+        """All copies, ``[count, ...]``."""
+        ...
+
+    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+        """The copies from now on."""
+        ...
+
+
+recorder: Final[ContextVar[Recorder | None]] = ContextVar(
+    "zstrat_recorder", default=None
+)
+"""The capture that is under way in this thread or task, if any."""
+
+
+_TRACED: Final = (
+    "inside a function that jax traces before it runs (jax.jit, jax.lax.scan, "
+    "jax.lax.cond, jax.checkpoint, jax.eval_shape, ...)"
+)
+
+_at_once: Any = None
+"""The last state of jax in which it was found to compute at once: comparing with it
+spares the operation that finds out. Not asked at import, where the operation would
+start jax's backend before the program has said which devices it wants."""
+
+
+def is_staging() -> bool:
+    """Whether what is computed now is only traced, to be run later."""
+    global _at_once
+    state: Any = get_opaque_trace_state()  # type: ignore[no-untyped-call]
+    if state == _at_once:
+        return False
+    if _makes_tracers():
+        return True
+    _at_once = state
+    return False
+
+
+def refuse_read(spec: VariableSpec) -> None:
+    """Refuses a value that jax would keep.
+
+    Raises:
+        RuntimeError: jax is staging.
+    """
+    if is_staging():
+        raise RuntimeError(
+            f"{spec} is read {_TRACED} outside of a zs.function: jax would keep the "
+            "value of now for all later calls. Read it before and pass the value in as "
+            "an argument, or make the outermost function a zs.function"
+        )
+
+
+def refuse_update(spec: VariableSpec, what: str) -> None:
+    """Refuses an update that would happen at the first call alone.
+
+    Raises:
+        RuntimeError: jax is staging.
+    """
+    if is_staging():
+        raise RuntimeError(
+            f"{what} {spec} {_TRACED} outside of a zs.function: it would happen once, "
+            "while jax traces, and at no later call. Return the new value and update "
+            "the variable with it, or make the outermost function a zs.function"
+        )
+
+
+def _makes_tracers() -> bool:
+    # An operation without operands belongs to the innermost trace that stages, if any:
+    # those that compute at once hand it on.
+    return isinstance(jax.lax.iota(np.int32, 1), jax.core.Tracer)

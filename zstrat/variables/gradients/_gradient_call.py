@@ -1,0 +1,134 @@
+"""One call of ``apply_gradients``: gradients of the leaves of a tree, as they travel.
+
+A call goes as a whole from where it is made to where it is carried out: replicas bring
+their gradients together, and what an optimizer computes of several gradients is
+computed of these. Only then does it become updates of variables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from zstrat.optimizers import Binding, Extras, TreeRule, TreeStructure
+    from zstrat.variables._abstract import AbstractVariable
+    from zstrat.variables._variable import Variable
+
+    from ._optimizer import Optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class GradientCall:
+    """See the module's docstring.
+
+    Args:
+        targets: The variable of each leaf of the tree.
+        given: The leaves that there are gradients of, by number, in order.
+        sparse: Of which of these there are rows: indices ``[n]`` and rows ``[n, ...]``.
+        operands: The arrays of each of them: a gradient of its shape, or indices and
+            rows.
+        extras, further: Further arguments of ``update``, and the arrays among them.
+        is_reduced: The gradients are the same in all replicas already.
+        examples: For each leaf how many gradients there are, one of each example, along
+            an axis before its own; 0 for one gradient of its shape. Empty: all 0.
+        where: The user's line.
+    """
+
+    optimizer: Optimizer
+    structure: TreeStructure
+    targets: tuple[AbstractVariable, ...]
+    given: tuple[int, ...]
+    sparse: tuple[bool, ...]
+    operands: tuple[tuple[Any, ...], ...]
+    extras: Extras
+    further: tuple[Any, ...] = ()
+    is_reduced: bool = False
+    where: str = ""
+    examples: tuple[int, ...] = ()
+
+    @property
+    def variables(self) -> tuple[Variable, ...]:
+        """The components of all variables that there are gradients of."""
+        return tuple([c for leaf in self.given for c in self.targets[leaf].components])
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """All arrays in a row: those of the gradients, then further arguments."""
+        return (*[x for each in self.operands for x in each], *self.further)
+
+    def with_arrays(self, arrays: Sequence[Any]) -> GradientCall:
+        """The same with other arrays, in that order; there may be gradients of more
+        examples."""
+        left = iter(arrays)
+        operands = tuple([tuple([next(left) for _ in each]) for each in self.operands])
+        made = replace(self, operands=operands, further=tuple(left))
+        return made._counted() if any(self.examples) else made
+
+    def _counted(self) -> GradientCall:
+        counts = list(self.examples)
+        for leaf, _, _, mine in self.leaves():
+            if counts[leaf] and mine[0] is not None:
+                counts[leaf] = mine[0].shape[0]
+        return replace(self, examples=tuple(counts))
+
+    def has_examples(self, leaf: int) -> bool:
+        """Whether there are gradients of each example."""
+        return bool(self.examples) and self.examples[leaf] > 0
+
+    def leaves(self) -> Iterator[tuple[int, AbstractVariable, bool, tuple[Any, ...]]]:
+        """For each gradient: the leaf, its variable, whether it is of rows, and its
+        arrays."""
+        for leaf, sparse, mine in zip(
+            self.given, self.sparse, self.operands, strict=True
+        ):
+            yield leaf, self.targets[leaf], sparse, mine
+
+    def rule(self, *, is_here: bool, is_traced: bool = True) -> TreeRule:
+        """The transformation on this tree.
+
+        ``is_here``: the variables live in this process, which computes with the 32 bits
+        of jax unless its user has switched 64 on.
+        """
+        return self.optimizer.rule(self, is_here=is_here, is_traced=is_traced)
+
+    def words(self, leaf: int) -> str:
+        """What a message calls a leaf."""
+        path = self.structure.words(leaf)
+        name = f"variable {self.targets[leaf].name!r}"
+        return f"{name} ({path})" if path else name
+
+    def binding(self) -> Binding:
+        """What parameter servers are told of the tree."""
+        from zstrat.optimizers import Binding
+
+        keys = [tuple([c.spec.key for c in v.components]) for v in self.targets]
+        return Binding(self.rule(is_here=False), tuple(keys))
+
+
+def encoded(call: GradientCall) -> bytes:
+    """`GradientCall.binding` as it travels; made once for each tree.
+
+    Raises:
+        ValueError: It cannot be sent; says why.
+    """
+    binding = call.binding()
+    made = call.optimizer.made.setdefault("encoded", {})
+    key = id(binding.rule), binding.keys
+    if key not in made:
+        made[key] = binding.encoded()
+    found: bytes = made[key]
+    return found
+
+
+def seen(dtype: Any, *, is_here: bool) -> np.dtype:
+    """The dtype of a leaf as the optimizer sees it."""
+    found: np.dtype = np.dtype(dtype)
+    if is_here:
+        found = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    return found

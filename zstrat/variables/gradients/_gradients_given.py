@@ -1,0 +1,289 @@
+"""What a user gives to ``apply_gradients``, checked, as a call.
+
+Two pytrees of one structure, or TF's pairs; gradients that are None are left out. With
+a tree that the optimizer was given (``params=``), a variable is the leaf that it is
+there, wherever it stands in the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zstrat.variables import _convert
+from zstrat.variables._abstract import WORDS, AbstractVariable
+from zstrat.variables._slices import IndexedSlices
+from zstrat.variables._spec import LOCAL
+from zstrat.variables._tracing import recorder, refuse_update
+from zstrat.wire import UpdateOp
+
+from ._gradient_call import GradientCall
+
+if TYPE_CHECKING:
+    from zstrat.optimizers import Extras, TreeStructure
+
+    from ._optimizer import Optimizer
+
+    Tree = tuple[TreeStructure, tuple[AbstractVariable, ...]]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Gradients of leaves of a tree: ``gradients`` by the number of the leaf."""
+
+    structure: TreeStructure
+    targets: tuple[AbstractVariable, ...]
+    gradients: dict[int, Any]
+
+    @property
+    def moved(self) -> list[AbstractVariable]:
+        """The variables that there are gradients of."""
+        return [self.targets[leaf] for leaf in sorted(self.gradients)]
+
+    def call(
+        self, optimizer: Optimizer, extra: dict[str, Any], *, is_reduced: bool
+    ) -> GradientCall:
+        """The arrays as they will be used: traced, or of numpy outside of steps.
+
+        Raises:
+            ValueError: A shape or dtype does not fit.
+        """
+        leaves = tuple(sorted(self.gradients))
+        pairs = [(self.gradients[leaf], self.targets[leaf]) for leaf in leaves]
+        extras, further = _extras(extra)
+        sparse = [isinstance(gradient, IndexedSlices) for gradient, _ in pairs]
+        stacked = [
+            not is_sparse and _is_of_examples(*pair)
+            for is_sparse, pair in zip(sparse, pairs, strict=True)
+        ]
+        arrays = [
+            (_of_examples(*pair),) if is_stacked else _arrays(*pair)
+            for is_stacked, pair in zip(stacked, pairs, strict=True)
+        ]
+        counts = [0] * len(self.targets)
+        for leaf, is_stacked, mine in zip(leaves, stacked, arrays, strict=True):
+            counts[leaf] = mine[0].shape[0] if is_stacked else 0
+        return GradientCall(
+            optimizer,
+            self.structure,
+            self.targets,
+            leaves,
+            tuple(sparse),
+            tuple(arrays),
+            extras,
+            further,
+            is_reduced,
+            examples=tuple(counts) if any(stacked) else (),
+        )
+
+
+def given_pairs(pairs: Any, tree: Tree | None) -> Given:
+    """Of an iterable of ``(gradient, variable)``.
+
+    Raises:
+        ValueError: It is none, has no gradient, or a variable twice or unknown.
+    """
+    found = _present(_listed(pairs))
+    if tree is not None:
+        return _in_tree(found, tree)
+    from zstrat.optimizers import TreeStructure
+
+    variables = tuple([variable for _, variable in found])
+    structure = TreeStructure.of_pairs([variable.name for variable in variables])
+    gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
+    return Given(structure, variables, gradients)
+
+
+def given_tree(grads: Any, variables: Any, tree: Tree | None) -> Given:
+    """Of two pytrees.
+
+    Raises:
+        ValueError: Their structures differ, there is no gradient, or a variable is
+            there twice or unknown.
+    """
+    listed, treedef = _matched(grads, variables)
+    found = _present(listed)
+    if tree is not None:
+        return _in_tree(found, tree)
+    from zstrat.optimizers import TreeStructure
+
+    # None is no leaf: what rests is not in the tree.
+    left = treedef.unflatten([v if g is not None else None for g, v in listed])
+    targets, rest = jax.tree.flatten(left)
+    gradients = {n: gradient for n, (gradient, _) in enumerate(found)}
+    return Given(TreeStructure(rest), tuple(targets), gradients)
+
+
+def _in_tree(found: list[tuple[Any, AbstractVariable]], tree: Tree) -> Given:
+    structure, targets = tree
+    places = {_key(variable): n for n, variable in enumerate(targets)}
+    gradients: dict[int, Any] = {}
+    for gradient, variable in found:
+        leaf = places.get(_key(variable))
+        if leaf is None:
+            raise ValueError(
+                f"variable {variable.name!r} is not in the tree that the optimizer was "
+                "given (params=): give zs.Optimizer the whole tree that it moves, or "
+                "make another optimizer for this variable"
+            )
+        gradients[leaf] = gradient
+    return Given(structure, targets, gradients)
+
+
+def _key(variable: AbstractVariable) -> tuple[int, ...]:
+    return tuple([component.spec.key for component in variable.components])
+
+
+def _present(
+    pairs: list[tuple[Any, Any]],
+) -> list[tuple[Any, AbstractVariable]]:
+    # None beside None is an absent part of a model, a bias it does not have.
+    pairs = [(g, v) for g, v in pairs if g is not None or v is not None]
+    for _, variable in pairs:
+        if not isinstance(variable, AbstractVariable):
+            raise ValueError(
+                f"apply_gradients moves zs.Variable objects, got "
+                f"{type(variable).__name__}"
+            )
+    found = [(g, v) for g, v in pairs if g is not None]
+    if not found:
+        names = [v.name for _, v in pairs]
+        raise ValueError(f"No gradients provided for any variable: {names}")
+    _require_distinct([v for _, v in found])
+    return found
+
+
+def _require_distinct(variables: list[AbstractVariable]) -> None:
+    seen = set()
+    for part in (part for variable in variables for part in variable.components):
+        key = part.spec.key
+        if key in seen:
+            raise ValueError(
+                f"{part.spec} is there twice in one apply_gradients, which would "
+                "be two steps of the optimizer: give each variable once. Gradients "
+                "with respect to several arguments that hold it are added first; "
+                "zs.value_and_grad(variables=...) gives the whole gradient each time"
+            )
+        seen.add(key)
+
+
+def _listed(pairs: Any) -> list[tuple[Any, Any]]:
+    if not isinstance(pairs, Iterable):
+        raise ValueError(
+            "apply_gradients takes (grads, variables) or an iterable of "
+            f"(gradient, variable) pairs, got {type(pairs).__name__}"
+        )
+    listed = list(pairs)
+    if any(not isinstance(p, tuple | list) or len(p) != 2 for p in listed):
+        raise ValueError(
+            "apply_gradients(pairs) takes an iterable of (gradient, variable) pairs; "
+            "for a pytree of gradients give the variables too: "
+            "apply_gradients(grads, variables)"
+        )
+    return [(gradient, variable) for gradient, variable in listed]
+
+
+def _matched(grads: Any, variables: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves: list[Any]
+    wanted: Any  # a PyTreeDef; its stubs lack comparison
+    leaves, wanted = jax.tree.flatten(variables, is_leaf=lambda node: node is None)
+    found, given = jax.tree.flatten(grads, is_leaf=_is_gradient)
+    if given != wanted:
+        hint = ""
+        if type(variables).__name__ == "LookaheadParams":
+            hint = (
+                ". optax.lookahead keeps slow copies of the parameters of its own "
+                "choosing; here, keep them as a second tree of variables, and write "
+                "them with assign every few steps (docs/optimizers.md, Averages)"
+            )
+        raise ValueError(
+            f"gradients and variables must have the same structure: gradients are "
+            f"{given}, variables are {wanted}{hint}"
+        )
+    return list(zip(found, leaves, strict=True)), wanted
+
+
+def _is_gradient(node: Any) -> bool:
+    return node is None or isinstance(node, IndexedSlices)
+
+
+def _is_of_examples(gradient: Any, variable: AbstractVariable) -> bool:
+    """Whether there is one gradient for each of several examples."""
+    shape = tuple(np.shape(_value(gradient)))
+    return len(shape) > len(variable.shape) and shape[1:] == tuple(variable.shape)
+
+
+def _of_examples(gradient: Any, variable: AbstractVariable) -> Any:
+    """An array ``[examples, ...]``.
+
+    Raises:
+        ValueError: The variable lives on a parameter server, or in parts.
+    """
+    spec = variable.components[0].spec
+    words, shape = WORDS[UpdateOp.OPTIMIZE], np.shape(_value(gradient))
+    if len(variable.components) > 1 or spec.ps != LOCAL:
+        raise ValueError(
+            f"cannot {words} {spec}: shape mismatch. The variable has shape "
+            f"{variable.shape}, and the value has shape {shape}; expected "
+            f"{variable.shape}. Gradients of single examples (optax.contrib.dpsgd) are "
+            "taken where the program that computes them has the variable, in one piece "
+            "(no scope, MirroredStrategy, MultiWorkerMirroredStrategy): give a "
+            "parameter server their sum or their mean"
+        )
+    if recorder.get() is not None:
+        return _convert.traced_operand(spec, gradient, words, examples=True)
+    refuse_update(spec, words)
+    return _convert.plain_operand(spec, gradient, words, examples=True)
+
+
+def _arrays(gradient: Any, variable: AbstractVariable) -> tuple[Any, ...]:
+    """The gradient in the form of the variable."""
+    spec = variable._spec
+    is_traced = recorder.get() is not None
+    if isinstance(gradient, IndexedSlices):
+        words = WORDS[UpdateOp.OPTIMIZE_ROWS]
+        if not is_traced:
+            refuse_update(spec, words)
+            rows = _convert.plain_rows(spec, gradient.indices, gradient.values, words)
+            return rows
+        return _convert.traced_rows(spec, gradient.indices, gradient.values, words)
+    words = WORDS[UpdateOp.OPTIMIZE]
+    gradient = variable._operand(gradient)
+    if not is_traced:
+        refuse_update(spec, words)
+        return (_convert.plain_operand(spec, gradient, words),)
+    return (_convert.traced_operand(spec, gradient, words),)
+
+
+def _extras(extra: dict[str, Any]) -> tuple[Extras, tuple[Any, ...]]:
+    """Further arguments: arrays, and what is none."""
+    from zstrat.optimizers import Extras
+
+    static = {name: value for name, value in extra.items() if not _is_data(value)}
+    data = {name: value for name, value in extra.items() if name not in static}
+    data = jax.tree.map(_value, data, is_leaf=_is_variable)
+    leaves, treedef = jax.tree.flatten(data)
+    arrays = tuple([jnp.asarray(leaf) for leaf in leaves])
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    kinds = tuple([made(x.shape, x.dtype) for x in arrays])
+    return Extras(treedef, kinds, tuple(static.items())), arrays
+
+
+def _is_data(value: Any) -> bool:
+    """Whether all of it is arrays and numbers."""
+    leaves = jax.tree.leaves(value, is_leaf=_is_variable)
+    kinds = (bool, int, float, complex, np.ndarray, np.generic, jax.Array)
+    return all(isinstance(leaf, kinds) or _is_variable(leaf) for leaf in leaves)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, AbstractVariable)
+
+
+def _value(value: Any) -> Any:
+    return value.value() if _is_variable(value) else value

@@ -1,0 +1,196 @@
+"""The state of an optimizer, put together of what is kept beside its variables.
+
+Law of the file: what is shared is kept beside each variable, so it is read from the
+first that has it, and assigned beside all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.tree_util import DictKey, GetAttrKey, keystr
+
+from zstrat.variables._home import Binds, KeepsSlots, read_all
+from zstrat.variables._tracing import is_staging, recorder
+
+from ._tree_updates import lives_here
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from zstrat.optimizers import TreeRule
+    from zstrat.variables._variable import Variable
+
+    from ._gradient_call import GradientCall
+    from ._optimizer import Optimizer
+
+
+def state_of(optimizer: Optimizer) -> Any:
+    """See `Optimizer.state`."""
+    call = _known(optimizer)
+    tree = call.rule(is_here=lives_here(call), is_traced=False)
+    found = _slots_of(call)
+    leaves = [_leaf_of(call, tree, found, n) for n in range(len(tree.state()))]
+    if any(leaf is None for leaf in leaves):
+        pairs = zip(leaves, _initial(call), strict=True)
+        leaves = [first if leaf is None else leaf for leaf, first in pairs]
+    with tree.precision():
+        return tree.unflattened([jnp.asarray(leaf) for leaf in leaves])
+
+
+def _leaf_of(
+    call: GradientCall,
+    tree: TreeRule,
+    found: Mapping[int, Mapping[str, np.ndarray]],
+    state: int,
+) -> np.ndarray | None:
+    """A leaf of the state, of what is kept beside the variables; None if it is not
+    there yet."""
+    leaf, name = tree.place(state)
+    mine = call.targets if leaf is None else [call.targets[leaf]]
+    # What several leaves are moved with lies beside the first, under its whole path.
+    whole = keystr(tree.state()[state].path)
+    for target, slot in [(x, name) for x in mine] + [(x, whole) for x in call.targets]:
+        parts = [found[component.spec.key] for component in target.components]
+        arrays = [part[slot] for part in parts if slot in part]
+        if len(arrays) == len(parts) and arrays:
+            is_whole = arrays[0].shape == tree.state()[state].kind.shape
+            return arrays[0] if is_whole else np.concatenate(arrays)
+    return None
+
+
+class Hyperparameters:
+    """The hyperparameters of ``optax.inject_hyperparams``, by name."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Final = optimizer
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The value of now.
+
+        Raises:
+            KeyError: There is none of that name; says which there are.
+        """
+        call, states = self._found(name)
+        tree = call.rule(is_here=lives_here(call), is_traced=False)
+        found = _leaf_of(call, tree, _slots_of(call), states[0])
+        return np.asarray(_initial(call)[states[0]] if found is None else found)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Assigns it, everywhere it is kept. Steps that are under way may not see it.
+
+        Raises:
+            KeyError: There is none of that name; says which there are.
+            ValueError: The value has another shape.
+        """
+        call, states = self._found(name)
+        tree = call.rule(is_here=lives_here(call))
+        for state in states:
+            kind = tree.state()[state].kind
+            array = np.asarray(value, kind.dtype)
+            if array.shape != kind.shape:
+                raise ValueError(
+                    f"hyperparameter {name!r} of optimizer {self._optimizer.name!r} "
+                    f"has shape {kind.shape}, got {array.shape}"
+                )
+            for variable, slot in _places(call, state):
+                home = _home(variable)
+                if isinstance(home, Binds):
+                    home.bind(call)
+                home.write_slot(self._optimizer, variable, slot, array)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names(_known(self._optimizer)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names(_known(self._optimizer))
+
+    def __repr__(self) -> str:
+        return f"<hyperparameters of {self._optimizer!r}>"
+
+    def _found(self, name: str) -> tuple[GradientCall, list[int]]:
+        call = _known(self._optimizer)
+        names = self._names(call)
+        if name not in names:
+            raise KeyError(
+                f"optimizer {self._optimizer.name!r} has no hyperparameter {name!r}, "
+                f"but {sorted(names) or 'none'}: only those of "
+                "optax.inject_hyperparams(...) can be read and assigned"
+            )
+        return call, names[name]
+
+    def _names(self, call: GradientCall) -> dict[str, list[int]]:
+        """Leaves of the state, by name."""
+        tree = call.rule(is_here=lives_here(call), is_traced=False)
+        names: dict[str, list[int]] = {}
+        for number, leaf in enumerate(tree.state()):
+            for key, after in zip(leaf.path, leaf.path[1:], strict=False):
+                if key == GetAttrKey("hyperparams") and isinstance(after, DictKey):
+                    names.setdefault(str(after.key), []).append(number)
+        return names
+
+
+def _known(optimizer: Optimizer) -> GradientCall:
+    if recorder.get() is not None or is_staging():
+        raise RuntimeError(
+            f"the state and the hyperparameters of optimizer {optimizer.name!r} cannot "
+            "be read or assigned in a step: that would happen once, while the step is "
+            "traced. Do it between steps, where they are scheduled; what changes with "
+            "each step is a schedule (optax.inject_hyperparams(optax.adam)("
+            "learning_rate=optax.cosine_decay_schedule(...)))"
+        )
+    call = optimizer.known_call()
+    if call is None:
+        raise RuntimeError(
+            f"the tree of optimizer {optimizer.name!r} is not known here: it has moved "
+            "nothing in this process. Name it when the optimizer is made, "
+            "zs.Optimizer(transformation, params=params)"
+        )
+    return call
+
+
+def _home(variable: Variable) -> KeepsSlots:
+    home = variable.home
+    if not isinstance(home, KeepsSlots):
+        raise RuntimeError(
+            f"{variable.spec}: the state of its optimizer cannot be read from here: "
+            "this handle came from another task; do it on the coordinator"
+        )
+    return home
+
+
+def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
+    """By key of the variable; each home is asked once."""
+    homes: dict[int, list[Variable]] = {}
+    for variable in call.variables:
+        homes.setdefault(id(variable.home), []).append(variable)
+    found: dict[int, Mapping[str, np.ndarray]] = {}
+    for variables in homes.values():
+        slots = _home(variables[0]).read_slots(call.optimizer, variables)
+        keys = [variable.spec.key for variable in variables]
+        found.update(zip(keys, slots, strict=True))
+    return found
+
+
+def _places(call: GradientCall, state: int) -> Iterator[tuple[Variable, str]]:
+    """The variables beside which a leaf of the state is kept, and its name there."""
+    tree = call.rule(is_here=lives_here(call))
+    for leaf, target in enumerate(call.targets):
+        for slot in call.optimizer.leaf_rule(tree, leaf).slots:
+            if slot.state == state:
+                for component in target.components:
+                    yield component, slot.name
+
+
+def _initial(call: GradientCall) -> Sequence[Any]:
+    """The state before the first gradient."""
+    tree = call.rule(is_here=lives_here(call), is_traced=False)
+    values = [read_all(target.components) for target in call.targets]
+    whole = [np.concatenate(v) if len(v) > 1 else v[0] for v in values]
+    with tree.precision():
+        made: Sequence[Any] = jax.jit(jaxpr_as_fun(tree.init().closed))(*whole)
+    return made

@@ -1,0 +1,173 @@
+"""Bodies larger than one frame: cut into chunks on one side, put together on the other.
+
+The arrays of a message lie one behind the other in a *body*, each at a multiple of 64
+bytes, so that the memory which receives the body can serve as arrays that XLA takes
+without a copy. `cut` makes the chunks in order, `Assembly` takes them in that order and
+no other: a gap is an error, for a lost chunk must never look like data.
+
+Long arrays leave as views. Arrays below `SMALL` are gathered into common chunks, for a
+frame of its own costs more than the copy.
+
+Who works on the body of a message while it arrives.
+
+A body in chunks is copied into memory, and the message handed on when it is whole. A
+*sink* does something else with each chunk, which is still in the processor's cache:
+what has been worked on by then need not be read again. It gets the same memory to work
+in, and gives the answer when the body is whole; if that never happens, it is forgotten
+with its memory, and nobody is told.
+
+A sink has no copy of what it took. If it cannot answer without one, it answers `Again`,
+and the request is sent once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+import numpy as np
+
+from zstrat.errors import ProtocolError
+from zstrat.wire._arrays import ArraySpec, array_from
+from zstrat.wire._messages import Message
+
+ALIGNMENT: Final = 64
+"""What XLA asks of host memory that it is to use in place."""
+
+SMALL: Final = 64 * 1024
+
+Frame = bytes | memoryview
+
+Allocate = Callable[[int], memoryview]
+"""Writable memory of that many bytes, at a multiple of `ALIGNMENT`."""
+
+
+def aligned(position: int) -> int:
+    """The next multiple of `ALIGNMENT` at or above ``position``."""
+    return -(-position // ALIGNMENT) * ALIGNMENT
+
+
+def allocate(nbytes: int) -> memoryview:
+    """Fresh aligned memory; the pool of the transport does better."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].data
+
+
+def cut(raws: Sequence[np.ndarray], chunk: int) -> Iterator[tuple[int, memoryview]]:
+    """Offset and bytes of each chunk of the body made of ``raws`` (uint8 [nbytes])."""
+    gathered, start, position, small = bytearray(), 0, 0, min(SMALL, chunk)
+    for raw in raws:
+        position, size = aligned(position), raw.nbytes
+        if gathered and (size >= small or position + size - start > chunk):
+            yield start, memoryview(gathered)
+            gathered = bytearray()
+        if size >= small:
+            view = raw.data
+            for at in range(0, size, chunk):
+                yield position + at, view[at : at + chunk]
+        elif size:
+            if not gathered:
+                start = position
+            gathered.extend(bytes(position - start - len(gathered)))
+            gathered += raw.data
+        position += size
+    if gathered:
+        yield start, memoryview(gathered)
+
+
+class Assembly:
+    """The body of one announced message, on its way in, perhaps through a ``sink``."""
+
+    __slots__ = (
+        "_allocate",
+        "_jumps",
+        "_memory",
+        "_offsets",
+        "_position",
+        "nbytes",
+        "sink",
+        "specs",
+    )
+
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        allocate: Allocate,
+        sink: Sink | None = None,
+    ) -> None:
+        self.specs, self.sink = specs, sink
+        self._offsets: list[int] = []
+        self._jumps: dict[int, int] = {}
+        position = end = 0
+        for spec in specs:
+            position, size = aligned(position), spec.nbytes
+            self._offsets.append(position)
+            position += size
+            if size:
+                end = position
+                self._jumps[position] = aligned(position)
+        self.nbytes, self._position = end, 0
+        self._allocate = allocate
+        self._memory = memoryview(b"")
+
+    @property
+    def is_complete(self) -> bool:
+        return self._position >= self.nbytes
+
+    def take(self, offset: int, chunk: Frame) -> None:
+        """The next chunk.
+
+        Raises:
+            ProtocolError: It is not the next one, or longer than what was announced.
+            MemoryError: There is no memory for the body.
+        """
+        here = self._position
+        # Only the padding behind an array may be left out: a hole anywhere else would
+        # hand stale memory to the reader.
+        if offset != here and offset != self._jumps.get(here):
+            raise ProtocolError(f"body: expected the chunk at {here}, got {offset}")
+        end = offset + len(chunk)
+        if end > self.nbytes or end == offset:
+            raise ProtocolError(
+                f"body: expected 1 to {self.nbytes - offset} bytes at {offset}, "
+                f"got {len(chunk)}"
+            )
+        if not here:
+            self._memory = self._allocate(self.nbytes)
+        if self.sink is None:
+            self._memory[offset:end] = chunk
+        else:
+            self.sink.take(self._memory, offset, chunk)
+        self._position = end
+
+    def adopt(self, memory: memoryview) -> None:
+        """Takes the whole body where it lies."""
+        if self._position:
+            raise ProtocolError(f"body: {self._position} bytes of it came in chunks")
+        self._memory, self._position = memory, self.nbytes
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays of the complete body: read-only views that keep it alive."""
+        memory = self._memory.toreadonly()
+        return tuple(
+            array_from(spec, memory[at : at + spec.nbytes])
+            for spec, at in zip(self.specs, self._offsets, strict=True)
+        )
+
+
+class Sink(Protocol):
+    def take(self, memory: memoryview, offset: int, chunk: Frame) -> None:
+        """The next chunk, of any size, whose place in ``memory`` begins at ``offset``.
+
+        ``memory`` is as long as the body, the same for all chunks, and undefined where
+        the sink has written nothing. Must not raise.
+        """
+
+    def finish(self) -> Message | Awaitable[Message]:
+        """The body is whole: the outcome of the request, like that of its handler."""
+
+
+Absorb = Callable[[Message, "Sequence[ArraySpec]"], "Sink | None"]
+"""Asked at the header of a request whose body follows in chunks: the message without
+its arrays, and what they will be. None: the body is wanted as it is. Must not raise."""

@@ -1,0 +1,127 @@
+"""When a connection was last used, and whether the peer behind it counts as lost.
+
+A peer that greets has ``handshake`` seconds for it; later it may be silent for
+``patience``, and away for ``reconnect`` if the network below is broken. A process that
+slept itself does not blame its peer. No clock: the owner says what time it is.
+
+Requests that wait for their outcome, and their deadlines. No clock, no timers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from zstrat.config import Timeouts
+    from zstrat.wire._messages import Message
+
+
+class Liveness:
+    """``sent_at`` and ``heard_at`` are written by the owner, once per message."""
+
+    __slots__ = ("_ticked_at", "_times", "broken_at", "heard_at", "sent_at")
+
+    def __init__(self, times: Timeouts, now: float) -> None:
+        self._times = times
+        self.sent_at = self.heard_at = self._ticked_at = now
+        self.broken_at: float | None = None
+        """Since when the network below is gone."""
+
+    def tick(self, now: float) -> None:
+        """Time has passed; to be called at `due` at the latest."""
+        overslept = now - self._ticked_at - 2 * self._times.beat
+        self._ticked_at = now
+        if overslept > 0:
+            # This process was stopped or blocked: what the peer said in the meantime,
+            # or its return, is still in the socket, so the silence is ours. What was
+            # heard since is of now, and no credit for later.
+            self.heard_at = min(now, self.heard_at + overslept)
+            if self.broken_at is not None:
+                self.broken_at = min(now, self.broken_at + overslept)
+
+    @property
+    def due(self) -> float:
+        return self._ticked_at + self._times.beat / 2
+
+    def is_quiet(self, now: float) -> bool:
+        """Whether it is time for a beat: nothing else was said."""
+        return now - self.sent_at >= self._times.beat
+
+    def is_lost(self, now: float, *, greeted: bool) -> bool:
+        times = self._times
+        if self.broken_at is not None:
+            return now - self.broken_at > times.reconnect
+        patience = times.patience if greeted else times.handshake
+        return now - self.heard_at > patience
+
+    def loss(self, now: float, *, greeted: bool) -> str:
+        """Why the peer is lost, in words."""
+        if self.broken_at is not None:
+            reconnect = self._times.reconnect
+            return f"its connection broke and did not come back within {reconnect:g} s"
+        silence = now - self.heard_at
+        if not greeted:
+            return f"it did not greet within {silence:.1f} s"
+        return f"it was silent for {silence:.1f} s"
+
+
+Token = TypeVar("Token")
+
+SCAN: Final = 0.01
+"""Seconds between two looks at all deadlines, at the least."""
+
+
+class Waiting(NamedTuple, Generic[Token]):
+    """``message`` is kept if the other side may ask for it `Again`."""
+
+    token: Token
+    deadline: float
+    kind: type[Message]
+    message: Message | None
+
+
+class Requests(Generic[Token]):
+    """By number. A lower bound of all deadlines costs a request one comparison; looking
+    at all of them is dear but rare, because deadlines hardly ever pass."""
+
+    __slots__ = ("_waiting", "due")
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Waiting[Token]] = {}
+        self.due = float("inf")
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(
+        self,
+        number: int,
+        token: Token,
+        deadline: float,
+        kind: type[Message],
+        message: Message | None = None,
+    ) -> None:
+        self._waiting[number] = Waiting(token, deadline, kind, message)
+        if deadline < self.due:
+            self.due = deadline
+
+    def take(self, number: int) -> Waiting[Token] | None:
+        """The request of that number, which waits no more."""
+        return self._waiting.pop(number, None)
+
+    def take_late(self, now: float) -> list[Waiting[Token]]:
+        """Those whose deadline has passed, which wait no more."""
+        if now < self.due:
+            return []
+        late = [n for n, each in self._waiting.items() if each.deadline <= now]
+        taken = [self._waiting.pop(number) for number in late]
+        earliest = min((each.deadline for each in self._waiting.values()), default=None)
+        self.due = float("inf") if earliest is None else max(earliest, now + SCAN)
+        return taken
+
+    def take_all(self) -> list[Waiting[Token]]:
+        """All of them, for none will be answered."""
+        taken = list(self._waiting.values())
+        self._waiting.clear()
+        self.due = float("inf")
+        return taken

@@ -1,0 +1,112 @@
+"""Who may talk to whom: what a HELLO has to meet, and the words of a refusal.
+
+Nobody has proved anything when these words are made, so what a stranger calls itself is
+cut to a length that fits into a message and a line of the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from zstrat.errors import ProtocolError, VersionMismatchError, ZstratError
+from zstrat.wire._messages import PROTOCOL, Hello, Job
+
+_SHIPS_CODE: Final = frozenset({Job.CHIEF})
+_TAKES_CODE: Final = frozenset({Job.WORKER, Job.PS, Job.EVALUATOR})
+_JOBS: Final = frozenset(Job)
+
+_NAME: Final = 255
+"""Characters; no host has a longer name."""
+_VERSIONS: Final = 16
+
+
+def quoted(text: str, most: int) -> str:
+    """What a stranger said, on one line: no character of it does anything to a log or
+    a terminal."""
+    text = text[:most]
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
+def task_name(hello: Hello) -> str:
+    """What messages call a task: ``worker:1``."""
+    return f"{quoted(hello.job, 20)}:{hello.index}"
+
+
+def described(hello: Hello) -> str:
+    """The task and where it runs, for words to a person."""
+    return f"{task_name(hello)} (host {quoted(hello.host, 80)}, pid {hello.pid})"
+
+
+def mismatch(
+    me: Hello, other: Hello, expect: tuple[str, int] | None = None
+) -> ZstratError | None:
+    """Why ``me`` cannot work with ``other``, or None.
+
+    Args:
+        expect: Job and index that must answer, where the caller knows.
+    """
+    if other.protocol != PROTOCOL:
+        return VersionMismatchError(
+            f"{described(other)} speaks protocol {other.protocol} "
+            f"(zstrat {quoted(other.versions.get('zstrat', 'unknown'), 40)}), "
+            f"{described(me)} speaks {PROTOCOL} "
+            f"(zstrat {me.versions.get('zstrat', 'unknown')}): "
+            "install the same zstrat on both"
+        )
+    if not _is_plain(other):
+        return ProtocolError(
+            f"{described(other)} cannot be remembered by what it says of itself: "
+            f"expected printable names of at most {_NAME} characters, and at most "
+            f"{_VERSIONS} versions"
+        )
+    if other.job not in _JOBS or other.index < 0:
+        return ProtocolError(
+            f"host {quoted(other.host, 80)}, pid {other.pid} calls itself "
+            f"{task_name(other)}: expected one of {', '.join(Job)} and an index of "
+            "0 or more"
+        )
+    if expect is not None and (other.job, other.index) != expect:
+        return ProtocolError(
+            f"expected {expect[0]}:{expect[1]}, but {described(other)} answers there: "
+            "check the addresses of the cluster"
+        )
+    return _python_mismatch(me, other)
+
+
+def _is_plain(hello: Hello) -> bool:
+    """Whether it may be remembered: greetings of strangers are, by the thousand."""
+    versions = hello.versions
+    if len(versions) > _VERSIONS:
+        return False
+    names = [hello.host, *versions, *versions.values()]
+    return all(len(name) <= _NAME and name.isprintable() for name in names)
+
+
+def _python_mismatch(me: Hello, other: Hello) -> ZstratError | None:
+    """Shipped functions are byte code, which only the same Python can run."""
+    if not _ships(me, other) and not _ships(other, me):
+        return None
+    mine, theirs = map(_minor, (me.versions, other.versions))
+    if mine is None or theirs is None or mine == theirs:
+        return None
+    return VersionMismatchError(
+        f"{described(other)} runs Python {quoted(theirs, 40)}, "
+        f"{described(me)} runs {mine}: step "
+        "functions travel between them as byte code, which needs the same minor version"
+    )
+
+
+def _ships(one: Hello, other: Hello) -> bool:
+    return one.job in _SHIPS_CODE and other.job in _TAKES_CODE
+
+
+def _minor(versions: dict[str, str]) -> str | None:
+    python = versions.get("python")
+    return None if python is None else ".".join(python.split(".")[:2])
+
+
+Judge = Callable[[Hello], ZstratError | None]
+"""Says why a HELLO is refused, or None."""

@@ -1,0 +1,171 @@
+"""The ordered half of what arrives: messages in the order of their numbers, and bodies.
+
+A message whose header announces arrays that are not in its frames waits here for them,
+one at a time: they come in chunks, or lie in memory that the peer shares. What arrived
+whole leaves as `Arrived`. Heavy messages and parts of bodies are counted in ``taken``,
+for the credits that the peer gets back.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from zstrat.errors import ProtocolError
+from zstrat.wire._arrays import array_from
+from zstrat.wire._codec import decode_header
+from zstrat.wire._messages import Message, Placed
+
+from ._body import Allocate, Assembly, Frame
+from ._outbox import HEAVY
+from ._sharing import PLACE, is_placeable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from zstrat.config import Limits
+    from zstrat.wire._codec import Announced
+    from zstrat.wire._messages import Chunk
+
+    from ._body import Absorb, Sink
+    from ._sharing import SharedMemoryLane
+
+
+class Arrived(NamedTuple):
+    """A whole message; ``is_heavy`` if it cost its sender a credit. If there is a
+    ``sink``, that has the arrays, and the message none."""
+
+    number: int
+    message: Message
+    is_heavy: bool
+    sink: Sink | None = None
+
+
+_arrived: Final[Callable[[Any], Arrived]] = partial(tuple.__new__, Arrived)
+
+
+class Inbox:
+    """``initiator``: whether this side sends the requests, and so gets answers, which
+    have the numbers of their requests and are outside the order."""
+
+    def __init__(
+        self,
+        allocate: Allocate,
+        lane: SharedMemoryLane | None,
+        limits: Limits,
+        *,
+        initiator: bool,
+        absorb: Absorb | None = None,
+    ) -> None:
+        self._allocate, self._lane, self._limits = allocate, lane, limits
+        self._initiator, self._absorb = initiator, absorb
+        self._incoming: tuple[Announced, Assembly] | None = None
+        self._place = 0  # of the last message, in the order
+        self.taken = 0
+        """Heavy messages and parts of bodies since the last credit was given."""
+
+    def take(self, announced: Announced, frames: Sequence[Frame]) -> Arrived | None:
+        """A message, or the header of one whose body follows (None).
+
+        Raises:
+            ProtocolError: It is out of order, or its frames are not what it announces.
+        """
+        number, specs = announced.request, announced.specs
+        if self._incoming is not None:
+            kind = announced.message_kind.__name__
+            raise ProtocolError(f"{kind} inside the body of another message")
+        if not (number & 1 and self._initiator):
+            self._place += 1
+            if number >> 1 != self._place:
+                raise ProtocolError(
+                    f"expected message {self._place}, got {number >> 1}: some were lost"
+                )
+        if not specs and len(frames) == 1:
+            return _arrived((number, announced.build(()), False, None))
+        return self._take_arrays(announced, frames[1:])
+
+    def take_chunk(self, chunk: Chunk, frames: Sequence[Frame]) -> Arrived | None:
+        """The next chunk of the body; the message, if it was the last one.
+
+        Raises:
+            ProtocolError: It is not the next one, or none was announced.
+            MemoryError: There is no memory for the body; says how much it is.
+        """
+        assembly = self._assembly(chunk.stream)
+        if len(frames) != 1:
+            raise ProtocolError(f"a chunk: expected one frame, got {len(frames)}")
+        try:
+            assembly.take(chunk.offset, frames[0])
+        except MemoryError:
+            raise MemoryError(
+                f"no memory for the {assembly.nbytes} bytes that it announced"
+            ) from None
+        self.taken += 1
+        return self._whole()
+
+    def drop(self) -> None:
+        self._incoming = None
+
+    def _take_arrays(
+        self, announced: Announced, raws: Sequence[Frame]
+    ) -> Arrived | None:
+        specs, kind = announced.specs, announced.message_kind.__name__
+        if len(raws) > self._limits.frames:
+            raise ProtocolError(
+                f"{kind}: expected at most {self._limits.frames} frames, "
+                f"got {len(raws)}"
+            )
+        if len(raws) == 1 and len(raws[0]) < PLACE and is_placeable(specs):
+            self._incoming = announced, Assembly(specs, self._allocate)
+            self._adopt(raws[0])
+            return self._whole()
+        if len(raws) != len(specs):
+            if raws:
+                raise ProtocolError(
+                    f"{kind}: expected {len(specs)} frames, got {len(raws)}"
+                )
+            sink = self._sink(announced)
+            self._incoming = announced, Assembly(specs, self._allocate, sink)
+            return self._whole()
+        message = announced.build(tuple(map(array_from, specs, raws)))
+        is_heavy = sum(map(len, raws)) > HEAVY
+        self.taken += is_heavy
+        return _arrived((announced.request, message, is_heavy, None))
+
+    def _sink(self, announced: Announced) -> Sink | None:
+        """Of a request; whoever takes a notice, an answer or shipped bytes wants all of
+        them."""
+        if self._absorb is None or announced.outside or not announced.request & 1:
+            return None
+        return self._absorb(announced.build(()), announced.specs)
+
+    def _adopt(self, place: Frame) -> None:
+        """The body lies in memory that the peer shares with us."""
+        placed = decode_header(place, self._limits).build(())
+        if not isinstance(placed, Placed):
+            raise ProtocolError(f"expected Placed, got {type(placed).__name__}")
+        assembly = self._assembly(placed.stream)
+        memory = None
+        if self._lane is not None:
+            memory = self._lane.body(placed.offset, assembly.nbytes)
+        if memory is None:
+            raise ProtocolError(
+                f"no {assembly.nbytes} bytes at {placed.offset} of memory that we share"
+            )
+        assembly.adopt(memory)
+        self.taken += 1
+
+    def _whole(self) -> Arrived | None:
+        """The message, once its body is complete."""
+        if self._incoming is None or not self._incoming[1].is_complete:
+            return None
+        announced, assembly = self._incoming
+        self._incoming = None
+        sink = assembly.sink
+        message = announced.build(assembly.arrays() if sink is None else ())
+        return _arrived((announced.request, message, True, sink))
+
+    def _assembly(self, stream: int) -> Assembly:
+        if self._incoming is None or self._incoming[0].request != stream:
+            raise ProtocolError(f"a part of body {stream}, which was not announced")
+        return self._incoming[1]

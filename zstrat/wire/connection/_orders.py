@@ -1,0 +1,70 @@
+"""What a `Peer` tells its shell to do."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from zstrat.wire._messages import Hello, Message
+
+    from ._body import Sink
+
+Token = TypeVar("Token")
+
+
+class OrderState(enum.Enum):
+    GREETING = enum.auto()
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
+
+
+class Greeted(NamedTuple):
+    """The other side said HELLO; say `Peer.accept` or `Peer.refuse`."""
+
+    hello: Hello
+
+
+class Opened(NamedTuple):
+    """Our HELLO was answered."""
+
+    hello: Hello
+
+
+class Requested(NamedTuple):
+    """Hand the message on, or finish the sink that took its arrays, and call
+    `Peer.reply` with the number, once."""
+
+    number: int
+    message: Message
+    sink: Sink | None = None
+
+
+class Noticed(NamedTuple):
+    message: Message
+
+
+class Answered(NamedTuple, Generic[Token]):
+    token: Token
+    message: Message
+
+
+class Failed(NamedTuple, Generic[Token]):
+    token: Token
+    error: Exception
+
+
+class Closed(NamedTuple):
+    """The connection is over. ``refusal`` is set if one side refused the other;
+    ``broken`` if only the connection failed, so that the peer may come back; ``left``
+    if the peer said goodbye."""
+
+    reason: str
+    refusal: Exception | None = None
+    broken: bool = False
+    left: bool = False
+
+
+Order = (
+    Greeted | Opened | Requested | Noticed | Answered[Token] | Failed[Token] | Closed
+)

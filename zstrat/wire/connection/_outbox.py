@@ -1,0 +1,187 @@
+"""What one side of a connection still has to send, in its order and within its credit.
+
+Two queues: *urgent* messages (greetings, beats, credits, goodbyes) leave at once, all
+others one after the other, a body whole before the next message. A message with more
+than `HEAVY` bytes of body costs a credit, as does each chunk of a body; at none, the
+ordered queue waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from zstrat.wire._codec import encode
+from zstrat.wire._messages import Chunk, Message, Placed
+
+from ._body import Frame, aligned, cut
+from ._sharing import LEAST, MOST
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from zstrat.config import Limits
+
+    from ._sharing import SharedMemoryLane
+
+HEAVY: Final = 64 * 1024
+"""Bytes of body above which a message costs a credit. Part of the protocol: both sides
+have to count alike. Lighter ones are bounded by number."""
+
+Frames = tuple[Frame, ...]
+
+_NO_CHUNK: Final = 0, memoryview(b"")
+
+
+class _WaitingFrames(NamedTuple):
+    frames: Frames
+    is_heavy: bool
+    body: Iterator[tuple[int, memoryview]] | None
+    number: int
+    nbytes: int
+
+
+_waiting: Final[Callable[[Any], _WaitingFrames]] = partial(
+    tuple.__new__, _WaitingFrames
+)
+
+
+class Outbox:
+    def __init__(self, limits: Limits, lane: SharedMemoryLane | None) -> None:
+        self._limits, self._credit = limits, limits.window
+        self._lane = lane
+        self.wants_lane = False
+        """There was a body for a lane, and the lane did not take it."""
+        self._urgent: deque[Frames] = deque()
+        self._ordered: deque[_WaitingFrames] = deque()
+        self._body: Iterator[tuple[int, memoryview]] | None = None
+        self._number, self._chunk = 0, _NO_CHUNK
+        self._leaving = 0
+        self.nbytes = 0
+        """Of the ordered messages that wait, with those that leave in chunks, and those
+        that were promised."""
+        self.given = 0
+        """Ordered messages and chunks that were given out so far."""
+
+    def __len__(self) -> int:
+        """Messages of the ordered kind that wait."""
+        return len(self._ordered) + (self._body is not None)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `take` gives out a message."""
+        if self._urgent:
+            return True
+        if self._body is None:
+            ordered = self._ordered
+            if not ordered or not ordered[0].is_heavy:
+                return bool(ordered)
+        return self._credit > 0
+
+    @property
+    def is_urgent(self) -> bool:
+        return bool(self._urgent)
+
+    def say(self, message: Message) -> None:
+        """Queues an urgent message."""
+        self._urgent.append((encode(message)[0],))
+
+    def put(self, message: Message, number: int) -> bool:
+        """Queues a message behind all others; whether its body goes in chunks.
+
+        Raises:
+            TypeError, ValueError: It cannot be sent; nothing was queued.
+        """
+        header, raws = encode(message, number, self._limits.header)
+        if not raws:
+            nbytes = len(header)
+            self.nbytes += nbytes
+            self._ordered.append(_waiting(((header,), False, None, number, nbytes)))
+            return False
+        total = sum([raw.nbytes for raw in raws])
+        if total > self._limits.body:
+            raise ValueError(
+                f"{type(message).__name__}: {total} bytes of arrays, at most "
+                f"{self._limits.body} may be sent: split the message"
+            )
+        if self._lane is not None and LEAST < total <= MOST:
+            offset = self._lane.place(raws, sum([aligned(r.nbytes) for r in raws]))
+            if offset is not None:
+                self._put_placed(header, number, offset, total)
+                return False
+            self.wants_lane = True
+        if total <= self._limits.chunk and len(raws) <= self._limits.frames:
+            frames: Frames = (header, *[raw.data for raw in raws])
+            nbytes = len(header) + total
+            self._wait(frames, total > HEAVY, None, number, nbytes)
+            return False
+        body = cut(raws, self._limits.chunk)
+        self._wait((header,), False, body, number, len(header) + total)
+        return True
+
+    def _put_placed(self, header: bytes, number: int, offset: int, total: int) -> None:
+        # Costs a credit, as a body in one frame does: the window bounds both.
+        frames: Frames = (header, encode(Placed(number, offset))[0])
+        self._wait(frames, True, None, number, len(header) + total)
+
+    def _wait(
+        self,
+        frames: Frames,
+        is_heavy: bool,
+        body: Iterator[tuple[int, memoryview]] | None,
+        number: int,
+        nbytes: int,
+    ) -> None:
+        self.nbytes += nbytes
+        self._ordered.append(_waiting((frames, is_heavy, body, number, nbytes)))
+
+    def credited(self, chunks: int) -> None:
+        """The other side takes so many heavy messages more."""
+        self._credit = min(self._limits.window, self._credit + chunks)
+
+    def take(self) -> Frames | None:
+        """The next message to send, or None until something changes."""
+        if self._urgent:
+            return self._urgent.popleft()
+        if self._body is not None:
+            return self._take_chunk()
+        if not self._ordered:
+            return None
+        if self._ordered[0].is_heavy:
+            if not self._credit:
+                return None
+            self._credit -= 1
+        waiting = self._ordered.popleft()
+        self.given += 1
+        if waiting.body is None:
+            self.nbytes -= waiting.nbytes
+        else:
+            self._number, self._body = waiting.number, waiting.body
+            self._leaving = waiting.nbytes
+            self._advance()
+        return waiting.frames
+
+    def drop(self) -> None:
+        """Forgets all but what is urgent: nobody will take it any more."""
+        self._ordered.clear()
+        self.nbytes = 0
+        self._body, self._chunk = None, _NO_CHUNK
+
+    def _take_chunk(self) -> Frames | None:
+        if not self._credit:
+            return None
+        self._credit -= 1
+        self.given += 1
+        offset, chunk = self._chunk
+        self._advance()
+        return encode(Chunk(self._number, offset))[0], chunk
+
+    def _advance(self) -> None:
+        assert self._body is not None
+        following = next(self._body, None)
+        if following is None:
+            self._body, self._chunk = None, _NO_CHUNK
+            self.nbytes -= self._leaving
+        else:
+            self._chunk = following

@@ -1,0 +1,488 @@
+"""One connection to one peer, without I/O: frames, commands and time in, orders out.
+
+Theory of operation. A connection is GREETING until both HELLOs are there, then OPEN,
+then CLOSED for ever; the next connection is another `Peer`. The side that connected is
+the initiator: it alone sends requests.
+
+*Order.* Everything but greetings, beats, credits and goodbyes leaves through one queue,
+so what is sent in order arrives in order: a message waits until the body before it has
+left. Messages carry a number: ``2n + 1`` for the n-th of the initiator if it wants an
+answer (the answer has the same number), ``2n`` if not; 0 stands on what is outside the
+order. A gap means that a message was lost, and ends the connection.
+
+*Bodies.* A body above ``limits.chunk`` is announced by its header and follows in chunks
+(`_body`). Each message with more than `HEAVY` bytes of body costs the sender a credit;
+credits return as such messages are taken. So neither side holds more than a window of
+them, and a beat never waits behind more than that.
+
+*Unread.* When more than ``limits.unread`` bytes of answers wait for a peer that asks,
+what it sends is held back, as it came, until it has read some of them. A peer that
+sends on all the same, or reads nothing at all, is cut off.
+
+*Outcome.* A request ends exactly once: answered, failed by the other side, past its
+deadline, or lost with the connection.
+
+*Blame.* Nothing that arrives raises. What breaks the rules ends the connection with
+`Closed`, which says why.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, Generic, cast
+
+from zstrat.errors import (
+    BusyError,
+    DeadlineExceededError,
+    PeerLostError,
+    ProtocolError,
+    ZstratError,
+    from_wire,
+    to_wire,
+)
+from zstrat.wire._codec import Announced, decode_header
+from zstrat.wire._messages import (
+    Again,
+    Beat,
+    Chunk,
+    Credit,
+    Failure,
+    Goodbye,
+    Hello,
+    Mapped,
+    Message,
+    Offer,
+    Placed,
+    PlainTree,
+    Released,
+)
+
+from ._backlog import Backlog
+from ._body import Allocate, Frame, allocate
+from ._deadlines import Liveness, Requests
+from ._greeting import Judge, described, quoted
+from ._inbox import Arrived, Inbox
+from ._orders import (
+    Answered,
+    Closed,
+    Failed,
+    Greeted,
+    Noticed,
+    Opened,
+    Order,
+    OrderState,
+    Requested,
+    Token,
+)
+from ._outbox import Frames, Outbox
+from ._sharing import RELEASED, Sharing
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zstrat.config import Limits, Timeouts
+
+    from ._body import Absorb
+    from ._deadlines import Waiting
+    from ._sharing import SharedMemoryLane
+
+QUEUE: Final = 65536
+"""Messages that wait to be sent: four times what a peer may have open, so only a peer
+that does not read can fill it: with notices, or by asking more than it may."""
+
+_OPEN: Final = OrderState.OPEN  # a look at a member of an enum costs as much as a call
+_CLOSED: Final = OrderState.CLOSED
+
+
+class Peer(Generic[Token]):
+    """State of one connection. Not to be used after it said `Closed`.
+
+    ``Token`` is what the caller wants back with the outcome of a request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        me: Hello,
+        *,
+        initiator: bool,
+        judge: Judge,
+        timeouts: Timeouts,
+        limits: Limits,
+        now: float,
+        allocate: Allocate = allocate,
+        lane: SharedMemoryLane | None = None,
+        absorb: Absorb | None = None,
+    ) -> None:
+        """The network is connected: the initiator's first message is its HELLO."""
+        self.name = name
+        self.hello: Hello | None = None
+        self.state = OrderState.GREETING
+        self.late = 0
+        """Answers that came after the deadline of their request."""
+        self._me, self._initiator, self._judge = me, initiator, judge
+        self._limits = self.incoming = limits
+        """The second is what the other side's headers are held to: who is not trusted
+        yet, or has little to say, is given less."""
+        # A credit costs a message: one for a third of the window keeps a sender busy.
+        self._threshold = max(1, limits.window // 3)
+        self.outbox = Outbox(limits, lane)
+        """What is to be sent; only `transmit` takes from it."""
+        self._inbox = Inbox(allocate, lane, limits, initiator=initiator, absorb=absorb)
+        self._sharing = Sharing(lane, self.outbox)
+        self._requests: Requests[Token] = Requests()
+        self._serving: dict[int, bool] = {}  # number -> whether it had a heavy body
+        self._promised: dict[int, int] = {}
+        self._bodies = 0  # of the requests that are being served
+        self._sent = 0
+        self.unread = 0
+        """Bytes that the peer had not read when the connection ended."""
+        self._most_unread = float("inf") if initiator else limits.unread
+        self._backlog = Backlog(self._most_unread, 2 * timeouts.patience, now)
+        self.held = self._backlog.messages
+        """Messages that are held back; call `resume` when it `may_resume`."""
+        self._life = Liveness(timeouts, now)
+        if initiator:
+            self.outbox.say(me)
+
+    # ---- what the other side, the network and time do -----------------------------
+
+    def received(self, frames: Sequence[Frame], now: float) -> Sequence[Order[Token]]:
+        """One message: its header and its raw frames, which it may keep as arrays."""
+        if self.state is _CLOSED:
+            return ()
+        try:
+            announced = decode_header(frames[0], self.incoming)
+            life = self._life
+            life.heard_at, life.broken_at = now, None
+            if not announced.request and announced.message_kind in _SPECIAL:
+                return self._special(announced, frames)
+            if self.held or self.outbox.nbytes > self._most_unread:
+                self._backlog.keep(frames)
+                return ()
+            return self._message(announced, frames)
+        except ProtocolError as error:
+            return self._blame(error)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether there is something held back, and the peer has read enough."""
+        return bool(self.held) and self.outbox.nbytes <= self._most_unread
+
+    def resume(self) -> Sequence[Order[Token]]:
+        """The next of the messages that were held back."""
+        frames = self._backlog.take()
+        try:
+            announced = decode_header(frames[0], self.incoming)
+            if announced.message_kind is Chunk:
+                return self._outside(announced.build(()), frames[1:])
+            return self._message(announced, frames)
+        except ProtocolError as error:
+            return self._blame(error)
+
+    def disconnected(self, reason: str, now: float) -> Sequence[Order[Token]]:
+        """The network below is gone. An acceptor waits for the peer to come back."""
+        if self._initiator:
+            return self._close(reason, broken=True)
+        if self._life.broken_at is None:
+            self._life.broken_at = now
+        return ()
+
+    def tick(self, now: float) -> Sequence[Order[Token]]:
+        """Time has passed. To be called at `due` at the latest."""
+        if self.state is OrderState.CLOSED:
+            return ()
+        life, greeted = self._life, self.state is OrderState.OPEN
+        life.tick(now)
+        if life.is_lost(now, greeted=greeted):
+            broken = not greeted and life.broken_at is None
+            return self._close(life.loss(now, greeted=greeted), broken=broken)
+        if greeted and not self._initiator and self._backlog.is_deaf(self.outbox, now):
+            return self._close("it reads nothing of what waits for it")
+        if greeted:
+            if life.is_quiet(now) and not self.outbox.is_urgent:
+                self.outbox.say(_BEAT)
+            self._return_credit(1)
+            self._sharing.release()
+        return [
+            Failed(each.token, self._too_late(each.kind))
+            for each in self._requests.take_late(now)
+        ]
+
+    @property
+    def due(self) -> float:
+        """When `tick` has to be called next."""
+        return min(self._life.due, self._requests.due)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the network below is gone, and may come back."""
+        return self._life.broken_at is not None
+
+    # ---- what this side wants -----------------------------------------------------
+
+    def request(self, message: Message, token: Token, deadline: float) -> None:
+        """Queues a request of the initiator; ``token`` comes back with its outcome.
+
+        Raises:
+            BusyError: Too many are open.
+            TypeError, ValueError: The message cannot be sent.
+        """
+        if len(self._requests) >= self._limits.requests:
+            raise BusyError(
+                f"{self.name}: {len(self._requests)} requests are open, the most that "
+                "may be: wait for some of them"
+            )
+        self._request(message, token, deadline)
+
+    def notify(self, message: Message) -> None:
+        """Queues a notice.
+
+        Raises:
+            BusyError: The peer does not read, and `QUEUE` messages wait for it.
+            TypeError, ValueError: The message cannot be sent.
+        """
+        if len(self.outbox) >= QUEUE:
+            raise BusyError(f"{self.name} does not read: {QUEUE} messages wait for it")
+        self.outbox.put(message, 2 * self._sent + 2)
+        self._sent += 1
+
+    def promise(self, number: int, nbytes: int) -> None:
+        """The outcome of a request will have so many bytes: it waits already."""
+        if number in self._serving and number not in self._promised:
+            self._promised[number] = nbytes
+            self.outbox.nbytes += nbytes
+
+    def reply(self, number: int, message: Message) -> None:
+        """Queues the outcome of a request; a second one for it is ignored."""
+        heavy = self._serving.pop(number, None)
+        if heavy is None or self.state is not _OPEN:
+            return
+        if self._promised:
+            self.outbox.nbytes -= self._promised.pop(number, 0)
+        try:
+            self.outbox.put(message, number)
+        except (TypeError, ValueError) as error:
+            self.outbox.put(failure(error), number)
+        if heavy:
+            self._bodies -= 1
+            self._return_credit(self._threshold)
+
+    def accept(self, hello: Hello, now: float) -> None:
+        """Answers `Greeted` with our HELLO: the connection is open."""
+        self.state, self.hello, self._life.heard_at = OrderState.OPEN, hello, now
+        self.name = described(hello)
+        self.outbox.say(self._me)
+
+    def refuse(self, error: ZstratError) -> Sequence[Order[Token]]:
+        """Answers `Greeted` with the reason; the connection is over."""
+        self.outbox.say(failure(error))
+        return self._close(str(error), refusal=error)
+
+    def leave(self, reason: str) -> Sequence[Order[Token]]:
+        """Says goodbye; the connection is over when `transmit` has given that out."""
+        if self.state is OrderState.OPEN:
+            self.outbox.say(Goodbye(reason))
+        return self._close(reason)
+
+    def transmit(self, now: float) -> Frames | None:
+        """The next message to send, or None until something changes."""
+        outbox, sharing = self.outbox, self._sharing
+        if self.state is _OPEN:
+            if outbox.wants_lane and self.hello is not None:
+                sharing.offer(self.hello)
+            if len(sharing.unread) >= RELEASED:
+                sharing.release()
+        frames = outbox.take()
+        if frames is not None:
+            self._life.sent_at = now
+        return frames
+
+    # ---- ordered messages ---------------------------------------------------------
+
+    def _message(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        kind = announced.message_kind
+        if self.state is not _OPEN:
+            raise ProtocolError(f"expected Hello, got {kind.__name__}")
+        if kind in _UNORDERED:
+            raise ProtocolError(
+                f"{kind.__name__} {announced.request}: it has no number"
+            )
+        arrived = self._inbox.take(announced, frames)
+        if arrived is None:
+            return ()
+        orders = self._deliver(arrived)
+        if self._inbox.taken:
+            self._return_credit(self._threshold)
+        return orders
+
+    def _deliver(self, arrived: Arrived) -> Sequence[Order[Token]]:
+        number, message = arrived.number, arrived.message
+        if not number & 1:
+            return (Noticed(message),)
+        if not self._initiator:
+            return self._accept_request(arrived)
+        waiting = self._requests.take(number)
+        if waiting is None:
+            self.late += 1
+            return ()
+        if type(message) is Failure:
+            return (Failed(waiting.token, from_wire(message.error)),)
+        if type(message) is Again:
+            return self._repeat(number, waiting)
+        return (Answered(waiting.token, message),)
+
+    def _request(self, message: Message, token: Token, deadline: float) -> None:
+        number = 2 * self._sent + 3
+        in_chunks = self.outbox.put(message, number)
+        self._sent += 1
+        kept = message if in_chunks else None
+        self._requests.add(number, token, deadline, type(message), kept)
+
+    def _repeat(self, number: int, waiting: Waiting[Token]) -> Sequence[Order[Token]]:
+        if waiting.message is None:
+            kind = waiting.kind.__name__
+            # It ends with the connection, as the others do.
+            self._requests.add(number, waiting.token, waiting.deadline, waiting.kind)
+            raise ProtocolError(f"Again to {kind}, which was not sent in chunks")
+        self._request(waiting.message, waiting.token, waiting.deadline)
+        return ()
+
+    def _accept_request(self, arrived: Arrived) -> Sequence[Order[Token]]:
+        number, message, heavy, sink = arrived
+        if len(self._serving) >= self._limits.requests:
+            if len(self.outbox) >= QUEUE:
+                raise ProtocolError("it asks on, and does not read that we are busy")
+            busy = BusyError(f"{len(self._serving)} requests are open: wait for them")
+            self.outbox.put(failure(busy), number)
+            return ()
+        self._serving[number] = heavy
+        self._bodies += heavy
+        return (Requested(number, message, sink),)
+
+    # ---- what is outside the order --------------------------------------------------
+
+    def _special(
+        self, announced: Announced, frames: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        kind = announced.message_kind
+        if announced.outside:
+            raise ProtocolError(f"{kind.__name__}: its bytes belong into the header")
+        if kind is Chunk and self.held:  # it stays behind the header of its body
+            self._backlog.keep(frames)
+            return ()
+        return self._outside(announced.build(()), frames[1:])
+
+    def _outside(
+        self, message: Message, raws: Sequence[Frame]
+    ) -> Sequence[Order[Token]]:
+        match message:
+            case Chunk():
+                return self._on_chunk(message, raws)
+            case Credit(chunks=chunks):
+                if chunks > 0:
+                    self.outbox.credited(chunks)
+            case Beat(wanted=wanted):
+                if wanted and self.state is _OPEN and not self.outbox.is_urgent:
+                    self.outbox.say(_BEAT)
+            case Released():
+                self._sharing.on_released(message)
+            case Hello():
+                return self._on_hello(message)
+            case Offer():
+                self._sharing.on_offer(message, self.hello)
+            case Mapped():
+                self._sharing.on_mapped(message)
+            case Goodbye(reason=reason):
+                return self._close(f"it left: {quoted(reason, 500)}", left=True)
+            case Failure(error=plain):
+                error = from_wire(plain)
+                return self._close(f"it refused us: {error}", refusal=error)
+        if self.state is OrderState.GREETING:
+            # Somebody whom we gave up long ago goes on talking: he has to hear of it.
+            raise ProtocolError(f"expected Hello, got {type(message).__name__}")
+        return ()
+
+    def _on_chunk(self, chunk: Chunk, raws: Sequence[Frame]) -> Sequence[Order[Token]]:
+        try:
+            arrived = self._inbox.take_chunk(chunk, raws)
+        except MemoryError as error:
+            return self._close(str(error))
+        orders = () if arrived is None else self._deliver(arrived)
+        self._return_credit(self._threshold)
+        return orders
+
+    def _on_hello(self, hello: Hello) -> Sequence[Order[Token]]:
+        if self.state is not OrderState.GREETING or self.hello is not None:
+            raise ProtocolError("Hello on a connection that is open")
+        error = self._judge(hello)
+        if error is not None:
+            return self.refuse(error)
+        self.hello = hello
+        if not self._initiator:
+            return (Greeted(hello),)
+        self.state = OrderState.OPEN
+        return (Opened(hello),)
+
+    # ---- credit ---------------------------------------------------------------------
+
+    def _return_credit(self, at_least: int) -> None:
+        # A peer whose many large requests wait here for their outcome gets no credit
+        # for more: a slow task slows its callers, it does not fill its memory.
+        if self.held:
+            return
+        if self._inbox.taken >= at_least and self._bodies < self._limits.streams:
+            self.outbox.say(Credit(0, self._inbox.taken))
+            self._inbox.taken = 0
+
+    # ---- the end --------------------------------------------------------------------
+
+    def _blame(self, error: ProtocolError) -> Sequence[Order[Token]]:
+        self.outbox.say(Goodbye(f"you broke the protocol: {error}"))
+        return self._close(f"it broke the protocol: {error}")
+
+    def _too_late(self, kind: type[Message]) -> DeadlineExceededError:
+        return DeadlineExceededError(
+            f"{self.name} did not answer {kind.__name__} before its deadline; "
+            "it may still carry it out"
+        )
+
+    def _close(
+        self,
+        reason: str,
+        refusal: Exception | None = None,
+        broken: bool = False,
+        left: bool = False,
+    ) -> Sequence[Order[Token]]:
+        if self.state is OrderState.CLOSED:
+            return ()
+        self.state = _CLOSED
+        self._serving.clear()
+        self._promised.clear()
+        self._backlog.drop()
+        self.unread = self.outbox.nbytes
+        self.outbox.drop()
+        self._inbox.drop()
+        self._sharing.close()
+        failed: list[Order[Token]] = [
+            Failed(each.token, PeerLostError(self.name, reason, left))
+            for each in self._requests.take_all()
+        ]
+        return [*failed, Closed(reason, refusal, broken, left)]
+
+
+_BEAT: Final = Beat(wanted=False)
+
+
+def failure(error: BaseException) -> Failure:
+    """The error as the outcome of a request."""
+    return Failure(cast("PlainTree", to_wire(error)))
+
+
+_SPECIAL: Final = frozenset(
+    {Hello, Beat, Chunk, Credit, Goodbye, Failure, Offer, Mapped, Released}
+)
+"""What is outside the order, if its number is 0: a `Failure` has both meanings."""
+
+_UNORDERED: Final = (_SPECIAL | {Placed}) - {Failure}

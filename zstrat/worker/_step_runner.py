@@ -1,0 +1,318 @@
+"""The closures of one session, carried out on the executor thread.
+
+`Pipeline` decides what comes next; this file does it: finds functions and arguments,
+has the program prepared and run, and turns what comes of it into endings and pushes. A
+batch whose steps draw nothing is prepared once and run as often as it has steps.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from weakref import WeakSet
+
+from zstrat.program import Function, Plan, WorkerContext, worker_context
+from zstrat.ps import EagerRun, PsUpdate
+from zstrat.variables import Home, creator
+
+from . import _closure
+from ._closure import Costs, Ending, ResultLayouts
+from ._needs import Catalog
+from ._pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from zstrat.errors import ZstratError
+    from zstrat.program import Prepared, StepResult
+    from zstrat.variables import GradientCall, Optimizer, Variable, VariableRequest
+    from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
+
+    from ._closure import ClosureStep, Post
+    from ._executor import Clock
+    from ._needs import Needs
+    from ._resources import Resources
+
+
+class Prepare(Protocol):
+    """`zstrat.program.prepare`."""
+
+    def __call__(
+        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], /
+    ) -> Prepared: ...
+
+
+class RunEager(Protocol):
+    """`zstrat.program.run_eager`."""
+
+    def __call__(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        home: Home,
+        /,
+    ) -> StepResult: ...
+
+
+class EagerHome(Home, Protocol):
+    """The variables during one run of an eager step (`zstrat.worker._direct`)."""
+
+    def finish(self) -> None:
+        """The body has run to its end: what it has updated takes effect."""
+        ...
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Task:
+    """What the steps of one batch share."""
+
+    function: bytes
+    arguments: int
+    context: WorkerContext
+    low_water: int
+    once: tuple[Prepared, Needs] | None = None
+    """Of a batch whose steps draw and look up nothing: the preparation of all."""
+
+
+@final
+class Workshop:
+    """A `Shop` of one session.
+
+    Args:
+        index, count: This worker and how many there are.
+        home: Makes the home of variables for one eager run.
+        bind: Tells the parameter servers of the tree of an optimizer; blocks.
+        carry: Takes posts over, on the loop.
+        inline: Bytes of a result that travel with the completion.
+        prefetch: Optimizer steps whose values are fetched while one computes.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        *,
+        index: int,
+        count: int,
+        prepare: Prepare,
+        run_eager: RunEager,
+        home: Callable[[EagerRun], EagerHome],
+        bind: Callable[[GradientCall], None],
+        carry: Callable[[Post], None],
+        inline: int,
+        prefetch: int = 0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.clock: Final = clock
+        self.pipeline: Final = Pipeline(prefetch=prefetch)
+        self.resources: Final = resources
+        self._index, self._count = index, count
+        self._prepare, self._run_eager = prepare, run_eager
+        self._home, self._carry, self._bind = home, carry, bind
+        self._bound: Final = WeakSet[Plan]()
+        self._layouts: Final = ResultLayouts(inline)
+        self._costs: Final[dict[bytes, Costs]] = {}
+        self._catalog: Final = Catalog()
+
+    def carry(self, post: Post) -> None:
+        self._carry(post)
+
+    def statistics(self) -> dict[str, PlainTree]:
+        """Safe to call from the loop."""
+        functions = [f for f in self.resources.functions() if isinstance(f, Function)]
+        return {
+            "functions": len(functions),
+            "traces": sum(function.trace_count for function in functions),
+            "layouts": len(self._layouts),
+        }
+
+    # Events: called on the thread, between two pieces of work
+
+    def dispatch(self, batches: Iterable[Batch], low_water: int) -> None:
+        """Queues closures."""
+        for batch in batches:
+            context = WorkerContext(self._index, self._count, batch.attempt)
+            task = _Task(batch.function, batch.arguments, context, low_water)
+            costs = self._costs.setdefault(batch.function, Costs())
+            self.pipeline.dispatched(task, costs, batch.steps)
+
+    def cancel(self, error: ZstratError | None = None) -> None:
+        """Ends all that has not begun; what it has drawn goes back to its dataset."""
+        now = self.clock()
+        prepared, queued = self.pipeline.cancelled()
+        for step in prepared:
+            if step.work is not None:
+                step.work.unread()
+        for step in (*reversed(prepared), *queued):
+            self.pipeline.leave(_closure.cancelled(step.number, error), now)
+
+    def build(self, order: BuildResource) -> LayoutMessage:
+        """Builds a resource in the worker's context; see `Resources.build`."""
+        before = worker_context.set(WorkerContext(self._index, self._count))
+        creator_before = creator.set(_Refusing())
+        try:
+            return self.resources.build(order)
+        finally:
+            creator.reset(creator_before)
+            worker_context.reset(before)
+
+    def close(self) -> None:
+        """The session is over: nobody hears of what is left."""
+        self.pipeline.cancelled()
+        self.pipeline.post()
+        self.resources.close()
+
+    # Work
+
+    def prepare(self, step: ClosureStep, began: float) -> float:
+        task: _Task = step.task
+        if task.once is not None:
+            step.work, needs = task.once
+            self.pipeline.prepared(
+                step,
+                began,
+                reads=needs.reads,
+                nbytes=needs.nbytes,
+                writes=needs.writes,
+                optimizes=needs.optimizes,
+            )
+            return began
+        before = worker_context.set(task.context)
+        try:
+            function = self.resources.code(task.function)
+            args, kwargs = self.resources.arguments(task.arguments)
+            if function.eager:
+                self.pipeline.prepared(step, began, writes=True, alone=True)
+                return began
+            prepared = self._prepare(function, args, kwargs)
+            needs = self._catalog.of(prepared.plan)
+            if prepared.plan.calls:
+                self._bind_all(prepared)
+        except BaseException as error:  # goes to the coordinator as this step's outcome
+            now = self.clock()
+            self.pipeline.refused(step, _closure.failed(step.number, error), now)
+            return now
+        finally:
+            worker_context.reset(before)
+        step.work = prepared
+        reads, nbytes = needs.reads, needs.nbytes
+        if prepared.plan.has_lookups:
+            reads, nbytes = self._catalog.wanted(needs, prepared.wanted)
+        elif not prepared.plan.draws:
+            task.once = (prepared, needs)
+        now = self.clock()
+        self.pipeline.prepared(
+            step,
+            now,
+            cost=now - began,
+            reads=reads,
+            nbytes=nbytes,
+            levels=needs.advances,
+            writes=needs.writes,
+            optimizes=needs.optimizes,
+        )
+        return now
+
+    def _bind_all(self, prepared: Prepared) -> None:
+        """Tells the servers of the trees of a plan's optimizers, once per plan. What
+        was drawn for a step that cannot be applied goes back."""
+        plan = prepared.plan
+        if plan in self._bound:
+            return
+        try:
+            for call in plan.calls:
+                self._bind(call)
+        except BaseException:  # to the step, whose outcome it is
+            prepared.unread()
+            raise
+        self._bound.add(plan)
+
+    def advance(self, step: ClosureStep, began: float) -> float:
+        task: _Task = step.task
+        before = worker_context.set(task.context)
+        try:
+            wanted = step.work.advance(step.values or ())
+            assert wanted is not None, "a plan has one level less than it says"
+            needs = self._catalog.of(step.work.plan)
+            reads, nbytes = self._catalog.wanted(needs, wanted)
+            # What it made of the answer waits with it.
+            nbytes += needs.blocks[needs.advances - step.levels]
+        except BaseException as error:  # goes to the coordinator as the outcome
+            self.pipeline.broke(step, _closure.failed(step.number, error))
+            return self.clock()
+        finally:
+            worker_context.reset(before)
+        now = self.clock()
+        self.pipeline.advanced(step, now, cost=now - began, reads=reads, nbytes=nbytes)
+        return now
+
+    def run(self, step: ClosureStep, began: float) -> float:
+        push: list[PsUpdate] | None = None
+        if step.ending is not None:
+            ending = step.ending
+        elif step.error is not None:
+            ending = self._not_run(step, step.error)
+        else:
+            task: _Task = step.task
+            before = worker_context.set(task.context)
+            try:
+                if step.work is None:
+                    result = self._eager(step, task)
+                else:
+                    result = step.work.run(step.values or ())
+                    push = _push(result)
+                ending = self._layouts.ok(step.number, result)
+            except BaseException as error:  # goes to the coordinator as the outcome
+                ending, push = _closure.failed(step.number, error), None
+            finally:
+                worker_context.reset(before)
+        step.work = step.values = None
+        now = self.clock()
+        self.pipeline.ran(step, ending, now, cost=now - began, push=push)
+        return now
+
+    def _eager(self, step: ClosureStep, task: _Task) -> StepResult:
+        function = self.resources.code(task.function)
+        args, kwargs = self.resources.arguments(task.arguments)
+        run = EagerRun(step.number, task.context.attempt, task.low_water)
+        home = self._home(run)
+        result = self._run_eager(function, args, kwargs, home)
+        home.finish()
+        return result
+
+    def _not_run(self, step: ClosureStep, error: BaseException) -> Ending:
+        """The values did not come. The coordinator may try the closure again, so its
+        elements go back, though behind those that the next step has drawn already."""
+        if step.work is not None:
+            step.work.unread()
+        return _closure.failed(step.number, error)
+
+
+class _Refusing:
+    """The creator while a resource is built: a variable of this process would be no
+    part of the model, and no step could reach it."""
+
+    def create_variables(self, requests: Sequence[VariableRequest]) -> list[Variable]:
+        names = ", ".join(repr(request.name) for request in requests)
+        raise ValueError(
+            f"a dataset function creates variable {names} on a worker: create it on "
+            "the coordinator, inside strategy.scope()"
+        )
+
+    def register_optimizer(self, optimizer: Optimizer) -> int:
+        raise ValueError(
+            f"a dataset function creates optimizer {optimizer.name!r} on a worker: "
+            "create it on the coordinator, inside strategy.scope()"
+        )
+
+    def forget_optimizer(self, optimizer: int) -> None:
+        raise ValueError(f"optimizer {optimizer} was not created on this worker")
+
+
+def _push(result: StepResult) -> list[PsUpdate] | None:
+    return [
+        PsUpdate(spec.ps, spec.key, op, optimizer, arrays)
+        for spec, op, optimizer, arrays, _ in result.updates
+    ] or None
