@@ -124,7 +124,7 @@ class RequestTurns(Generic[T]):
 @dataclass(eq=False, slots=True)
 class _WaitingRequest:
     """A request that is not answered yet; without a message: somebody who takes turns
-    by himself (`zstrat.ps.snapshots._snapshot_service`), and the answer is that his has come."""
+    by himself (`_snapshot_service`), and the answer is that his has come."""
 
     message: Request | None
     answer: asyncio.Future[Message]

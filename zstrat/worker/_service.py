@@ -189,9 +189,7 @@ class WorkerService:
         patience = min(self._settings.timeouts.connect, OPENING)
         deadline = asyncio.get_running_loop().time() + patience
         try:
-            self._platform, self._devices = await self._executor.submit(
-                devices
-            )
+            self._platform, self._devices = await self._executor.submit(devices)
             await tenancy.wait_open(deadline)
         except BaseException:  # to the coordinator, as the answer
             if self._tenancy is tenancy:

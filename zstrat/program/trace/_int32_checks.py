@@ -10,7 +10,7 @@ row is found by.
 
 Arguments and elements of 64 bits that a step computes with 32: said once.
 
-Ids and indices of rows that do not fit are refused (`_int32_checks`). Whatever else a step is
+Ids and indices of rows that do not fit are refused, as above. Whatever else a step is
 given jax cuts in silence: integers keep their lower half, floats are rounded.
 
 Law of the file: integers are looked at in every step until one was cut, because numbers

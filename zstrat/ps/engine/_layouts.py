@@ -6,7 +6,7 @@ failure is.
 
 What the rows of a variable and of its slots look like, and the update of some rows.
 
-All that XLA is told of a kind (`zstrat.ps.engine._row_programs`) is made here: the shapes of what
+All that XLA is told of a kind (`_row_programs`) is made here: the shapes of what
 an update takes and gives, and the function that is compiled.
 """
 

@@ -3,7 +3,7 @@
 Slots that were loaded before anybody told which tree their optimizer moves.
 
 A program may restore a checkpoint and then train: what the optimizer keeps beside a
-variable is known here when its tree is (`zstrat.ps.engine._bindings`), and until then slots
+variable is known here when its tree is (`_bindings`), and until then slots
 are what was stored, by name. The first update takes them, if they are what it needs.
 """
 
@@ -75,7 +75,7 @@ class Slots:
 
 class SlotStep(NamedTuple):
     """One gradient for one variable. ``slots`` is the variable's, by optimizer.
-    ``rule`` stands for all that are moved alike (`zstrat.ps.engine._bindings`), ``operands``
+    ``rule`` stands for all that are moved alike (`_bindings`), ``operands``
     are what it takes besides.
 
     ``late``: an earlier update of the same push changes the variable, so that its slots

@@ -1,6 +1,6 @@
 """Requests to load: whose turn it is, which files are open, on which thread it happens.
 
-What is done with the rows is `zstrat.ps.snapshots._load_plan`. Files are opened, read and closed by
+What is done with the rows is `_load_plan`. Files are opened, read and closed by
 the thread of the disk, slots are made by that of the optimizers, and the variables are
 nobody else's from the first to the last.
 """

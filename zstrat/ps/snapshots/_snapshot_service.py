@@ -1,4 +1,4 @@
-"""Requests about snapshots: pinned, written, read, released; loading is `_load_scheduler`.
+"""Requests about snapshots: pinned, written, read, released (not loaded).
 
 Between two pieces all others have their turn, so requests here are coroutines that take
 the turns of variables again and again, where those of `zstrat.ps._serving` take them

@@ -33,7 +33,7 @@ numpy owns is declined by XLA, and afterwards the cell is in the device state, w
 nobody writes the old buffer. Going back, a plain update computes from the device value
 into a new host buffer.
 
-A *pin* (`zstrat.ps.store._pins`) keeps a value for longer than a lease, and for less: updates
+A *pin* (`_pins`) keeps a value for longer than a lease, and for less: updates
 of rows go on in place while it saves what they overwrite, all others go beside.
 """
 

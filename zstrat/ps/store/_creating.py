@@ -5,7 +5,7 @@ initializer made it, without a copy, if nobody else can refer to it.
 
 New variables that are about to be there: validated, not yet made.
 
-As all plans (`zstrat.ps.store._plans`), they are computed on any thread, and fail as a whole.
+As all plans (`_plans`), they are computed on any thread, and fail as a whole.
 One of a key, shape and dtype that is there already is left as it is.
 
 How much memory this machine has left, as the kernel estimates it.

@@ -4,9 +4,9 @@ A function is known by its code and by what it has captured: cells of its closur
 defaults, globals that it names, the object that it is a method of. So a lambda that is
 made anew for each call is the same function as long as it captures the same objects,
 and one that captures other ones, or whose global was bound anew, is another; a global
-of a function of the same module that it calls, too (`_dependencies`). What happens *inside*
-a captured object (an item of a list, a global of another module) is not seen, as by
-``tf.function``.
+of a function of the same module that it calls, too (`_dependencies`). What happens
+*inside* a captured object (an item of a list, a global of another module) is not seen,
+as by ``tf.function``.
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one

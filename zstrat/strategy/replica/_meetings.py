@@ -1,6 +1,6 @@
 """What replicas that run in turns meet for, and what comes of it.
 
-The same as in one program (`zstrat.strategy.replica._collective`), on values that all lie here.
+The same as in one program (`_collective`), on values that all lie here.
 
 Law of the file: every replica is given the same, or its part of the same.
 """

@@ -2,7 +2,7 @@
 step: each is traced by itself, and all of them are one part of the program.
 
 Other processes may have been given arrays of one shape, whose replicas are one program
-(`zstrat.strategy.replica._region`). All processes do the same collectives together, and a step
+(`_region`). All processes do the same collectives together, and a step
 does those together whose operands are known at the same time. So here, too, whatever
 goes in goes in together, and each stage is one part, of which everything comes out
 together.

@@ -1,7 +1,7 @@
 """Variables on parameter servers: how they are made, read and updated through handles.
 
 `ServerVariables` is the creator of the strategy's scope and the home of all that was
-created in it. Where each goes and what key it has is decided elsewhere (`_variable_plan`).
+created in it. Where each goes and what key it has is decided by `_variable_plan`.
 """
 
 from __future__ import annotations
