@@ -222,6 +222,17 @@ def test_no_cycles() -> None:
         visit(module, ())
 
 
+def test_private_modules_stay_within_their_package() -> None:
+    """Others ask at a door: that of the package, or of one of its sub-packages."""
+    wrong = [
+        str(edge)
+        for edge in edges()
+        if floor_of(edge.module) != floor_of(edge.target)
+        and any(part.startswith("_") for part in edge.target.split("."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_one_door_per_dependency() -> None:
     wrong = []
     for found in imports():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zstrat.variables as zv
-from zstrat.program.trace import _joined
+from zstrat.program.trace import joined
 from zstrat.strategy import Mirrored, PerReplica
 from zstrat.strategy.replica._per_replica import local_results, select_replica
 from zstrat.strategy.replica._regroup import (
@@ -120,7 +120,7 @@ def test_one_array_for_all_replicas(kind, stacked):
     doubled = jax.tree.map(lambda x: x * 2, value)
     assert isinstance(doubled, kind)
     np.testing.assert_array_equal(doubled.values[1], parts[1] * 2)
-    leaves, treedef = _joined.flatten(value)
+    leaves, treedef = joined.flatten(value)
     assert leaves == [array]
     assert treedef.unflatten([array]).whole is array
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from zstrat.errors import CancelledError, ClosureAbortedError
 from zstrat.program import Resource, rebuild
-from zstrat.program.trace import _joined
+from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class RemoteValue:
 
     def get(self, timeout: float | None = None) -> Any:
         """As `fetch`, with jax arrays as leaves."""
-        return _joined.mapped(_on_device, self.fetch(timeout))
+        return joined.mapped(_on_device, self.fetch(timeout))
 
     def __await__(self) -> Generator[Any, None, Any]:
         """As `fetch`. Cancellation: loses nothing; await it again."""

@@ -5,6 +5,7 @@ from ._execute import prepare as prepare
 from ._execute import run_eager as run_eager
 from ._function import Function as Function
 from ._function import function as function
+from ._programs import WARN_AT as WARN_AT
 from ._programs import RetraceWarning as RetraceWarning
 from ._results import StepResult as StepResult
 from ._results import StepUpdate as StepUpdate
@@ -23,7 +24,7 @@ from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
 from .trace._capture import Capture as Capture
-from .trace._capture import Recorded as Recorded
+from .trace._updates import Recorded as Recorded
 from .trace._context import WorkerContext as WorkerContext
 from .trace._context import get_current_worker_index as get_current_worker_index
 from .trace._context import get_worker_context as get_worker_context

@@ -24,7 +24,7 @@ from .lookup._lookups import Wanted
 from .lookup._row_updates import outgoing
 from .lookup._rows_program import RowsProgram
 from .lookup._running import Lookups
-from .trace import _joined
+from .trace import joined
 from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, tell_of_arguments
 from .trace._refusals import not_shared, variables_in_our_words
@@ -300,7 +300,7 @@ def _called(
     """The body's result. It is given jax arrays, as a captured step is, and containers
     of its own: other calls share these arguments."""
     tell_of_arguments(function.name, args, kwargs, function.programs.said)
-    args, kwargs = _joined.mapped(_as_jax, (args, dict(kwargs)))
+    args, kwargs = joined.mapped(_as_jax, (args, dict(kwargs)))
     return function.body(*args, **kwargs)
 
 

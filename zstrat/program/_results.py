@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.variables import GradientCall, VariableSpec
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
     from .trace._structure import ResultLayout
 

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from zstrat.program.trace._context import Mark, beneath, surroundings
+from zstrat.program.trace import Mark, beneath, surroundings
 from zstrat.variables import creator
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 
 from zstrat.cluster import ClusterResolver, TPUClusterResolver
 from zstrat.program import Function
-from zstrat.program.gradients._substitution import is_live
-from zstrat.tpu._system import devices_by_task
+from zstrat.program.gradients import is_live
+from zstrat.tpu import devices_by_task
 from zstrat.tpu.experimental import DeviceAssignment
 from zstrat.variables import AbstractVariable, IndexedSlices, is_staging, recorder
 

@@ -1,4 +1,5 @@
 """The cores of a TPU system, and which replica gets which of them; numbers alone."""
 
 from . import experimental as experimental
+from ._system import devices_by_task as devices_by_task
 from ._system import experimental_connect_to_cluster as experimental_connect_to_cluster

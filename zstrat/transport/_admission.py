@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PermissionDeniedError, ZstratError
 from zstrat.wire import Job
-from zstrat.wire.connection._greeting import described
+from zstrat.wire.connection import described
 
 from ._address import Address, check_directory, check_unused, is_local
 from ._seldom import Seldom

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.wire import Hello, Job
-from zstrat.wire.connection._greeting import described
-from zstrat.wire.connection._orders import Closed
+from zstrat.wire.connection import Closed, described
 
 from ._admission import Complaints, role_of
 from ._remote import Remote
@@ -31,7 +30,7 @@ from ._remote import Remote
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from zstrat.wire.connection._orders import Order
+    from zstrat.wire.connection import Order
 
     from ._curve import Security
     from ._remote import Connection

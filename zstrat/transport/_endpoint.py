@@ -21,9 +21,16 @@ import zmq
 
 from zstrat.errors import ClosedError
 from zstrat.wire import Hello, Job, Message
-from zstrat.wire.connection._greeting import mismatch, task_name
-from zstrat.wire.connection._orders import Closed, Greeted, Noticed, Order, Requested
-from zstrat.wire.connection._peer import Peer
+from zstrat.wire.connection import (
+    Closed,
+    Greeted,
+    Noticed,
+    Order,
+    Peer,
+    Requested,
+    mismatch,
+    task_name,
+)
 
 from ._address import SocketFile, parse, socket_file
 from ._admission import Complaints, check_exposure

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, cast, get_args
 
 from zstrat.errors import CancelledError, ZstratError
 from zstrat.wire import Done, Message
-from zstrat.wire.connection._peer import failure
+from zstrat.wire.connection import failure
 
 from ._seldom import Seldom
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from zstrat.errors import BusyError, ClosedError, PeerLostError
 from zstrat.wire import Hello, Job, Message
-from zstrat.wire.connection._greeting import mismatch
-from zstrat.wire.connection._orders import (
+from zstrat.wire.connection import (
     Answered,
     Closed,
     Failed,
@@ -25,8 +24,9 @@ from zstrat.wire.connection._orders import (
     Opened,
     Order,
     OrderState,
+    Peer,
+    mismatch,
 )
-from zstrat.wire.connection._peer import Peer
 
 from ._address import parse
 from ._dial import Dial

@@ -12,7 +12,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from zstrat.errors import DeadlineExceededError
-from zstrat.wire.connection._greeting import described
+from zstrat.wire.connection import described
 
 if TYPE_CHECKING:
     from zstrat.wire import Hello

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.wire.connection._body import ALIGNMENT
+from zstrat.wire.connection import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Callable

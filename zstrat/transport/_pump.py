@@ -21,8 +21,7 @@ import zmq
 from zmq.backend import zmq_poll
 
 if TYPE_CHECKING:
-    from zstrat.wire.connection._outbox import Frames
-    from zstrat.wire.connection._peer import Peer
+    from zstrat.wire.connection import Frames, Peer
 
 BUDGET: Final = 512
 """Work of one turn of the loop, in messages; 16 KiB of arrays count as one, and so do

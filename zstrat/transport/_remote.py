@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from zstrat.errors import PeerLostError
-from zstrat.wire.connection._greeting import described, task_name
-from zstrat.wire.connection._orders import OrderState
+from zstrat.wire.connection import OrderState, described, task_name
 
 from ._pool import trim
 from ._socket import LINGER

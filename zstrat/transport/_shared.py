@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.wire import Offer
-from zstrat.wire.connection._body import aligned
-from zstrat.wire.connection._greeting import task_name
+from zstrat.wire.connection import aligned, task_name
 
 from ._pool import lend
 from ._seldom import Seldom

@@ -20,7 +20,7 @@ import numpy as np
 from zstrat.data import Elements, InputContext, is_steady
 from zstrat.errors import ClosureInputError, NotFoundError
 from zstrat.program import StepDataset, StepIterator, Structure
-from zstrat.program.trace import _joined
+from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage
 
 from ._closure import trim
@@ -263,7 +263,7 @@ def _wants_context(maker: Callable[..., object]) -> bool:
 
 
 def _layout_of_element(element: object, name: str) -> LayoutMessage:
-    leaves, treedef = _joined.flatten(element)
+    leaves, treedef = joined.flatten(element)
     structure = _plain(treedef)
     if isinstance(structure, list) and structure[:1] == ["*"]:
         raise TypeError(
@@ -283,7 +283,7 @@ def _layout_of_element(element: object, name: str) -> LayoutMessage:
 
 def _layout_of_value(value: object) -> LayoutMessage:
     """Of a pytree of arrays; of any other object an empty one."""
-    leaves, treedef = _joined.flatten(value)
+    leaves, treedef = joined.flatten(value)
     kinds = np.ndarray | np.generic | jax.Array
     if not all(isinstance(leaf, kinds) for leaf in leaves):
         return LayoutMessage(0, [], [], None)

@@ -10,7 +10,7 @@ import jax
 
 from zstrat.cluster import ClusterSpec, SimpleClusterResolver, normalize_cluster_spec
 from zstrat.strategy import BetweenGraphStrategy, CentralStorageStrategy, Mirrored
-from zstrat.strategy.reduce._values import is_whole
+from zstrat.strategy.reduce import is_whole
 
 from ._session import SessionConfig
 from ._strategy import DistributionStrategy

@@ -14,11 +14,8 @@ import jax
 
 from zstrat.collectives import ReduceOp
 from zstrat.program import function
-from zstrat.strategy import MultiStepContext, PerReplica
-from zstrat.strategy._frames import require_cross_replica
-from zstrat.strategy.reduce._cross_device import checked_pairs
-from zstrat.strategy.reduce._places import places, put
-from zstrat.strategy.reduce._values import is_whole
+from zstrat.strategy import MultiStepContext, PerReplica, require_cross_replica
+from zstrat.strategy.reduce import checked_pairs, is_whole, places, put
 
 from ._dataset import PerDeviceDataset
 from ._reductions import FIRST, first_place, require_aggregation

@@ -1,3 +1,5 @@
 """``zs.grad`` and its kin: gradients with respect to variables, tables and all."""
 
 from __future__ import annotations
+
+from ._substitution import is_live as is_live

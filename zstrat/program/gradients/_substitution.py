@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.variables import GradientCall, Optimizer, Recorder, Table, Variable
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
 
 class Met(BaseException):

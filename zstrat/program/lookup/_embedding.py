@@ -26,8 +26,9 @@ from zstrat.variables import (
     is_staging,
     reaching,
     recorder,
+    require_traceable,
+    traced_ids,
 )
-from zstrat.variables._convert import require_traceable, traced_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

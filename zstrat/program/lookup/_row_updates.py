@@ -17,7 +17,7 @@ import numpy as np
 from zstrat.program._results import StepUpdate
 from zstrat.rows import runs, sums
 from zstrat.variables import present
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

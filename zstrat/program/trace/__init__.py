@@ -1,3 +1,43 @@
 """What a step function does with variables and iterators, found by tracing it."""
 
 from __future__ import annotations
+
+from ._capture import Capture as Capture
+from ._capture import RecordedLookup as RecordedLookup
+from ._context import Mark as Mark
+from ._context import asked as asked
+from ._context import beneath as beneath
+from ._context import surroundings as surroundings
+from ._copies import apart_from_now as apart_from_now
+from ._copies import copies_of as copies_of
+from ._copies import has_copies as has_copies
+from ._copies import is_apart as is_apart
+from ._copies import is_on_read as is_on_read
+from ._copies import keep_copies as keep_copies
+from ._copies import updates_copies as updates_copies
+from ._eager import Immediate as Immediate
+from ._eager import own_copy_later as own_copy_later
+from ._eager import rows_now as rows_now
+from ._feeds import Discovery as Discovery
+from ._feeds import Replay as Replay
+from ._feeds import TraceFeed as TraceFeed
+from ._flow import Flow as Flow
+from ._fresh import as_replica as as_replica
+from ._fresh import current_trace as current_trace
+from ._int32_checks import fits as fits
+from ._int32_checks import is_narrowed as is_narrowed
+from ._int32_checks import marked as marked
+from ._int32_checks import uncut as uncut
+from ._int32_checks import words as words
+from ._iterator import Drawing as Drawing
+from ._iterator import Element as Element
+from ._iterator import StepIterator as StepIterator
+from ._refusals import LOOKS as LOOKS
+from ._refusals import is_of_shapes as is_of_shapes
+from ._refusals import lookup_inside as lookup_inside
+from ._refusals import update_inside as update_inside
+from ._signature import Plain as Plain
+from ._updates import Recorded as Recorded
+from ._updates import moved as moved
+from ._updates import rows_of as rows_of
+from ._where import claimed as claimed

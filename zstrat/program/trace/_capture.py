@@ -43,9 +43,9 @@ from zstrat.variables import (
     recorder,
     require_servers,
 )
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
-from . import _joined, _refusals
+from . import _refusals, joined
 from ._context import asked
 from ._copies import apart_from_now, copies_of, is_apart, keep_copies, shown_to, spread
 from ._fresh import current_trace, fresh
@@ -347,7 +347,7 @@ class Capture:
             )
         element = self._feed.element(ordinal, iterator)
         self.draws.append(ordinal)
-        self._drawn.extend(_joined.leaves(element))
+        self._drawn.extend(joined.leaves(element))
         return element
 
     def drew(self, leaf: object) -> bool:

@@ -23,7 +23,7 @@ from zstrat.variables import (
     update_all,
 )
 
-from . import _joined, _refusals
+from . import _refusals, joined
 from ._fresh import current_trace
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Table,
         Variable,
     )
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
     from ._iterator import StepIterator
 
@@ -132,8 +132,8 @@ class Immediate:
         if self._is_inside():
             raise _refusals.draw_inside()
         # A copy: on a CPU asarray would share the memory, which is the user's.
-        element = _joined.mapped(jnp.array, iterator.draw())
-        self._drawn.extend(_joined.leaves(element))
+        element = joined.mapped(jnp.array, iterator.draw())
+        self._drawn.extend(joined.leaves(element))
         return element
 
     def drew(self, leaf: object) -> bool:

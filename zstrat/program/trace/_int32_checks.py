@@ -30,7 +30,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.variables import NarrowingWarning, is_cut, outside, what_is_lost
 
-from . import _joined
+from . import joined
 from ._flow import Flow
 from ._signature import places as places_of
 
@@ -63,14 +63,14 @@ def wide_leaves(
     paths = [
         f"{root}{keystr(path)}"
         for root, tree in (("args", args), ("kwargs", kwargs))
-        for path, _ in _joined.flatten_with_path(tree)[0]
+        for path, _ in joined.flatten_with_path(tree)[0]
     ]
     places = [paths[gap] for gap in gaps]
     for number, element in enumerate(elements):
         whole = element.treedef.unflatten(element.leaves)
         places += [
             f"element {number}{keystr(path)} of the step"
-            for path, _ in _joined.flatten_with_path(whole)[0]
+            for path, _ in joined.flatten_with_path(whole)[0]
         ]
     return {number: places[number] for number in found}
 

@@ -32,7 +32,7 @@ from zstrat.data import ClosingIterator, is_steady, own
 from zstrat.errors import OutOfRangeError
 from zstrat.variables import recorder
 
-from . import _joined
+from . import joined
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
@@ -166,7 +166,7 @@ class StepIterator:
             raise OutOfRangeError(
                 f"End of sequence: {self.name} is exhausted"
             ) from None
-        return element if self._steady else _joined.mapped(kept, element)
+        return element if self._steady else joined.mapped(kept, element)
 
     def unread(self, element: Any) -> None:
         """Gives back what was drawn last; of several, the last one first."""
@@ -204,7 +204,7 @@ class Element:
 
     def __init__(self, element: Any) -> None:
         leaves: list[Any]
-        leaves, treedef = _joined.flatten(element)
+        leaves, treedef = joined.flatten(element)
         for number, leaf in enumerate(leaves):
             if type(leaf) is not np.ndarray and not _is_strong(leaf):
                 leaves[number] = _array(leaf)

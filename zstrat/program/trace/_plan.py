@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import GradientCall, Optimizer, Table, Variable, VariableSpec
-    from zstrat.wire._messages import UpdateOp
+    from zstrat.wire import UpdateOp
 
     from ._capture import Capture
     from ._int32_checks import Watch

@@ -26,7 +26,7 @@ from jax.tree_util import keystr
 
 from zstrat.variables import AbstractVariable, Optimizer, Variable
 
-from . import _joined, _refusals
+from . import _refusals, joined
 from ._context import surrounding
 from ._iterator import Element, StepIterator
 
@@ -95,7 +95,7 @@ def cut(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CutCall:
     settings = _settings(jax.config)
     if not args and not kwargs and around is None:
         return _bare(settings)
-    leaves, treedef = _joined.flatten((args, kwargs))
+    leaves, treedef = joined.flatten((args, kwargs))
     inputs: list[Any] = []
     iterators: list[StepIterator] = []
     marks: list[Any] = []
@@ -170,7 +170,7 @@ def describe(
     words = {place: _words(leaf) for place, leaf in places(args, kwargs)}
     words |= zip(_SETTINGS, map(str, _settings(jax.config)), strict=True)
     for number, element in enumerate(elements):
-        paths, _ = _joined.flatten_with_path(element.treedef.unflatten(element.leaves))
+        paths, _ = joined.flatten_with_path(element.treedef.unflatten(element.leaves))
         for path, leaf in paths:
             words[f"element {number}{keystr(path)}"] = _words(leaf)
     return words
@@ -221,7 +221,7 @@ def places(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, 
     """The leaves of arguments, each with its place in words."""
     found = []
     for root, tree in (("args", args), ("kwargs", dict(kwargs))):
-        for path, leaf in _joined.flatten_with_path(tree)[0]:
+        for path, leaf in joined.flatten_with_path(tree)[0]:
             found.append((f"{root}{keystr(path)}", leaf))
     return found
 

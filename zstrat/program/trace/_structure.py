@@ -27,12 +27,12 @@ from jax.tree_util import keystr
 
 from zstrat.variables import AbstractVariable, Variable
 
-from . import _joined
+from . import joined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.wire._messages import PlainTree
+    from zstrat.wire import PlainTree
 
 TreeDef = Any  # jax's PyTreeDef, whose stubs lack what we call
 _KEYS: Final = (str, int, bool, float, bytes)
@@ -95,7 +95,7 @@ def split(
     Raises:
         TypeError: A leaf is neither an array nor a plain Python value; names its path.
     """
-    paths, treedef = _joined.flatten_with_path(result)
+    paths, treedef = joined.flatten_with_path(result)
     slots: list[int | Static] = []
     arrays: list[Any] = []
     for path, leaf in paths:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.variables import ABSENT, DeviceHome, TreeStep, reaching, rows_of_component
-from zstrat.wire._messages import UpdateOp
+from zstrat.wire import UpdateOp
 
 from ._copies import is_apart
 from ._int32_checks import marked

@@ -16,7 +16,7 @@ import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.data import Elements, Prefetcher, ending
-from zstrat.program.trace._int32_checks import words
+from zstrat.program.trace import words
 from zstrat.strategy.replica._per_replica import PerReplica
 from zstrat.variables import NarrowingWarning, is_cut, what_is_lost
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace._copies import copies_of as copies_now
-from zstrat.program.trace._copies import is_on_read
+from zstrat.program.trace import copies_of as copies_now
+from zstrat.program.trace import is_on_read
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.strategy.replica._per_replica import Mirrored, PerReplica
 from zstrat.variables import CopyHome, DeviceHome, Variable, handle, next_key, recorder

@@ -19,11 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zstrat.cluster import free_ports
-from zstrat.program.stages._cross import PROCESS
+from zstrat.program.stages import PROCESS
 from zstrat.strategy.replica._collective import AXIS
 
 if TYPE_CHECKING:
-    from zstrat.program.stages._cross import Collective
+    from zstrat.program.stages import Collective
 
 _LONGEST: Final = 1024
 """Bytes of what rank 0 tells: more than an address, or why there is none, has."""

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zstrat.program.stages._cross import CrossKind
+from zstrat.program.stages import CrossKind
 from zstrat.strategy._devices import task_names
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.variables import (
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Sharding
 
-    from zstrat.program.stages._cross import Channel
+    from zstrat.program.stages import Channel
     from zstrat.strategy.replica._collective import Team
     from zstrat.variables import AbstractVariable, Optimizer, VariableRequest
 

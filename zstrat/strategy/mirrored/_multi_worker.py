@@ -23,7 +23,7 @@ from zstrat.cluster import (
 )
 from zstrat.collectives import Group
 from zstrat.config import environment
-from zstrat.program.stages._cross import Channel
+from zstrat.program.stages import Channel
 from zstrat.strategy._devices import task_names
 from zstrat.strategy._extended import StrategyExtended
 from zstrat.strategy._strategy import Closing, Strategy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.program.stages._cross import Collective
+    from zstrat.program.stages import Collective
     from zstrat.strategy.input._inputs import ProcessInputs
     from zstrat.variables import AbstractVariable, Creator
 

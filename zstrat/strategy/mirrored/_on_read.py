@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
-from zstrat.program.stages._cross import CrossKind, first_of, sum_over
+from zstrat.program.stages import CrossKind, first_of, sum_over
 from zstrat.strategy import _context
 from zstrat.variables import (
     DeviceHome,

@@ -30,7 +30,7 @@ from zstrat.variables import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from zstrat.program.stages._cross import Collective
+    from zstrat.program.stages import Collective
     from zstrat.variables import Optimizer, Variable
 
 

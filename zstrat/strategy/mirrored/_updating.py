@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from zstrat.program.trace._copies import is_apart
+from zstrat.program.trace import is_apart
 from zstrat.strategy._frames import Frame, entered
 from zstrat.strategy.replica._per_replica import (
     DistributedValues,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.stages._cross import CrossKind, gather_from, sum_over
+from zstrat.program.stages import CrossKind, gather_from, sum_over
 from zstrat.strategy.replica._collective import summable
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
@@ -36,7 +36,7 @@ from ._values import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.program.stages._cross import Channel
+    from zstrat.program.stages import Channel
     from zstrat.strategy.replica._collective import Team
 
 

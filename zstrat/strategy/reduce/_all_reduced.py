@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.stages._serialized_cpu import settled
+from zstrat.program.stages import settled
 from zstrat.strategy.replica._collective import AXIS, summable
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored, loose
 from zstrat.strategy.replica._spread import Spread, mesh_of

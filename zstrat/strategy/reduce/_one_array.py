@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.stages._serialized_cpu import settled
+from zstrat.program.stages import settled
 from zstrat.strategy.replica._collective import summable
 from zstrat.strategy.replica._per_replica import DistributedValues
 

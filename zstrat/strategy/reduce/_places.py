@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.program.trace._int32_checks import fits
+from zstrat.program.trace import fits
 from zstrat.strategy._devices import device_named
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace._int32_checks import is_narrowed
+from zstrat.program.trace import is_narrowed
 from zstrat.strategy._devices import device_named, task_names
 from zstrat.strategy.replica._collective import summable
 from zstrat.variables import IndexedSlices

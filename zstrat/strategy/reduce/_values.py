@@ -18,7 +18,7 @@ import numpy as np
 from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.trace._int32_checks import is_narrowed
+from zstrat.program.trace import is_narrowed
 from zstrat.strategy.replica._collective import summable
 from zstrat.strategy.replica._per_replica import DistributedValues as DistributedValues
 from zstrat.strategy.replica._per_replica import Mirrored as Mirrored

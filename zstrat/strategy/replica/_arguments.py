@@ -16,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.trace import _joined
-from zstrat.program.trace._int32_checks import uncut
-from zstrat.program.trace._signature import Plain
+from zstrat.program.trace import Plain, joined, uncut
 from zstrat.variables import recorder
 
 from ._per_replica import DistributedValues, Mirrored, PerReplica, is_distributed
@@ -37,7 +35,7 @@ class UnevenParts(ValueError):
 
 def unwrapped(tree: Any) -> Any:
     """The pytree with the numbers themselves."""
-    return _joined.mapped(_value, tree)
+    return joined.mapped(_value, tree)
 
 
 def require_one_each(node: Any, replicas: int) -> None:
@@ -71,7 +69,7 @@ def require_known(tree: Any) -> None:
     Raises:
         UnevenParts: There is one.
     """
-    for leaf in _joined.leaves(tree):
+    for leaf in joined.leaves(tree):
         if isinstance(leaf, np.ndarray | np.generic) and not is_known(leaf):
             raise UnevenParts(f"devices know no arrays of dtype {leaf.dtype}")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.stages._cross import (
+from zstrat.program.stages import (
     PROCESS,
     Channel,
     first_of,

@@ -2,9 +2,9 @@
 
 The function itself and what it has captured are compared at each call, in
 `_function_cache`. What is beneath them is only watched, in one flat list: whether each
-name and each cell still has the object that it had when the function was traced, and each function its
-code and defaults. Beneath are helpers of the module, whatever decorates them, and the
-methods of its classes.
+name and each cell still has the object that it had when the function was traced, and
+each function its code and defaults. Beneath are helpers of the module, whatever
+decorates them, and the methods of its classes.
 
 Law of the file: a helper is looked into when a step is made, and never at a call.
 """

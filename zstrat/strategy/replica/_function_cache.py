@@ -24,8 +24,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from zstrat.program import Function, RetraceWarning
-from zstrat.program._programs import WARN_AT
+from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 
 from ._captured import CapturedObjects, called_like, captured_words, in_words, origin

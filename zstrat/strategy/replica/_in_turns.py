@@ -18,14 +18,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.trace._copies import apart_from_now, has_copies, updates_copies
-from zstrat.program.trace._eager import Immediate, own_copy_later, rows_now
-from zstrat.program.trace._fresh import as_replica
-from zstrat.program.trace._int32_checks import marked
-from zstrat.program.trace._iterator import Drawing
-from zstrat.program.trace._refusals import lookup_inside, update_inside
-from zstrat.program.trace._updates import moved, rows_of
+from zstrat.program.gradients import is_live
+from zstrat.program.trace import (
+    Drawing,
+    Immediate,
+    apart_from_now,
+    as_replica,
+    has_copies,
+    lookup_inside,
+    marked,
+    moved,
+    own_copy_later,
+    rows_now,
+    rows_of,
+    update_inside,
+    updates_copies,
+)
 from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import (
     DeviceHome,

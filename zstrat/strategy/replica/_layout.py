@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from zstrat.program.trace._int32_checks import fits
+from zstrat.program.trace import fits
 from zstrat.transport import POOL
 
 from ._arguments import is_known

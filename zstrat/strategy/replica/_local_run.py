@@ -25,10 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.trace import _joined
-from zstrat.program.trace._int32_checks import fits
-from zstrat.program.trace._signature import Plain
+from zstrat.program.gradients import is_live
+from zstrat.program.trace import Plain, fits, joined
 from zstrat.variables import AbstractVariable, is_staging, recorder
 
 from ._arguments import (
@@ -195,7 +193,7 @@ class LocalMesh:
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         require_all_one_each((args, kwargs), self.replicas)
-        tree = _joined.mapped(self._near, (tuple(args), dict(kwargs)))
+        tree = joined.mapped(self._near, (tuple(args), dict(kwargs)))
         results = in_turns(
             self._strategy, self.team, self.devices, fn, tree[0], tree[1]
         )
@@ -232,7 +230,7 @@ class LocalMesh:
     def _as_step(self) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             way = self._staged if self._is_compiled else self._traced
-            return _joined.mapped(returned, way(given(), args, kwargs))
+            return joined.mapped(returned, way(given(), args, kwargs))
 
         return step
 

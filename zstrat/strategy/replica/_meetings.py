@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.collectives import ReduceOp
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.stages._cross import first_of, gather_from, sum_over
+from zstrat.program.gradients import is_live
+from zstrat.program.stages import first_of, gather_from, sum_over
 from zstrat.strategy.reduce._one_array import require_axes
 from zstrat.variables import (
     IndexedSlices,

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from zstrat.program.trace._int32_checks import uncut
-from zstrat.program.trace._refusals import LOOKS, is_of_shapes
+from zstrat.program.trace import LOOKS, is_of_shapes, uncut
 from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 

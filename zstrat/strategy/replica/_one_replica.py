@@ -17,12 +17,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.trace._capture import Capture
-from zstrat.program.trace._copies import updates_copies
-from zstrat.program.trace._eager import Immediate
-from zstrat.program.trace._feeds import Discovery
-from zstrat.program.trace._iterator import Drawing
+from zstrat.program.gradients import is_live
+from zstrat.program.trace import Capture, Discovery, Drawing, Immediate, updates_copies
 from zstrat.variables import (
     GradientCall,
     Optimizer,
@@ -40,8 +36,7 @@ from ._spread import by_replica
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.program.trace._feeds import TraceFeed
-    from zstrat.program.trace._iterator import Element, StepIterator
+    from zstrat.program.trace import Element, StepIterator, TraceFeed
     from zstrat.wire import UpdateOp
 
     from ._collective import Team

@@ -6,7 +6,7 @@ values of the replicas are then views of it, made when they are asked for.
 
 Law of the file: whichever way it is kept, ``values`` are the same, and so is what jax
 sees of it: the values, each a leaf. Only zstrat's own flattening sees the one array
-(`zstrat.program.trace._joined`).
+(`zstrat.program.trace.joined`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program import name_node
-from zstrat.program.trace import _joined
+from zstrat.program.trace import joined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,7 +120,7 @@ _Layout = tuple[int, bool] | None
 
 
 def _children(node: DistributedValues) -> tuple[tuple[Any, ...], _Layout]:
-    if node.whole is not None and _joined.is_joined():
+    if node.whole is not None and joined.is_joined():
         return (node.whole,), (node.replicas, node.is_stacked)
     return node.values, None
 

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zstrat.program.stages._cross import crossing
-from zstrat.program.stages._stages import stages
+from zstrat.program.stages import crossing, stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.program.stages._stages import Stage
+    from zstrat.program.stages import Stage
 
 
 def in_stages(

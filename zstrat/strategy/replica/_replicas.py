@@ -21,20 +21,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.stages._cross import within_mesh
-from zstrat.program.trace._context import asked
-from zstrat.program.trace._copies import (
+from zstrat.program.gradients import is_live
+from zstrat.program.stages import within_mesh
+from zstrat.program.trace import (
+    Flow,
+    Immediate,
+    Replay,
     apart_from_now,
+    asked,
+    claimed,
     copies_of,
     has_copies,
     keep_copies,
+    uncut,
 )
-from zstrat.program.trace._eager import Immediate
-from zstrat.program.trace._feeds import Replay
-from zstrat.program.trace._flow import Flow
-from zstrat.program.trace._int32_checks import uncut
-from zstrat.program.trace._where import claimed
 from zstrat.variables import (
     Recorder,
     Variable,
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace._capture import Capture, RecordedLookup
-    from zstrat.program.trace._updates import Recorded
+    from zstrat.program.trace import Capture, Recorded, RecordedLookup
 
     from ._collective import Team
     from ._one_replica import ReplicaFunction

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from zstrat.program.stages._cross import within_mesh
+from zstrat.program.stages import within_mesh
 
 from ._collective import AXIS
 

@@ -36,7 +36,7 @@ import jax
 from greenlet import GreenletExit, getcurrent, greenlet
 from jax.extend import source_info_util
 
-from zstrat.program.trace._fresh import current_trace
+from zstrat.program.trace import current_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

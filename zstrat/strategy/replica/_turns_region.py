@@ -17,12 +17,17 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 
-from zstrat.program.gradients._substitution import is_live
-from zstrat.program.trace import _joined
-from zstrat.program.trace._capture import Capture
-from zstrat.program.trace._context import asked
-from zstrat.program.trace._copies import copies_of, has_copies, keep_copies
-from zstrat.program.trace._feeds import Discovery, Replay
+from zstrat.program.gradients import is_live
+from zstrat.program.trace import (
+    Capture,
+    Discovery,
+    Replay,
+    asked,
+    copies_of,
+    has_copies,
+    joined,
+    keep_copies,
+)
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import recorder
 
@@ -36,8 +41,7 @@ from ._replicas import passed_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.program.trace._feeds import TraceFeed
-    from zstrat.program.trace._iterator import Element, StepIterator
+    from zstrat.program.trace import Element, StepIterator, TraceFeed
     from zstrat.strategy._strategy import Strategy
     from zstrat.variables import Recorder, Variable
 
@@ -116,7 +120,7 @@ class _Region:
         self._strategy, self._fn = strategy, fn
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
-        self._leaves, self._treedef = _joined.flatten(tree)
+        self._leaves, self._treedef = joined.flatten(tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self._capture: Capture | None = None
         self._result: Any = None
@@ -152,7 +156,7 @@ class _Region:
         self._capture = Capture(feed, is_region=True)
         with self._capture.recording():
             results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
-        self._result = _joined.flatten(regroup(results))
+        self._result = joined.flatten(regroup(results))
         arrays = [x for x in self._result[0] if isinstance(x, jax.Array)]
         changed = [copies for _, copies in self._last.moves.values.values()]
         updates = [update.operands for update in self._last.updates]
