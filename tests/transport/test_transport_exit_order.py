@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-from zstrat.transport import _portal
+from zstrat.transport import _loop
 from zmq.utils.garbage import gc  # as the first large message does
 
 class Portal:
@@ -12,7 +12,7 @@ class Portal:
         print("the portal closes")
 
 portal = Portal()
-_portal._open.add(portal)
+_loop._open.add(portal)
 gc.stop = lambda: print("pyzmq frees what was being sent")
 """
 

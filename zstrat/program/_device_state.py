@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Residence, SlotRule, Variable
 
-    from ._programs import Draws
+    from .trace._iterator import Draws
     from .trace._plan import Plan
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Home, VariableSpec
 
-    from ._programs import CompiledPrograms, Draws
+    from ._programs import CompiledPrograms
+    from .trace._iterator import Draws
     from .trace._plan import Plan
 
 
@@ -99,7 +100,7 @@ class Prepared:
             given = [*inputs, *_leaves(draws)]
             require_fitting(self.plan.function, given, self.plan.narrowed)
         if self.plan.watch is not None:
-            self.plan.watch.look([*inputs, *_leaves(draws)])
+            self.plan.watch([*inputs, *_leaves(draws)])
         if isinstance(program, RowsProgram):
             self._lookups = Lookups(program, [*inputs, *_leaves(draws)])
             self.wanted = self._lookups.first()
@@ -233,7 +234,7 @@ def _run_stages(program: HereProgram, inputs: list[Any], draws: Draws) -> Any:
     if plan.narrowed:
         require_fitting(plan.function, [*inputs, *elements], plan.narrowed)
     if plan.watch is not None:
-        plan.watch.look([*inputs, *elements])
+        plan.watch([*inputs, *elements])
     try:
         results, operands = program.run(inputs, elements, draws)
     except BaseException:  # to the caller: it may be run again if nothing has changed

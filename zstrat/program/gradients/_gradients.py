@@ -19,15 +19,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-from jax.tree_util import keystr
 
-from zstrat.variables import AbstractVariable, Variable, recorder
+from zstrat.variables import AbstractVariable, recorder
 
-from ._difference import Difference
+from ._difference import Difference, Differentiated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from ._substitution import Substitution
 
@@ -96,49 +94,6 @@ def grad(
 
 
 @dataclass(frozen=True, slots=True)
-class Differentiated:
-    """A pytree of arrays and variables, cut for jax.
-
-    Per leaf ``arrays`` has what jax differentiates, None for a variable in parts, whose
-    value is read only if the function asks for it; ``variables`` the variable, if it is
-    one. ``treedef`` gives the gradients the same structure.
-    """
-
-    treedef: Any
-    arrays: list[Any]
-    variables: list[AbstractVariable | None]
-
-    @staticmethod
-    def of(tree: Any, name: str) -> Differentiated:
-        """Reads the variables in the tree, through the step or their home."""
-        paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        leaves = [leaf for _, leaf in paths]
-        arrays = [_floating(leaf, f"{name}{keystr(path)}") for path, leaf in paths]
-        found = [
-            leaf if isinstance(leaf, AbstractVariable) else None for leaf in leaves
-        ]
-        return Differentiated(treedef, arrays, found)
-
-    @property
-    def given(self) -> list[tuple[Any, Variable | None]]:
-        """The arrays that there are, with the variables that they are values of."""
-        return [
-            (array, variable if isinstance(variable, Variable) else None)
-            for array, variable in zip(self.arrays, self.variables, strict=True)
-            if array is not None
-        ]
-
-    def rebuilt(self, arrays: Iterator[Any]) -> Any:
-        """The tree with these in place of its arrays; variables in parts stay."""
-        return self.treedef.unflatten(
-            [
-                variable if array is None else next(arrays)
-                for array, variable in zip(self.arrays, self.variables, strict=True)
-            ]
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class _ValueAndGrad:
     # A class and not a closure: it is pickled by reference, with its fields.
     fn: Callable[..., Any]
@@ -195,24 +150,6 @@ class _Grad:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value, gradients = self.both(*args, **kwargs)
         return (gradients, value[1]) if self.has_aux else gradients
-
-
-def _floating(leaf: Any, place: str) -> Any:
-    if isinstance(leaf, float | complex):
-        return leaf  # jax takes it, and it stays weak
-    in_parts = isinstance(leaf, AbstractVariable) and not isinstance(leaf, Variable)
-    array = leaf
-    if not in_parts:
-        array = jnp.asarray(leaf.value() if isinstance(leaf, Variable) else leaf)
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
-        what = f"{array.dtype} array"
-        if isinstance(leaf, AbstractVariable):
-            what = str(leaf.table if in_parts else leaf.components[0].spec)
-        raise TypeError(
-            f"cannot differentiate with respect to {place}, {what}: gradients need a "
-            "floating dtype. Leave it out of what is differentiated"
-        )
-    return None if in_parts else array
 
 
 def _require_variables(variables: Any) -> None:

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Table, VariableSpec
 
-    from ._row_updates import Part
-
     Kind = tuple[str, tuple[int, ...]]
+
+
+Part = tuple["VariableSpec", slice, np.ndarray]
+"""A component, and which of the summed rows are its, for which of its own rows."""
 
 
 class WantedRows(NamedTuple):

@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     import jax
 
     from zstrat.program.trace._plan import PlannedUpdate
-    from zstrat.variables import VariableSpec
+
+    from ._lookups import Part
 
 SUMMED: Final = frozenset(
     {UpdateOp.OPTIMIZE_ROWS, UpdateOp.SCATTER_ADD, UpdateOp.SCATTER_SUB}
 )
 """Updates in which the rows of one index are added."""
-
-Part = tuple["VariableSpec", slice, np.ndarray]
-"""A component, and which of the summed rows are its, for which of its own rows."""
 
 
 def outgoing(update: PlannedUpdate, operands: Iterable[jax.Array]) -> list[StepUpdate]:

@@ -30,7 +30,7 @@ from ._stages import stages
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.program._programs import Draws
+    from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
     from zstrat.program.trace._retrace import Staged
 

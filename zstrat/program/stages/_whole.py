@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.program._programs import Draws
+    from zstrat.program.trace._iterator import Draws
     from zstrat.program.trace._plan import Plan
     from zstrat.program.trace._retrace import Staged
 

@@ -22,11 +22,11 @@ from ._feeds import Discovery as Discovery
 from ._feeds import Replay as Replay
 from ._feeds import TraceFeed as TraceFeed
 from ._flow import Flow as Flow
+from ._flow import marked as marked
 from ._fresh import as_replica as as_replica
 from ._fresh import current_trace as current_trace
 from ._int32_checks import fits as fits
 from ._int32_checks import is_narrowed as is_narrowed
-from ._int32_checks import marked as marked
 from ._int32_checks import uncut as uncut
 from ._int32_checks import words as words
 from ._iterator import Drawing as Drawing

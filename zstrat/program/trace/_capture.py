@@ -48,8 +48,8 @@ from zstrat.wire import UpdateOp
 from . import _refusals, joined
 from ._context import asked
 from ._copies import apart_from_now, copies_of, is_apart, keep_copies, shown_to, spread
+from ._flow import marked
 from ._fresh import current_trace, fresh
-from ._int32_checks import marked
 from ._updates import Moves, Write, is_here, moved, rows_of, written
 from ._updates import Recorded as Recorded
 from ._where import claimed, here

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from zstrat.variables import SlotRule, Table, Variable, VariableSpec
 
     from ._iterator import Element, StepIterator
-    from ._updates import SlotsKey
+
+
+SlotsKey = tuple[int, int]
+"""The key of a variable and the number of an optimizer."""
 
 
 class TraceFeed(Protocol):

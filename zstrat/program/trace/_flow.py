@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun, no_effects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from jax.extend.core import JaxprEqn, Var
+
+
+def marked(indices: jax.Array) -> jax.Array:
+    """Indices of rows that the program uses itself: it does not hand them out."""
+    named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
+    return named
+
+
+_MARK: Final = "zstrat rows"
+
 
 _CALLS: Final = frozenset(
     {

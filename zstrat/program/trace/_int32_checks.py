@@ -20,18 +20,17 @@ grow; floats in the first step of a program alone, because those of a kind are a
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from zstrat.variables import NarrowingWarning, is_cut, outside, what_is_lost
 
 from . import joined
-from ._flow import Flow
+from ._flow import _MARK, Flow
 from ._signature import places as places_of
 
 if TYPE_CHECKING:
@@ -40,14 +39,6 @@ if TYPE_CHECKING:
     from ._iterator import Element
     from ._plan import Plan
     from ._signature import CutCall
-
-_MARK: Final = "zstrat rows"
-
-
-def marked(indices: jax.Array) -> jax.Array:
-    """Indices of rows that the program uses itself: it does not hand them out."""
-    named: jax.Array = checkpoint_name(indices, _MARK)  # type: ignore[no-untyped-call]
-    return named
 
 
 def wide_leaves(

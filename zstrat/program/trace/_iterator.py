@@ -35,9 +35,92 @@ from zstrat.variables import recorder
 from . import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-    from ._structure import TreeDef
+    from .joined import TreeDef
+
+
+class Draws:
+    """Real or abstract elements for one call: drawn, used, given back."""
+
+    def __init__(self, iterators: Sequence[StepIterator]) -> None:
+        self._iterators = iterators
+        self._drawn: list[tuple[int, Any, Element]] = []
+        self._used = 0
+        self.is_spent = False
+        """Whether what was made of them is kept: then nothing is given back."""
+
+    @property
+    def elements(self) -> list[Element]:
+        """What was drawn, in order."""
+        return [element for _, _, element in self._drawn]
+
+    def draw(self, ordinal: int) -> Element:
+        """One more element of the ``ordinal``-th iterator.
+
+        Raises:
+            OutOfRangeError: There is none; then all others were given back.
+            TypeError: It is no pytree of arrays; then all were given back.
+        """
+        iterator = self._iterators[ordinal]
+        if iterator.is_abstract:
+            raw: Any = iterator.element_spec
+        else:
+            try:
+                raw = iterator.draw()
+            except BaseException:  # to the caller; the others are drawn again
+                self.unread()
+                raise
+        try:
+            element = Element(raw)
+        except BaseException:  # to the caller; the next call draws the same
+            if not iterator.is_abstract:
+                iterator.unread(raw)
+            self.unread()
+            raise
+        self._drawn.append((ordinal, raw, element))
+        return element
+
+    def match(self, ordinals: Sequence[int]) -> list[Element]:
+        """Draws exactly these, keeping what was drawn so already. Raises as `draw`."""
+        kept = 0
+        for (drawn, _, _), wanted in zip(self._drawn, ordinals, strict=False):
+            if drawn != wanted:
+                break
+            kept += 1
+        self._give_back(kept)
+        for ordinal in ordinals[kept:]:
+            self.draw(ordinal)
+        return self.elements
+
+    def supply(self, ordinal: int, iterator: StepIterator) -> Element:
+        """For a trace: the elements that were drawn already, then new ones."""
+        del iterator  # the ordinal names it
+        if self._used < len(self._drawn):
+            known, _, element = self._drawn[self._used]
+            if known == ordinal:
+                self._used += 1
+                return element
+            # The body draws in another order for these shapes: begin anew.
+            self._give_back(self._used)
+        self._used += 1
+        return self.draw(ordinal)
+
+    def keep_used(self) -> None:
+        """Gives back what the trace did not use."""
+        self._give_back(self._used)
+
+    def unread(self) -> None:
+        """Gives everything back that is not spent."""
+        if not self.is_spent:
+            self._give_back(0)
+
+    def _give_back(self, start: int) -> None:
+        while len(self._drawn) > start:
+            ordinal, raw, _ = self._drawn.pop()
+            if not self._iterators[ordinal].is_abstract:
+                self._iterators[ordinal].unread(raw)
+
 
 T = TypeVar("T")
 

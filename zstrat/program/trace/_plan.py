@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._capture import Capture
-    from ._int32_checks import Watch
-    from ._structure import TreeDef
+    from .joined import TreeDef
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class Plan:
     narrowed: Mapping[int, str] = field(default_factory=dict)
     calls: tuple[GradientCall, ...] = ()
     taken: frozenset[int] = frozenset()
-    watch: Watch | None = None
+    watch: Callable[[Sequence[Any]], None] | None = None
 
     @property
     def has_lookups(self) -> bool:

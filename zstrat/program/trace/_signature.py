@@ -33,7 +33,7 @@ from ._iterator import Element, StepIterator
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ._structure import TreeDef
+    from .joined import TreeDef
 
 _NUMBERS: Final = frozenset((int, float, complex))
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from zstrat.wire import PlainTree
 
-TreeDef = Any  # jax's PyTreeDef, whose stubs lack what we call
+    from .joined import TreeDef
+
 _KEYS: Final = (str, int, bool, float, bytes)
 _STATIC: Final = (bool, int, float, str, bytes)
 

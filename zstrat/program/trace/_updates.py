@@ -26,14 +26,14 @@ from zstrat.variables import ABSENT, DeviceHome, TreeStep, reaching, rows_of_com
 from zstrat.wire import UpdateOp
 
 from ._copies import is_apart
-from ._int32_checks import marked
+from ._flow import marked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.variables import GradientCall, Optimizer, SlotRule, Table, Variable
 
-    from ._feeds import TraceFeed
+    from ._feeds import SlotsKey, TraceFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +134,6 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
     order = jnp.arange(indices.shape[0], dtype=jnp.int32)
     winner = jnp.full(size, -1, jnp.int32).at[indices].max(order)
     return jnp.where(winner[indices] == order, indices, size)
-
-
-SlotsKey = tuple[int, int]
-"""The key of a variable and the number of an optimizer."""
 
 
 def is_here(variable: Variable) -> bool:

@@ -18,7 +18,8 @@ import jax
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._structure import TreeDef
+
+TreeDef = Any  # jax's PyTreeDef, whose stubs lack what we call
 
 
 @final
