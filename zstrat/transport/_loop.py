@@ -30,6 +30,10 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
+# Before `_close_all` is registered, so that it ends after it: at its end it frees the
+# memory of messages that libzmq has not sent yet, whoever reads it then.
+import zmq.utils.garbage  # noqa: F401
+
 from zstrat.errors import ClosedError, DeadlineExceededError
 
 if TYPE_CHECKING:
@@ -102,10 +106,6 @@ class LoopBell:
     def _set(self) -> None:
         if not self.future.done():
             self.future.set_result(None)
-
-
-# Before `_close_all` is registered, so that it ends after it: at its end it frees the
-# memory of messages that libzmq has not sent yet, whoever reads it then.
 
 
 log = logging.getLogger("zstrat.transport")
