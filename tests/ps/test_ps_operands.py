@@ -8,6 +8,7 @@ import pytest
 from ps_trees import bind, binding
 
 from zstrat.errors import InvalidArgumentError, NotFoundError
+from zstrat.optimizers import cut_for_rows, leaf_rule
 from zstrat.ps import OptimizerEngine, Store
 from zstrat.wire import Push, Read, Update, UpdateOp, VariableEntry
 
@@ -176,3 +177,12 @@ def test_tables_share_a_call_only_with_equal_operands():
     assert world.store.engine.get(1).bindings.get(1).alike is (
         world.store.engine.get(1).bindings.get(3).alike
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_are_told_apart_whatever_numbers_the_program_has(dtype):
+    """One of them is nan, of the smallest dtype in the tree."""
+    tree = {"table": ((1,), (6, 2), "f4"), "scale": ((2,), (), dtype)}
+    told = binding(optax.contrib.schedule_free_sgd(0.1, 3), tree)
+    table = jax.tree.leaves(told.keys).index(1)
+    assert leaf_rule(cut_for_rows(told.rule), table).row_dependence == ""

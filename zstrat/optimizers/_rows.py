@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -136,7 +137,9 @@ def _sizes(jaxpr: Any) -> tuple[int, ...]:
 
 
 def _floats(literal: Any) -> bool:
-    return np.asarray(literal.val).dtype.kind in "fc"
+    # The kind of bfloat16 is that of no number to numpy.
+    dtype = np.asarray(literal.val).dtype
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
 def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
