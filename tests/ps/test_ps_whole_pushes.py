@@ -179,7 +179,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
     pin = store.find([1])[0].cell.pin()
     whole = push(*[(1, *update) for update in updates])
     with monkeypatch.context() as patch:
-        for module in ("_cell", "_xla_rows"):
+        for module in ("store._cell", "engine._xla_rows"):
             patch.setattr(f"zstrat.ps.{module}.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
             store.push(whole)
