@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections import OrderedDict, deque
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 import numpy as np
@@ -27,8 +27,9 @@ from ._values import Claim, PerWorker, RemoteValue, Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
-    from ._strategy import CoordinatedStrategy
+    from zstrat.program import Plan
 
 CACHED_CALLS: Final = 1024
 """Different argument lists of one function that are remembered; the oldest goes."""
@@ -38,6 +39,14 @@ SAME_BYTES: Final = 16
 the workers as long."""
 
 Arrays = tuple[np.ndarray, ...]
+
+
+class TracingStrategy(Protocol):
+    """A `CoordinatedStrategy`, as far as tracing and shipping a step takes it."""
+
+    def scope(self) -> AbstractContextManager[object]: ...
+
+    def require_known(self, plan: Plan) -> None: ...
 
 
 class Code:
@@ -100,7 +109,7 @@ class _KnownFunction:
     def __init__(
         self,
         function: Function,
-        strategy: CoordinatedStrategy,
+        strategy: TracingStrategy,
         forget: Callable[[Any], None],
     ) -> None:
         self.reference: weakref.ref[Function] = weakref.ref(function, forget)
@@ -126,7 +135,7 @@ class CallTable:
         retired: Gets the numbers of arguments that nobody needs any more.
     """
 
-    def __init__(self, strategy: CoordinatedStrategy, retired: deque[int]) -> None:
+    def __init__(self, strategy: TracingStrategy, retired: deque[int]) -> None:
         self._strategy, self._retired = strategy, retired
         self._known: dict[int, _KnownFunction] = {}
 

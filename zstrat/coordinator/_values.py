@@ -12,7 +12,7 @@ import abc
 import enum
 import math
 import weakref
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +23,9 @@ from zstrat.program.trace import joined
 from zstrat.wire import LayoutMessage, dtype_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 
     from zstrat.transport import Bell
-
-    from ._engine import ClosureEngine
 
 
 class RemoteValueStatus(enum.Enum):
@@ -71,6 +69,17 @@ class Result:
         self.name, self.treedef = name, treedef
 
 
+class ValueSource(Protocol):
+    """The engine of a value: waits until it is settled, and brings what was kept."""
+
+    bring: Callable[[Kept], list[np.ndarray]]
+    bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]]
+
+    def wait_value(self, value: RemoteValue, timeout: float | None) -> None: ...
+
+    async def wait_value_async(self, value: RemoteValue) -> None: ...
+
+
 @final
 class RemoteValue:
     """The result, some time, of a scheduled closure.
@@ -90,7 +99,7 @@ class RemoteValue:
         "state",
     )
 
-    def __init__(self, engine: ClosureEngine, expected: Result) -> None:
+    def __init__(self, engine: ValueSource, expected: Result) -> None:
         self._engine, self._expected = engine, expected
         self.state = _NOT_READY
         self._bells: list[Bell] | None = None

@@ -17,12 +17,13 @@ from . import _passes as passes
 from ._lineage import Hinted, Opted, options_of
 from ._options import SHARD_HINT, Options
 from ._shuffle import Shuffled
-from ._tree import Element, as_element, leaves
+from ._tree import as_element, leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from ._files import Path, Read
+    from ._leaves import Element
     from ._passes import Recipe
 
 AUTOTUNE: Final = -1

@@ -20,10 +20,12 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import Element, as_element, kind_of, leaves, mapped, own
+from ._tree import as_element, kind_of, leaves, mapped, own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from ._leaves import Element
 
     Path = str | os.PathLike[str]
     Read = Callable[[str], Iterable[Any]]

@@ -22,7 +22,7 @@ from ._passes import INFINITE, UNKNOWN, Recipe
 from ._tree import leaves
 
 if TYPE_CHECKING:
-    from ._tree import Element
+    from ._leaves import Element
 
 
 Dimensions = tuple[int | None, ...]

@@ -24,7 +24,8 @@ from ._elements import ending
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ._tree import Element
+Element = Any
+"""Nested dicts and tuples with numpy arrays, numpy scalars or `bytes` as leaves."""
 
 SCALARS: Final = bool | int | float | complex | str | bytes
 _PLAIN: Final = SCALARS | np.generic

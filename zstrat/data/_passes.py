@@ -23,10 +23,12 @@ import numpy as np
 
 from ._elements import ending
 from ._prefetch import Prefetcher
-from ._tree import Element, as_element, mapped, own, stacked
+from ._tree import as_element, mapped, own, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from ._leaves import Element
 
 INFINITE: Final = -1
 UNKNOWN: Final = -2

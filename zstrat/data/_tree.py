@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from ._leaves import require_text
+from ._leaves import Element, require_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-Element = Any
-"""Nested dicts and tuples with numpy arrays, numpy scalars or `bytes` as leaves."""
 
 
 def as_element(value: object, path: str = "") -> Element:

@@ -229,7 +229,7 @@ def _check(file: int, capacity: int) -> None:
 
 class SharedLane:
     """The arenas of one connection: ours, made when there is a use for it, and the
-    peer's. Implements `zstrat.wire.connection._sharing.SharedMemoryLane`."""
+    peer's. Implements `zstrat.wire.connection._lane.SharedMemoryLane`."""
 
     def __init__(self, me: Hello) -> None:
         self._host = me.host

@@ -172,6 +172,10 @@ class Generation:
         waits = list(self.engine_waits()) if words else []
         return CallState(words, waits, False, self.broken is not None)
 
+    def is_over(self, number: int) -> bool:
+        """Whether an operation without a tag has begun here and has ended."""
+        return number <= self.calls and number not in self.begun
+
     def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None:
         """A call's deadline has come: finds out why, and ends the generation."""
         self._inquire(call, waits)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from zstrat.collectives._compression import Compression, Compressor
 from zstrat.collectives.schedules._choice import Choices, choices_from
 from zstrat.collectives.schedules._plans import progress_of
 from zstrat.config import MiB
-from zstrat.errors import BusyError, ProtocolError
+from zstrat.errors import BusyError, ProtocolError, ZstratError
 from zstrat.wire import CallState, Hop
 
 from ._attribution import FORGOTTEN
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from zstrat.collectives.schedules._progress import ScheduleProgress, Send
     from zstrat.wire import GroupFormed
 
-    from ._generation import Generation
     from ._mesh import Mesh
 
 EARLY: Final = 1024 * MiB
@@ -69,6 +68,36 @@ class Running:
         return sorted(self.ranks[rank] for rank in self.progress.waits)
 
 
+class TrafficOwner(Protocol):
+    """A generation, for its calls: who is in it, what messages say of them, whether it
+    still goes on, and whom to tell when something goes wrong."""
+
+    rank: int
+    size: int
+    hosts: int
+    broken: ZstratError | None
+    leavers: dict[int, int]
+
+    @property
+    def title(self) -> str: ...
+
+    def name(self, rank: int) -> str: ...
+
+    def said(self, call: CollectiveCall) -> str: ...
+
+    def is_over(self, number: int) -> bool: ...
+
+    def refusal(self) -> ZstratError: ...
+
+    def check_left(self, running: Running) -> None: ...
+
+    def overdue(self, call: CollectiveCall, waits: Sequence[int]) -> None: ...
+
+    def differs(self, call: CollectiveCall, sender: int) -> None: ...
+
+    def abort(self, error: ZstratError, key: int) -> None: ...
+
+
 class Traffic:
     """The calls of one generation, its ``owner``.
 
@@ -79,14 +108,14 @@ class Traffic:
 
     def __init__(
         self,
-        owner: Generation,
+        owner: TrafficOwner,
         mesh: Mesh,
         formed: GroupFormed,
         counts: Counter[str],
     ) -> None:
         self.running: dict[int, Running] = {}
         """Calls under way, by key."""
-        self._owner, self._mesh, self._ticket = owner, mesh, owner.ticket
+        self._owner, self._mesh, self._ticket = owner, mesh, formed.ticket
         self.choices = _choices_of(formed)
         self._one_host = owner.hosts == 1
         self._counts = counts
@@ -259,7 +288,7 @@ class Traffic:
             return True
         if not number:  # the forming call, or one with a tag
             return False
-        return number <= self._owner.calls and number not in self._owner.begun
+        return self._owner.is_over(number)
 
     def _overdue(self, key: int, words: str) -> None:
         running = self.running.get(key)

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.optimizers import LeafRule
-    from zstrat.ps.store._plans import HeldVariable
+
+    from ._slots import HeldVariable
 
 MOST: Final = 64
 """Trees of one optimizer."""

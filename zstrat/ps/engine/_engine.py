@@ -32,11 +32,9 @@ from ._slots import is_wide
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from zstrat.ps.store._plans import HeldVariable
-
     from ._bindings import Bound
     from ._row_calls import Ready
-    from ._slots import Ahead, RowStep, Slots, SlotStep
+    from ._slots import Ahead, HeldVariable, RowStep, Slots, SlotStep
     from ._xla import UpdatePrograms
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside a variable, and what one step of it takes.
+"""A variable, what an optimizer keeps beside it, and what one step of that takes.
 
 Slots that were loaded before anybody told which tree their optimizer moves.
 
@@ -20,11 +20,13 @@ from ._arithmetic import distinct, is_floating
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from weakref import ref
 
     import numpy as np
 
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Write
+    from zstrat.wire import VariableEntry
 
 LAYOUTS: Final = 4096
 """Distinct (shape, dtype, slots) that a session may have compiled programs for."""
@@ -71,6 +73,20 @@ class Slots:
     @property
     def nbytes(self) -> int:
         return sum(cell.nbytes for cell in self.cells)
+
+
+@dataclass(slots=True)
+class HeldVariable:
+    """One variable: its value, its version and, per optimizer, its slots."""
+
+    entry: VariableEntry
+    cell: Cell
+    version: int
+    slots: dict[int, Slots] = field(default_factory=dict)
+    fold: ref[object] | None = None
+    """The last one (`zstrat.ps.store._fold`), under way as long as it lives."""
+    patient_until: int = 0
+    """The version before which nothing is folded."""
 
 
 class SlotStep(NamedTuple):

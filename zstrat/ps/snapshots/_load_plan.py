@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.ps.engine._engine import Registered
-    from zstrat.ps.engine._slots import Slots
+    from zstrat.ps.engine._slots import HeldVariable, Slots
     from zstrat.ps.store._cell import Cell
-    from zstrat.ps.store._plans import HeldVariable
 
 
 class Source(NamedTuple):

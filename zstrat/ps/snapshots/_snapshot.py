@@ -17,8 +17,8 @@ from zstrat.wire import TensorEntry
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from zstrat.ps.engine._slots import HeldVariable
     from zstrat.ps.store._pins import Pin
-    from zstrat.ps.store._plans import HeldVariable
 
 MOST: Final = 16
 """Snapshots at a time: each one may hold memory of the size of all that it pins."""

@@ -32,9 +32,8 @@ from ._cell import Cell
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import InitialEntry, VariableEntry
-
-    from ._plans import HeldVariable
 
 SMALL: Final = 2**26
 """Values up to this size are copied, so that they are aligned, and lie in huge pages;

@@ -26,9 +26,8 @@ from zstrat.wire import Exchange, Push, UpdateOp
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
+    from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import ArraySpec, Message
-
-    from ._plans import HeldVariable
 
 LEAST: Final = 4 * 2**20
 """Bytes below which the loop adds by itself, when all is there, as fast."""

@@ -15,7 +15,7 @@ import numpy as np
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps.engine._arithmetic import SCATTERS, compute, gather
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
-from zstrat.ps.engine._slots import Ahead, RowStep, Slots, SlotStep, lose
+from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
 from zstrat.wire import UpdateOp
 
 from ._cell import Write
@@ -23,27 +23,13 @@ from ._creating import CreatePlan, InitializePlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from weakref import ref
 
     from zstrat.ps.engine._bindings import Tree
     from zstrat.ps.engine._row_calls import Ready
-    from zstrat.wire import Push, VariableEntry
+    from zstrat.ps.engine._slots import HeldVariable
+    from zstrat.wire import Push
 
     from ._cell import Cell
-    from ._fold import Fold
-
-
-@dataclass(slots=True)
-class HeldVariable:
-    """One variable: its value, its version and, per optimizer, its slots."""
-
-    entry: VariableEntry
-    cell: Cell
-    version: int
-    slots: dict[int, Slots] = field(default_factory=dict)
-    fold: ref[Fold] | None = None
-    patient_until: int = 0
-    """The version before which nothing is folded (`zstrat.ps.store._fold`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from zstrat.errors import (
 )
 from zstrat.ps.client._reading import READS, ROWS
 from zstrat.ps.engine._arithmetic import check_rows
+from zstrat.ps.engine._slots import HeldVariable
 from zstrat.wire import (
     Again,
     Done,
@@ -49,7 +50,7 @@ from ._creating import (
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger, Writers
 from ._parts import Parts, plain_push
-from ._plans import BindPlan, HeldVariable, OptimizerPlan, Plan, PushPlan, RowsPlan
+from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, RowsPlan
 from ._validating import push_plan, unknown
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from zstrat.errors import InvalidArgumentError, NotFoundError
 from zstrat.ps.engine._arithmetic import OPTIMIZERS, check
 from zstrat.wire import Push, UpdateOp
 
-from ._plans import HeldVariable, PushPlan, ServerUpdate, runs_of, work_of
+from ._plans import PushPlan, ServerUpdate, runs_of, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps.engine._engine import OptimizerEngine
+    from zstrat.ps.engine._slots import HeldVariable
 
 _OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 

@@ -17,8 +17,8 @@ from zstrat.wire._codec import decode_header
 from zstrat.wire._messages import Message, Placed
 
 from ._body import Allocate, Assembly, Frame
+from ._lane import PLACE, is_placeable
 from ._outbox import HEAVY
-from ._sharing import PLACE, is_placeable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.wire._messages import Chunk
 
     from ._body import Absorb, Sink
-    from ._sharing import SharedMemoryLane
+    from ._lane import SharedMemoryLane
 
 
 class Arrived(NamedTuple):

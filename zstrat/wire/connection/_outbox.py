@@ -16,14 +16,14 @@ from zstrat.wire._codec import encode
 from zstrat.wire._messages import Chunk, Message, Placed
 
 from ._body import Frame, aligned, cut
-from ._sharing import LEAST, MOST
+from ._lane import LEAST, MOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from zstrat.config import Limits
 
-    from ._sharing import SharedMemoryLane
+    from ._lane import SharedMemoryLane
 
 HEAVY: Final = 64 * 1024
 """Bytes of body above which a message costs a credit. Part of the protocol: both sides

@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 
     from ._body import Absorb
     from ._deadlines import Waiting
-    from ._sharing import SharedMemoryLane
+    from ._lane import SharedMemoryLane
 
 QUEUE: Final = 65536
 """Messages that wait to be sent: four times what a peer may have open, so only a peer
