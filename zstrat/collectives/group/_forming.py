@@ -125,7 +125,7 @@ async def form(
 
     Raises:
         CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
-            PeerLostError: See `Node.join`.
+            PeerLostError: See `GroupNode.join`.
 
     Cancellation: this rank has not joined.
     """

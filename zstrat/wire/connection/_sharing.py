@@ -1,11 +1,9 @@
-"""What a connection asks of memory that two processes of one host share.
+"""Memory that two processes of one host share, as their connection sees it.
 
-`zstrat.transport` has the memory; a connection without any sends bodies in chunks.
-
-The talk of two peers about memory that they share: offered, mapped, released.
-
-Nothing is offered before there was a body for it, and only once per connection. A
-connection without a lane says no to what it is offered.
+`zstrat.transport` has the memory and gives it to a connection as a *lane*. The peers
+talk about it: it is offered, mapped, released. Nothing is offered before there was a
+body for it, and only once per connection. A connection without a lane says no to what
+it is offered, and sends bodies in chunks.
 """
 
 from __future__ import annotations
