@@ -126,7 +126,7 @@ class Compressor:
     A codec is asked for per call. Calls of the same ``name`` (tag and position within
     the tree) with the same sizes follow each other: each gets what the one before left.
     Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``; names
-    that are used once need 256 MiB together (`zstrat.collectives._compression`).
+    that are used once need 256 MiB together, as above.
     """
 
     compression: Compression

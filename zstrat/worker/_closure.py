@@ -1,7 +1,7 @@
 """A closure on its way through a worker, from its arrival to how it ended.
 
-Its stations are values that cross between thread and loop: `zstrat.worker._pipeline`
-moves them about and the executor obeys; nothing here decides.
+Its stations are values that cross between thread and loop: `_pipeline` moves them about
+and the executor obeys; nothing here decides.
 
 How it ended has the form in which the coordinator hears of it. Endings are made on the
 executor thread, complete with the bytes of a small result, so that the loop only puts

@@ -11,7 +11,7 @@ starting four small programs (110 us against 40 for four arrays of 512 floats).
 Gradients of some rows are gathered, updated and scattered (`_xla_rows`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
-is never asked to optimise never imports them. They live behind `zstrat.ps.engine._xla`.
+is never asked to optimise never imports them. They live behind `_xla`.
 """
 
 from __future__ import annotations

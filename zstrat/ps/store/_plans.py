@@ -43,7 +43,7 @@ class HeldVariable:
     slots: dict[int, Slots] = field(default_factory=dict)
     fold: ref[Fold] | None = None
     patient_until: int = 0
-    """The version before which nothing is folded (`zstrat.ps.store._fold`)."""
+    """The version before which nothing is folded (`_fold`)."""
 
 
 @dataclass(frozen=True, slots=True)
