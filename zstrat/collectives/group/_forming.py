@@ -193,7 +193,7 @@ async def _agree(
 
 
 class GenerationLane:
-    """A generation's message lane, for an engine (`zstrat.collectives._engine.Between`)."""
+    """A generation's message lane; see `zstrat.collectives._engine.Between`."""
 
     def __init__(self, station: Station, generation: Generation) -> None:
         self._station, self._generation = station, generation
