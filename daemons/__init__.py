@@ -1,6 +1,6 @@
 """The programs that run on each machine.
 
-Each is a file of less than 100 lines: read the arguments, say which task this is, and
-hand over to `_main`, the only place that knows signals, logging set-up, exit codes and
-the service manager.
+Each is a short file: read the arguments, say which task this is, and hand over to
+`_main`, the only place that knows signals, logging set-up, exit codes and the service
+manager.
 """

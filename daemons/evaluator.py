@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    """Entry point; ends the process with the exit codes of `_main`."""
     arguments = parser("evaluator", "The evaluator of zstrat.", binds=False)
     add = arguments.add_argument
     add("program", metavar="MODULE:FUNCTION", help="returns (checkpoint, evaluate)")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    """Entry point; ends the process with the exit codes of `_main`."""
     parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
     try:
         told = order(parsed, "ps")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point; ends the process with the exit codes of `zstrat.daemons._main`."""
+    """Entry point; ends the process with the exit codes of `_main`."""
     arguments = parser("worker", "A worker of zstrat.")
     arguments.add_argument(
         "--platform", metavar="NAME", help="cpu, cuda, rocm or tpu (JAX_PLATFORMS)"

@@ -1,18 +1,17 @@
-"""One writer at a time, and its name for the others.
-
-The lock is the kernel's (``flock``), so it ends with its process however that ends:
-after kill -9 nothing is left to clear away. The text in the file is for people: it says
-who holds the lock, and means nothing when nobody does.
-
-File systems without locks (some network mounts) are written to all the same, with a
-warning: every name there is new, so two writers waste space but damage nothing.
-
-The files of one checkpoint while it is written, and what earlier writers left there.
+"""The files of a checkpoint while it is written, and the one writer that has the lock.
 
 A writer draws a *mark* and puts it into every name that it makes, so a new checkpoint
 never touches the files of the one that it replaces: until the manifest is committed the
 old one is whole, and from then on the new one is. What no manifest names is garbage,
-and is removed by the next writer that holds the lock.
+left by earlier writers, and is removed by the next writer that holds the lock.
+
+There is one writer at a time, and its name is there for the others. The lock is the
+kernel's (``flock``), so it ends with its process however that ends: after kill -9
+nothing is left to clear away. The text in the file is for people: it says who holds the
+lock, and means nothing when nobody does.
+
+File systems without locks (some network mounts) are written to all the same, with a
+warning: every name there is new, so two writers waste space but damage nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Reads rows of the tensors of one safetensors file, and checks what it reads.
+"""Reads what a checkpoint's files have, and checks that it is what was written.
 
-What the header says is compared with the size of the file when it is opened, so a file
-that was cut short is known before anything of it is used. Whether the elements are
-those that were written is known from `TensorReader.verify` alone.
-
-Whether a checkpoint is what was written, every byte of it.
+Rows of the tensors of one safetensors file are read by themselves. What the header says
+is compared with the size of the file when it is opened, so a file that was cut short is
+known before anything of it is used. Whether the elements are those that were written is
+known from `TensorReader.verify` alone; a whole checkpoint is checked every byte of it.
 """
 
 from __future__ import annotations

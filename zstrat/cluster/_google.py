@@ -1,6 +1,7 @@
-"""The one door to Google's client library, for the resolvers that ask Google Cloud.
+"""Google Cloud: the one door to its client library, and what a machine's metadata say.
 
-What a machine of Google Cloud can ask about itself: its metadata server.
+Resolvers that ask Google Cloud come through here. What a machine of it can ask about
+itself, its metadata server answers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How many GPUs this node has for us, and which: what NVIDIA's tools say.
+"""The GPUs of this node: how many there are for us, which, and a task's share of them.
 
-Which GPUs of its node a task has, where several tasks share one.
-
-A share is a part of what CUDA_VISIBLE_DEVICES lists, and is put there in its place: who
-reads the variable again must not take the share for the whole. So this module knows
-what it put there, and what was there before.
+NVIDIA's tools say what there is. Where several tasks share a node, each has a *share*:
+a part of what CUDA_VISIBLE_DEVICES lists, which is put there in its place. Who reads
+the variable again must not take the share for the whole, so this module knows what it
+put there, and what was there before.
 
 Law of the file: this alone changes CUDA_VISIBLE_DEVICES.
 """

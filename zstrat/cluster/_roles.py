@@ -1,9 +1,8 @@
-"""What a task is among the others of its cluster, by TensorFlow's rules.
+"""What a task is among others, and whether its process was started as one of several.
 
-TensorFlow asks some of these questions about the task that asks; here every function
-is told the task.
-
-Whether somebody started this process as one of several, without saying who they are.
+TensorFlow asks some questions of roles about the task that asks; here every function is
+told the task. A process may also have been started as one of several by somebody who
+does not say who they are.
 
 Law of the file: what counts is how many processes were started together (the step),
 never how many there could be (the allocation): one program that runs by itself in an

@@ -1,13 +1,13 @@
-"""Who is in a cluster: jobs, task indices, addresses. A value, compared by contents.
+"""Who is in a cluster: jobs, task indices, addresses; and the rules for such a spec.
 
-A job is dense (tasks 0..n-1) or sparse (some indices are missing: a task that another
-one need not know). It holds what it was given and resolves nothing.
+A spec is a value, compared by contents. A job is dense (tasks 0..n-1) or sparse (some
+indices are missing: a task that another one need not know). It holds what it was given
+and resolves nothing.
 
-What a cluster must be: TensorFlow's rules for a spec, ours for what a person writes.
-
-The first half answers with TensorFlow's words, which people search for. The second half
-reads plain data that came from TF_CONFIG or a file and says which key is wrong, what
-was expected there and what was found.
+The rules for a spec are TensorFlow's, and are answered with TensorFlow's words, which
+people search for. The rules for what a person writes are ours: plain data that came
+from TF_CONFIG or a file is read, and the error says which key is wrong, what was
+expected there and what was found.
 """
 
 from __future__ import annotations

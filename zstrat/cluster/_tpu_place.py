@@ -1,11 +1,11 @@
-"""Which TPU is meant, and where its hosts are, from what was said and what was found.
+"""Which TPU is meant, where its hosts are, and how many devices each of them has.
 
-Law of the file: no I/O. The environment and the answers of services come in as values.
+What was said and what was found tell which TPU it is. Devices are counted as jax counts
+them: a device is one core of a v2, v3 or 7x chip, and one chip of the other
+generations, where both cores work as one.
 
-How many TPU devices a host has, as jax counts them.
-
-A device is one core of a v2, v3 or 7x chip, and one chip of the other generations,
-where both cores work as one.
+Law of the file: who decides does no I/O, the environment and the answers of services
+come in as values. `local_devices` alone looks, at the bus of this machine.
 """
 
 from __future__ import annotations

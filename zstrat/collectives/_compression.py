@@ -1,12 +1,4 @@
-"""What codecs that lose much have left out, kept for the next call of the same kind.
-
-Whoever gives every call another name (a tag per step) never comes back for it. So there
-is room for some of it, the longest unused goes, and the one law: **room grows only by
-what came back and was gone.** A model that is larger than the room loses what its first
-call left out, or some of it, once; names that nobody uses again fill the room and no
-more.
-
-Values made smaller for the wire: fewer bits, or fewer values.
+"""Values made smaller for the wire: fewer bits, or fewer values.
 
 ``bf16`` and ``f16`` round. ``int8`` keeps 8 bits and one scale per chunk; ``topk`` the
 largest values of a chunk and where they are. These two lose much in one call, but
@@ -19,6 +11,12 @@ fixes SignSGD", 2019.
 
 Law: a codec is deterministic, and decoding knows nothing but the bytes, so that all
 ranks end with the same values.
+
+Whoever gives every call another name (a tag per step) never comes back for what was
+left out. So there is room for some of it, the longest unused goes, and the one law:
+**room grows only by what came back and was gone.** A model that is larger than the room
+loses what its first call left out, or some of it, once; names that nobody uses again
+fill the room and no more.
 """
 
 from __future__ import annotations
@@ -128,7 +126,7 @@ class Compressor:
     A codec is asked for per call. Calls of the same ``name`` (tag and position within
     the tree) with the same sizes follow each other: each gets what the one before left.
     Memory: as many float32 as a rank sends values, for ``int8`` and ``topk``; names
-    that are used once need 256 MiB together (`zstrat.collectives._compression`).
+    that are used once need 256 MiB together, as above.
     """
 
     compression: Compression

@@ -1,9 +1,9 @@
 """The words between a group and what carries its calls out.
 
 A group numbers, describes and watches calls; an *engine* moves the bytes. There are two
-kinds of engine. The message lane (`_messages`) takes every call, runs on the loop, and
-has any number under way. A `CollectiveEngine`, as memory that one host shares, blocks
-the thread that runs it, and runs one call after the other.
+kinds of engine. The message lane (`zstrat.collectives.group._traffic`) takes every
+call, runs on the loop, and has any number under way. A `CollectiveEngine`, as memory
+that one host shares, blocks the thread that runs it, and runs one call after the other.
 
 The law that makes ranks agree without a word: which engine takes a call, and in which
 order, depends only on what is alike on all ranks (kind, dtype, sizes, tag, options).

@@ -49,7 +49,7 @@ LEAVING: Final = 2.0
 
 @final
 class Cluster:
-    """The lanes to all tasks, and the client of the parameter servers.
+    """The sessions with all tasks, and the client of the parameter servers.
 
     Args:
         ps: Addresses; a place in it is a task index.
@@ -186,7 +186,7 @@ class Cluster:
         """What the workers said about their devices when the cluster was opened."""
         return self._fixed or SessionOpened("cpu", 1)
 
-    # ---- told by the lanes -----------------------------------------------------------
+    # ---- told by the task sessions ---------------------------------------------------
 
     def ready(self, lane: TaskSession) -> None:
         if id(lane) not in self._ps_lanes:

@@ -169,7 +169,7 @@ class Dispatcher:
         assert isinstance(answer, Fetched), answer
         return list(answer.arrays)
 
-    # ---- told by the lanes -----------------------------------------------------------
+    # ---- told by the task sessions ---------------------------------------------------
 
     def ready(self, lane: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
@@ -281,7 +281,7 @@ class Dispatcher:
             self.members.ended(seat.member, 0, now)
             self.turn_soon()
         except (PeerLostError, ClosedError) as error:
-            # Its lane tells the same, now or in this very iteration.
+            # Its session tells the same, now or in this very iteration.
             self.lost(seat.lane, str(error))
         except Exception as error:  # goes to the closures, which would wait for ever
             self._end(seat, [Ended(closure, error) for closure in unsent])

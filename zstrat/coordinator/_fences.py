@@ -1,15 +1,15 @@
 """Tells all parameter servers that steps are over, whoever still works on one.
 
 A worker that was lost may be frozen, or cut off from us alone, and push when it wakes
-up. Behind a fence what it pushes has no effect; before it is up, the servers finish
-what was pushed and say which steps they have applied. On the loop thread.
-
-The law of this file: each fence ends, with an answer of every server or a reason.
-
-Tells the parameter servers how far closures are over.
+up. Behind a *fence* what it pushes has no effect; before it is up, the servers finish
+what was pushed and say which steps they have applied.
 
 A server remembers which closures have pushed, and may forget those that are over for
-ever. The holder of the session alone says so: what a worker says of it is not believed.
+ever; it is told how far they are, by *marks*. The holder of the session alone says so:
+what a worker says of it is not believed.
+
+On the loop thread. The law of this file: each fence ends, with an answer of every
+server or a reason.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Fences:
     """Those of one session.
 
     Args:
-        ps: The lanes to the parameter servers.
+        ps: The sessions with the parameter servers.
         absent: By index, why a server is lost for good.
         patience: Seconds in which a server has to answer.
     """
@@ -202,7 +202,7 @@ ones are some ten thousand, a hundredth of what a server can remember."""
 
 @final
 class Marking:
-    """To the servers of these lanes. On the loop."""
+    """To the servers of these task sessions. On the loop."""
 
     def __init__(self, session: int, lanes: Sequence[TaskSession]) -> None:
         self._session, self._lanes = session, lanes
@@ -219,5 +219,5 @@ class Marking:
                 continue
             try:
                 lane.link.notify(mark)
-            except (PeerLostError, BusyError, ClosedError):  # its lane tells of it
+            except (PeerLostError, BusyError, ClosedError):  # its session tells of it
                 continue

@@ -1,16 +1,15 @@
-"""How often a worker may say that it does not reach a parameter server.
-
-Workers report such trouble second-hand, hundreds of closures at a time. While our own
-connection to that server is fine this is a hiccup: the closures are tried again, all
-after the same pause. What is reported until then is one *strike*, what fails after it
-is the next, with a longer pause. Strikes are forgotten after a while, so that three
-hiccups in a month do not end a job; too many in a short time, from all workers, do.
-
-What becomes of the closures that a worker reports as ended.
+"""What becomes of the closures that a worker reports as ended, or as to be tried again.
 
 Runs on the loop, in bulk: one message may tell of hundreds of closures, and the
 engine's lock is taken once for all of them. Results are not looked into: their bytes
 are put where a fetch will find them.
+
+Workers may say that they do not reach a parameter server: second-hand, hundreds of
+closures at a time. While our own connection to that server is fine this is a hiccup:
+the closures are tried again, all after the same pause. What is reported until then is
+one *strike*, what fails after it is the next, with a longer pause. Strikes are
+forgotten after a while, so that three hiccups in a month do not end a job; too many in
+a short time, from all workers, do.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ MAX_QUEUED: Final = 262_144
 """TensorFlow's bound: about 100 MB of waiting closures."""
 MAX_AHEAD: Final = 2**19
 """How far above the lowest step that has not ended one may be handed out: half of the
-steps that a parameter server can remember (`_ledger`). One slow closure may
-be overtaken by so many."""
+steps that a parameter server can remember (`zstrat.ps.store._ledger`). One slow closure
+may be overtaken by so many."""
 MAX_ATTEMPTS: Final = 5
 SUSPECT_AFTER: Final = 2
 """One loss is bad luck: machines are preempted. Two of the same closure are a clue."""

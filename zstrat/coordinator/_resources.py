@@ -1,4 +1,4 @@
-"""What every worker is to have before it runs closures: per-worker resources.
+"""Per-worker resources: what every worker is to have before it runs closures.
 
 A *record* says how to build one (shipped code, its arguments) and keeps one value per
 worker, which says how that went. It outlives connections: whenever a worker (re)joins,
@@ -7,10 +7,9 @@ all records are built there again, from the beginning, before its next closure.
 The record does not know the handle that the user holds; when that is dropped, the
 record's number goes to the dispatcher, which has it forgotten everywhere.
 
-Builds per-worker resources: on every worker, and again on each that returns.
-
 A worker gets no closure while it builds. What fails to build stays with the value of
-that worker and reaches the user through the closures that need it. On the loop thread.
+that worker and reaches the user through the closures that need it. Building is done on
+the loop thread.
 """
 
 from __future__ import annotations

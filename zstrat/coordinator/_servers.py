@@ -4,7 +4,7 @@ The translation from specs to requests, in one place: a spec says where a variab
 Law of the file: nothing is asked once a parameter server of the session is lost, as the
 model is broken then.
 
-Finds the session that another program holds, by asking a parameter server.
+A program that joins asks a parameter server for the session that another one holds.
 """
 
 from __future__ import annotations

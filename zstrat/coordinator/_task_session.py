@@ -1,20 +1,20 @@
-"""One task of the cluster, kept in our session.
+"""Our session on one task of the cluster, and who is still awaited while we connect.
 
-A lane holds the link to one worker or parameter server and opens the session on it each
-time the link (re)opens: again with a growing pause while another coordinator that is
-still alive holds the task, and while a previous coordinator's death is not yet noticed.
-It runs on the loop thread and has no task of its own: futures and timers call it back.
+A task session holds the link to one worker or parameter server and opens the session on
+it each time the link (re)opens: again with a growing pause while another coordinator
+that is still alive holds the task, and while a previous coordinator's death is not yet
+noticed. It runs on the loop thread and has no task of its own: futures and timers call
+it back.
 
 A task with one life (a parameter server) keeps what is ours over a cut line and over
 our own absence. So nobody is told of its loss while it may come back with all of it: it
 is asked whether the session goes on, in silence.
 
-The law of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate.
+While a program connects it is said who is awaited, so that nobody looks at silence.
 
-Says who is awaited while a program connects, so that nobody looks at silence.
-
-The law of this file: one warning names all tasks that are awaited; it comes after
-`FIRST_WORD` seconds and then every `NEXT_WORD`, and never after `stop`.
+The laws of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate. One warning
+names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then every
+`NEXT_WORD`, and never after `stop`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ LONGEST_PAUSE: Final = 5.0
 
 
 class TaskLink(Protocol):
-    """What a lane needs of `zstrat.transport.Link`."""
+    """What a task session needs of `zstrat.transport.Link`."""
 
     @property
     def is_open(self) -> bool: ...
@@ -92,7 +92,7 @@ class MakeTaskLink(Protocol):
 
 
 class LaneEvents(Protocol):
-    """Who is told what happens to a lane, on the loop thread."""
+    """Who is told what happens to a task session, on the loop thread."""
 
     def ready(self, lane: TaskSession) -> None:
         """The task is in our session."""
@@ -380,8 +380,8 @@ class CallLater(Protocol):
 
 @final
 class Arrival:
-    """Watches the lanes of a cluster until all parameter servers and one worker are in
-    the session. On the loop thread."""
+    """Watches the task sessions of a cluster until all parameter servers and one worker
+    are in the session. On the loop thread."""
 
     def __init__(
         self,

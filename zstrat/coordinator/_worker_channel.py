@@ -2,7 +2,7 @@
 
 Code and arguments are shipped once per connection, before the first closure that needs
 them: the order of messages on a link does the rest. The law of this file: what is in
-the sets of a seat was sent on the present connection.
+the sets of a channel was sent on the present connection.
 """
 
 from __future__ import annotations

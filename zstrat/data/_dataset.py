@@ -1,8 +1,8 @@
 """`Dataset`: the input pipelines of tf.data, as a thin face over numpy.
 
 Every tf.distribute program begins with one. The face checks arguments and speaks TF's
-words; `zstrat.data._passes` does the work. Whoever needs more (worker processes,
-weighted mixtures) gives a strategy a grain dataset or any generator instead.
+words; `_passes` does the work. Whoever needs more (worker processes, weighted mixtures)
+gives a strategy a grain dataset or any generator instead.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""How a dataset is to be shared out among the workers of a strategy, in TF's words.
+"""How a dataset is shared out among workers, and what its function is told of them.
 
-Options are written by the user, attribute by attribute, and copied when they are
-attached to a dataset: what is changed afterwards changes nothing.
+Options, in TF's words, are written by the user, attribute by attribute, and copied when
+they are attached to a dataset: what is changed afterwards changes nothing.
 
-What a dataset function is told about the worker that runs it.
-
-A plain value: who calls fills it with the real index and count of the worker, and the
-function shards or seeds its data by them.
+The context of a dataset function is a plain value: who calls fills it with the real
+index and count of the worker, and the function shards or seeds its data by them.
 """
 
 from __future__ import annotations

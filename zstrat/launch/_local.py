@@ -1,9 +1,8 @@
-"""A thread that lives as long as the children that it started.
+"""A whole cluster on this machine: real daemons, started and ended by one object.
 
 Linux sends the parent-death signal when the *thread* that started the child ends, not
-the process: a child started from a short-lived thread of the user would die with it.
-
-A whole cluster on this machine: real daemons, started and ended by one object.
+the process: a child started from a short-lived thread of the user would die with it. So
+a thread of the cluster starts the children, and lives as long as they do.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Facts about this process: the only door to psutil.
-
-One task of this process: an endpoint, and the service that answers behind it.
+"""One task of this process: an endpoint, and the service that answers behind it.
 
 Law: what differs between a ps and a worker is decided here and nowhere above. jax is
 loaded by a worker when its service is made, and by a ps when it is given its first
 optimizer; importing this module loads neither.
+
+Facts about this process are found out here, too: it is the only door to psutil.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The leaf may be there in any number of rows: a part of a partitioned variable, or the
 rows that a step has gradients of. Then the whole tree is traced again in that size, and
-the leaf is cut out of that; `zstrat.optimizers._rows` says whether that is the same.
+the leaf is cut out of that; `_rows` says whether that is the same.
 """
 
 from __future__ import annotations

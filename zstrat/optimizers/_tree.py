@@ -2,10 +2,10 @@
 
 ``TreeRule`` is a transformation, the structure of its tree, and what its leaves and
 gradients look like. It traces ``init`` and ``update`` abstractly, on the real tree:
-paths, labels, masks and shapes are what the user has in mind. `zstrat.optimizers._cut`
-reads from these programs what each leaf depends on.
+paths, labels, masks and shapes are what the user has in mind. `_cut` reads from these
+programs what each leaf depends on.
 
-A state is a flat list of arrays here, see `zstrat.optimizers._state`.
+A state is a flat list of arrays here, see `_state`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""The step functions of one object: those of its class, bound to it.
+"""``zs.function``: Python that is traced once and then runs as a compiled program.
 
 A step that is a method has programs of its own for each object, so the bound `Function`
 is kept in the object, in one private entry of its ``__dict__``. It is kept by the
 unbound function and not by a name: a subclass and its parent may have a ``step`` each.
 
 Law of the file: a copy of the object, shallow, deep or pickled, begins with none.
-
-``zs.function``: Python that is traced once and then runs as a compiled program.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Decides without I/O. What takes long is handed back as a `PendingRequest`: a plan that
 any thread may compute, and how to go on when it has; whoever gets it sees to it that
-nobody else uses the request's names meanwhile (`zstrat.ps._serving`).
+nobody else uses the request's names meanwhile (`_serving`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Plain = (
     | BindOptimizer
     | Withdraw
 )
-"""Requests that are one thing to do; `zstrat.ps._exchange` has the one that is two."""
+"""Requests that are one thing to do; `_exchange` has the one that is two."""
 
 Stored = Exchange | Plain
 """Requests that use the store, and so take turns."""

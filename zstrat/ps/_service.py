@@ -1,7 +1,7 @@
 """A parameter server as a handler of messages: everything but the sockets.
 
 Runs on the loop. It knows who may do what, whose session is open, and when to leave;
-requests for variables are served by `zstrat.ps._serving`, those about snapshots by
+requests for variables are served by `_serving`, those about snapshots by
 `zstrat.ps.snapshots._snapshot_service`.
 
 Who may do what: a coordinator owns the session, creates, deletes and ships optimizers;

@@ -1,21 +1,16 @@
-"""In what order requests may touch variables that others are busy with.
-
-Most requests find everything free and are answered on the spot. A request that goes to
-the compute thread *holds* the names that it uses (variable keys, its step, optimizers)
-until it is done; whoever needs one of them queues behind, in order of arrival, and
-holds the names that it waits for in its turn. So requests that share a name are served
-in the order in which they came, whoever sent them, and those that share none do not
-wait for each other: a pull does not wait for the compilation of another variable's
-optimizer.
-
-No threads and no I/O: the owner calls `enter` and `leave` and runs what is its turn.
-
-Serves the requests of the store: on the spot, on the compute thread, or in turn.
+"""Serves the requests of the store: on the spot, on the compute thread, or in turn.
 
 Small requests are answered on the spot: reading hands out views, and adding a few MiB
 takes less time than waking a thread. What takes longer than about a millisecond, and
-whatever XLA may have to compile, goes to one compute thread; requests for the same
-variables queue behind it and all others do not wait (`zstrat.ps._serving`).
+whatever XLA may have to compile, goes to one compute thread.
+
+A request that goes there *holds* the names that it uses (variable keys, its step,
+optimizers) until it is done; whoever needs one of them queues behind, in order of
+arrival, and holds the names that it waits for in its turn. So requests that share a
+name are served in the order in which they came, whoever sent them, and those that share
+none do not wait for each other: a pull does not wait for the compilation of another
+variable's optimizer. The order is kept without threads and I/O (`RequestTurns`): its
+owner calls `enter` and `leave` and runs what is its turn.
 """
 
 from __future__ import annotations
@@ -124,7 +119,8 @@ class RequestTurns(Generic[T]):
 @dataclass(eq=False, slots=True)
 class _WaitingRequest:
     """A request that is not answered yet; without a message: somebody who takes turns
-    by himself (`_snapshot_service`), and the answer is that his has come."""
+    by himself (`zstrat.ps.snapshots._snapshot_service`), and the answer is that his has
+    come."""
 
     message: Request | None
     answer: asyncio.Future[Message]

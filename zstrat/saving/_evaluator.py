@@ -1,11 +1,9 @@
-"""Evaluates the checkpoints of a folder as they appear, beside the training.
+"""Evaluates the checkpoints of a folder as they appear, and writes down the numbers.
 
-The evaluator is a program of its own: it shares nothing with the training but the
-folder. It looks at the folder again and again, because the file systems that machines
-share do not tell each other what changes; between two looks it waits, and can be told
-to stop.
-
-Where the numbers of an evaluation go: a file of JSON lines, TensorBoard.
+The evaluator is a program of its own, beside the training: it shares nothing with it
+but the folder. It looks at the folder again and again, because the file systems that
+machines share do not tell each other what changes; between two looks it waits, and can
+be told to stop. The numbers go to a file of JSON lines, and to TensorBoard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Splits of an array over the logical devices of a replica, as axes of a mesh.
+"""The logical devices of each replica, and how values are laid over them.
+
+Replicas and logical devices are the axes of one mesh. A replica function is mapped over
+the axis of the replicas by hand; along the others XLA lays out the program by itself,
+from what it is told of some values: that is an annotation. It changes no value. Law of
+the file: an annotation is checked wherever it is made, and laid down only where a
+replica is being traced.
 
 A split ``[1, 2, 4]`` over 8 logical devices cuts the array into 8 tiles, which go to
 the devices row by row: tile ``(0, i, j)`` to number ``4 i + j``. In a mesh the devices
@@ -9,18 +15,7 @@ row.
 Of a number with several primes one order of the axes does not serve all splits: of 6
 devices ``[2, 3]`` needs axes of 2 and 3, and ``[3, 2]`` of 3 and 2. A split that finds
 no row in a given mesh takes other axes: the same tiles in another order of devices,
-which changes no value.
-
-Law of the file: integers; no devices, no arrays.
-
-The logical devices of each replica, and how values are laid over them.
-
-Replicas and logical devices are the axes of one mesh. A replica function is mapped over
-the axis of the replicas by hand; along the others XLA lays out the program by itself,
-from what it is told of some values: that is an annotation. It changes no value.
-
-Law of the file: an annotation is checked wherever it is made, and laid down only where
-a replica is being traced.
+which changes no value. Law of splits: integers; no devices, no arrays.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The methods are the same for all strategies; a subclass, which is final, says how many
 replicas there are, on which devices, and who creates variables. Replica functions run
-in one program over the local devices (`zstrat.strategy.replica._replicas`).
-
-Strategies that hold a connection: ``with`` closes it at its end.
+in one program over the local devices (`zstrat.strategy.replica._replicas`). Of a
+strategy that holds a connection, ``with`` closes it at its end.
 """
 
 from __future__ import annotations

@@ -1,17 +1,15 @@
-"""Orders of a block of chips in which each is next to the one before it.
-
-Of a block with even sides the order is a ring: the last chip is next to the first one,
-too. Collectives between neighbours then never share a line.
-
-Law of the file: plain integers.
-
-How many blocks of cores are laid into a mesh of cores, and in which order.
+"""How blocks of cores are laid into a mesh of cores, and in which order.
 
 A computation takes a block of ``shape`` cores, ``stride`` apart in each dimension; its
 footprint is their product. Blocks that are strided interlock: in each dimension there
 are as many replicas in one footprint as its stride.
 
-Law of the file: arrays of integers with four entries, x, y, z and core; no devices.
+In the order of a block of chips each chip is next to the one before it. Of a block with
+even sides the order is a ring: the last chip is next to the first one, too. Collectives
+between neighbours then never share a line.
+
+Law of the file: plain integers, and arrays of them with four entries, x, y, z and core;
+no devices.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The topology of the devices that jax has.
+"""The TPU system of this process: the topology of the devices that jax has.
 
 A TPU tells where it is. Other devices do not, and have no place: they are laid into a
 mesh of a shape that the caller chooses, so that a program for many cores runs, and is
-tested, on the virtual devices of one processor.
+tested, on the virtual devices of one processor. TF has a call between a resolver and
+its TPU system; it is here, and jax has nothing to do in it.
 
 Law of the file: jax is imported when a function is called, so that importing this
 chooses no devices.
-
-TF's call between a resolver and its TPU system, where jax has nothing to do.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Which tasks are connected, and which of two that claim to be one is the one.
+"""Which tasks are here, and which of two that claim to be one is the one.
 
-A decision without I/O. A worker, ps or evaluator exists once: who is here and answers
-stays, whoever else claims to be the same task, and a newcomer has to wait until he is
-missed. One whose connection broke is replaced by a newcomer, and his incarnation
-refused from then on, so that a process which wakes up from the dead does not push the
-living aside. Coordinators and observers may be several; whose word counts among
-coordinators, the session decides.
+`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once:
+who is here and answers stays, whoever else claims to be the same task, and a newcomer
+has to wait until he is missed. One whose connection broke is replaced by a newcomer,
+and his incarnation refused from then on, so that a process which wakes up from the dead
+does not push the living aside. Coordinators and observers may be several; whose word
+counts among coordinators, the session decides.
 
-Which tasks are here: who greets becomes a `Remote`, and is lost once.
+Who greets and may be here becomes a `Remote`, and is lost once. A remote outlives its
+connection: the same task may come back on another one before it is missed.
 
-A remote outlives its connection: the same task may come back on another one before it
-is missed. Only this file makes remotes and ends them; `Roster` decides who may.
+Law of the file: it alone makes remotes and ends them.
 """
 
 from __future__ import annotations

@@ -5,19 +5,18 @@ by `generate_keys` and copied to the machines: each needs the secret of its own 
 and the public halves of all. Tasks of a role may have a pair each instead,
 ``<role>-<index>.secret`` and ``.public``: then no holder of one can pass for another.
 
+The authenticator answers libzmq's question whether a key may connect. It sits on the
+loop of its endpoint, at an address that libzmq fixes per context. Whatever goes wrong
+in it is a refusal, never an end: what it cannot decide it denies, and should its socket
+be gone, `revive` opens another one; in between nobody is admitted, because the sockets
+enforce their domain.
+
 *Threats.* Everybody who reaches a port may try to talk: CURVE proves who has which
-secret, `_curve` admits exactly the public keys of the folder, and the role of a
-connection is that of its key, whatever its HELLO says. Whoever reads a secret has its
+secret, the authenticator admits exactly the public keys of the folder, and the role of
+a connection is that of its key, whatever its HELLO says. Whoever reads a secret has its
 role: a folder that others can enter is refused. CURVE without an authenticator admits
 every key, and one whose domain is not enforced admits all when it dies; `arm_server`
 sets both, before the socket is bound.
-
-Answers libzmq's question whether a key may connect.
-
-The authenticator sits on the loop of its endpoint, at an address that libzmq fixes per
-context. Whatever goes wrong in it is a refusal, never an end: what it cannot decide it
-denies, and should its socket be gone, `revive` opens another one; in between nobody is
-admitted, because the sockets enforce their domain.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from ._curve import Security
 
 Absorber = Callable[["Remote", Message, "Sequence[ArraySpec]"], "Sink | None"]
-"""Called at the header of each large request: see `_body.Absorb`."""
+"""Called at the header of each large request, see `zstrat.wire.connection._body`."""
 
 
 def _ignore(remote: Remote, reason: str) -> None:

@@ -1,20 +1,19 @@
-"""The event loop of every zstrat process: uvloop where there is one, else asyncio.
+"""The event loop of a zstrat process, its thread, and how other threads wait for it.
 
-How a thread or a coroutine of the user waits for the loop thread.
+The loop is uvloop's where there is one, else asyncio's. That of this program's cluster
+runs on a background thread: scripts, notebooks and async programs all keep their own
+thread, and heartbeats go on while jax compiles or the user thinks.
 
-A bell is made only when somebody really has to wait, is rung at most once, and is rung
-with the engine's lock held. Waiting on a thread's bell is an acquire of a lock, which
-Ctrl-C interrupts.
-
-The background thread on which the loop of this program's cluster runs.
-
-Scripts, notebooks and async programs all keep their own thread; heartbeats go on while
-jax compiles or the user thinks. The law of this file: nothing of the user runs on this
-thread, and nothing waits for it without a deadline.
+Law of the file: nothing of the user runs on the loop's thread, and nothing waits for it
+without a deadline.
 
 The thread is a daemon, so that it cannot keep an interpreter alive, and a portal that
 is still open when the interpreter exits is closed before: a thread that is frozen in
 the middle of a socket call could otherwise hang or crash the exit.
+
+A thread or a coroutine of the user waits by a bell. A bell is made only when somebody
+really has to wait, is rung at most once, and is rung with the engine's lock held.
+Waiting on a thread's bell is an acquire of a lock, which Ctrl-C interrupts.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Connections that have not greeted yet: how many there may be, and for how long.
+"""Connections that have not greeted yet: how many, for how long, and how one is ended.
 
-A decision without I/O. Whoever reaches the port may open connections and say nothing;
-each costs a descriptor, and without any left nobody is let in. So there is a bound for
-each address and one for all, and above it one of those that wait makes room, drawn by
-lot: it would be the honest newcomer each time if the oldest or the newest had to go.
+Whoever reaches the port may open connections and say nothing; each costs a descriptor,
+and without any left nobody is let in. So there is a bound for each address and one for
+all, and above it one of those that wait makes room, drawn by lot: it would be the
+honest newcomer each time if the oldest or the newest had to go. That is a decision
+without I/O.
 
-TCP connections that libzmq has accepted: whose they are, and how they are ended.
-
-libzmq has no call that ends one connection of a socket, so its descriptor is shut down
-beneath it: libzmq then finds it closed, as if the peer had hung up. A descriptor may
-belong to another connection by now, which the number of its inode tells.
+The connections are those of TCP that libzmq has accepted. libzmq has no call that ends
+one connection of a socket, so its descriptor is shut down beneath it: libzmq then finds
+it closed, as if the peer had hung up. A descriptor may belong to another connection by
+now, which the number of its inode tells.
 """
 
 from __future__ import annotations

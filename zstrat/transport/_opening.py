@@ -1,9 +1,9 @@
-"""Who waits for a task to greet, and what is known of why it does not.
+"""The task at the far end of a link: who waits for it to greet, and when it is lost.
 
-Decides when the task at the far end of a link is lost: once per loss, no I/O.
-
-A broken connection is not yet a lost task: it may come back within ``reconnect``
-seconds, if it is the same incarnation. Everything else is a loss at once.
+Who waits for it to greet is told what is known of why it does not. A broken connection
+is not yet a lost task: it may come back within ``reconnect`` seconds, if it is the same
+incarnation. Everything else is a loss at once. `Continuity` decides that, once per
+loss, without I/O.
 """
 
 from __future__ import annotations

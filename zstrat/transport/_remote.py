@@ -1,9 +1,8 @@
-"""A task that is connected to an endpoint, and the connection that it has just now.
+"""A task that is connected to an endpoint: its connection, and the last words to it.
 
-The last words of an endpoint: said, and waited for until they were heard.
-
-A socket that is closed with unread data resets its connection, and a goodbye may be
-lost with it. So the peers hang up first.
+The connection is the one that the task has just now. The last words of an endpoint are
+said, and waited for until they were heard: a socket that is closed with unread data
+resets its connection, and a goodbye may be lost with it. So the peers hang up first.
 """
 
 from __future__ import annotations

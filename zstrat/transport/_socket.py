@@ -1,9 +1,8 @@
-"""ZeroMQ contexts and sockets with the options that this project needs.
+"""ZeroMQ's contexts and sockets, with our options, and what it says of connections.
 
 An endpoint has a context, and so an I/O thread, of its own; all links of the process
-share another one, which lives as long as the last of them.
-
-What ZeroMQ says about the connections of one socket, as events on the loop.
+share another one, which lives as long as the last of them. What ZeroMQ says about the
+connections of one socket comes as events on the loop.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""A variable whose value stays on this process's devices between steps.
+"""A variable, or a copy of one, that stays on this process's devices between steps.
 
 A step takes value and slots as they are, gives them to XLA to be overwritten, and puts
 back what came out (`DeviceValue`). Outside of steps the variable is read and updated as
-any other of this process.
+any other of this process. Law of the file: who changes it has the turn (`Residence`).
 
-Law of the file: who changes it has the turn (`Residence`).
-
-The home of one copy of a variable of which several replicas have one each.
-
-Law of the file: what is done to one copy is done to it alone. A step that is captured
-does not come here: it computes with the row, as a part of all copies.
+Where several replicas have one copy each, a copy has a home of its own. Law of that:
+what is done to one copy is done to it alone. A step that is captured does not come
+there: it computes with the row, as a part of all copies.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Where the variables of one strategy live between steps, on this process's devices.
-
-What the copies of one variable, one for each replica, are together, and back.
-
-The value of a variable that stays on this process's devices, and what is beside it.
+"""The value of a variable that stays on this process's devices, and what is beside it.
 
 Where several devices have a replica each, the value is one array that all of them have;
 or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
 which each device has its row. From outside of the replicas the value of such a variable
 is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
 of all of them.
+
+The variables of one strategy live between steps where its `Residence` is.
 
 Law of the file: whoever makes a next value has the turn (`Residence`), and holds the
 lock, too, while the present one is given away, or while several fields change.

@@ -1,12 +1,11 @@
-"""Rows of a table outside of steps: which component has which, and back in order.
+"""Rows of a table: which component has which, outside of steps and in what jax traces.
 
-Law of the file: rows that are read travel once, however often they were asked for, and
-nothing but them does. Decides without I/O; the homes carry it out.
+Outside of steps rows are asked of the components, and put back in order. Law: rows that
+are read travel once, however often they were asked for, and nothing but them does.
+Decides without I/O; the homes carry it out.
 
-Rows of a table inside of what jax traces, where shapes are fixed.
-
-Law of the file: what is no row of a component has an index behind its last row, where
-jax drops what is written, and a gradient of zeros.
+Inside of what jax traces shapes are fixed. Law: what is no row of a component has an
+index behind its last row, where jax drops what is written, and a gradient of zeros.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Where a variable turns to when a step function is being traced.
+"""What a variable does while a function is traced, by a capture or by jax alone.
 
-A step function's capture installs itself in the context variable `recorder`; then reads
-return traced arrays and updates are written down instead of being done. Law of the
-file: the context variable is set by captures alone, and always reset by who set it.
+A step function's capture installs itself in the context variable `recorder`, which is
+where a variable turns to; then reads return traced arrays and updates are written down
+instead of being done. Law of the file: the context variable is set by captures alone,
+and always reset by who set it.
 
-Whether jax is staging Python out: what runs now runs once, and what it leaves behind
-is computed with again and again.
-
-Outside of a step function nobody notes what happens to a variable meanwhile: a value
-would be a constant of what jax keeps, and an update would happen once, at the first
-call. So both are refused, with words. Law of the file: ``jax.grad``, ``jax.vmap`` and
-``jax.linearize`` compute at once, hence they are free to read.
+Outside of a step function jax may stage Python out all the same: what runs now runs
+once, and what it leaves behind is computed with again and again. Nobody notes what
+happens to a variable meanwhile: a value would be a constant of what jax keeps, and an
+update would happen once, at the first call. So both are refused, with words. Law of the
+file: ``jax.grad``, ``jax.vmap`` and ``jax.linearize`` compute at once, hence they are
+free to read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Pytrees of variables, from pytrees of arrays and back.
+"""Variables in a structure: in a pytree, or among the attributes of an object.
 
-Finds the variables of an object among its attributes, as ``tf.Module`` does.
+Pytrees of variables are made from pytrees of arrays, and back. An object's variables
+are found among its attributes, as ``tf.Module`` does.
 """
 
 from __future__ import annotations

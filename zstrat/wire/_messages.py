@@ -1,9 +1,9 @@
 """The messages of zstrat: all that tasks may say to each other, as plain values.
 
 Peers of different roles meet here and nowhere else: the contract is data. A message is
-a frozen dataclass of ints, strings, bytes and arrays; `zstrat.wire._codec` derives the
-layout on the wire and the validation from the annotations, so a field that is added is
-checked. A field ``arrays`` travels as raw buffer frames behind the header.
+a frozen dataclass of ints, strings, bytes and arrays; `_codec` derives the layout on
+the wire and the validation from the annotations, so a field that is added is checked. A
+field ``arrays`` travels as raw buffer frames behind the header.
 
 The messages lie by subject: of connections (`_link_messages`), of any task
 (`_task_messages`), of variables, snapshots, closures (`_step_messages`) and groups.

@@ -1,7 +1,7 @@
 """What every task is asked, whatever its job, and the outcomes of any request.
 
 One coordinator owns a task at a time: its session is opened before anything else is
-asked, and what belongs to it is dropped with it (`zstrat.wire._session`).
+asked, and what belongs to it is dropped with it (`_session`).
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""A closure on its way through a worker, and what crosses between thread and loop.
+"""A closure on its way through a worker, from its arrival to how it ended.
 
-Values that `zstrat.worker._pipeline` moves about and the executor obeys; nothing here
-decides.
+Its stations are values that cross between thread and loop: `_pipeline` moves them about
+and the executor obeys; nothing here decides.
 
-Tracebacks as the user wants them: their own lines, not the machinery around them.
-
-How a closure ended, in the form in which the coordinator hears of it.
-
-Endings are made on the executor thread, complete with the bytes of a small result, so
-that the loop only puts them together. What a program returns has the same layout each
-time: it is numbered and described once.
+How it ended has the form in which the coordinator hears of it. Endings are made on the
+executor thread, complete with the bytes of a small result, so that the loop only puts
+them together. What a program returns has the same layout each time: it is numbered and
+described once. Tracebacks are as the user wants them: their own lines, not the
+machinery around them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Updates of an eager step that wait to be pushed, and the names that tell them apart.
-
-A name says where in the user's code an update was made, for which time, and what it
-does. The operands are no part of it, nor is which rows and components are updated:
-another run of the step may have other data, and is the same run all the same.
-
-The home of variables while an eager step runs: each read is a request.
+"""The home of variables while an eager step runs: each read is a request.
 
 An eager step has no plan, so it talks to the parameter servers as it goes, one blocking
 round trip at a time. Updates wait until the step reads or ends, and are pushed then:
@@ -13,6 +7,10 @@ that makes its updates behind all reads has one part, and fails or succeeds with
 
 When a step runs again, its earlier runs have no effect any more, and what they had
 pushed stays: this run has to push the same, part by part, or it fails and says where.
+An update has a name by which it is told from others: where in the user's code it was
+made, for which time, and what it does. The operands are no part of it, nor is which
+rows and components are updated: another run of the step may have other data, and is the
+same run all the same.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How a coordinator hears of its closures: endings, put together into messages.
+"""How a coordinator hears of its closures: endings, and large results when it asks.
 
 The law: a closure is *open* from its dispatch until its ending was put into a message;
 one that is open is not taken again, and one that is not open is not reported.
 
-Large results that stay on the worker until the coordinator asks for them.
+Large results stay on the worker until the coordinator asks for them.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Reports:
             except BusyError:  # it does not read: offer them again, and it slows down
                 self._flushing = self._loop.call_later(AGAIN, self._flush)
                 return
-            except PeerLostError:  # told to us for itself; it ends the tenancy
+            except PeerLostError:  # told to us for itself; it ends the session
                 return
 
     def _report(self, batch: list[Ending]) -> None:

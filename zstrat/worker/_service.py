@@ -4,7 +4,8 @@ Runs on the loop. One coordinator at a time owns the worker and may run code on 
 whoever else asks is refused, but for statistics. When the owner is lost its closures,
 datasets and code are dropped and the worker is ready for the next one.
 
-What a worker's process consists of: devices, memory, compilations.
+What the worker's process consists of is found out here, too: devices, memory,
+compilations.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ class WorkerService:
     def _move_in(
         self, remote: Remote, message: OpenSession, before: Tenancy | None
     ) -> Tenancy:
-        """A new tenancy in place of the present one, with the code of ``before``."""
+        """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
         ways = [ServerWay(timeouts.reconnect) for _ in message.ps]
         links = [

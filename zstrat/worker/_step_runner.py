@@ -57,7 +57,7 @@ class RunEager(Protocol):
 
 
 class EagerHome(Home, Protocol):
-    """The variables during one run of an eager step (`zstrat.worker._direct`)."""
+    """The variables during one run of an eager step (`_direct`)."""
 
     def finish(self) -> None:
         """The body has run to its end: what it has updated takes effect."""

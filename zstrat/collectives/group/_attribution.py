@@ -1,11 +1,12 @@
-"""Who keeps a call waiting. Decides whom to ask and what the answers mean; asks nobody.
+"""Who keeps a call waiting: decides whom to ask and what answers mean, and asks them.
 
 A rank that waits asks those that it waits for how far they are; who waits in turn names
 others, and they are asked, too. Guilty is who does not answer, who has not called, or
 who calls something else. If all that is left wait for each other, nobody is guilty: the
 bytes are on their way, and the call was given too little time.
 
-Carries an inquiry out: asks the ranks that `_attribution` names, all at the same time.
+Who decides asks nobody. An inquiry is carried out beside it, and asks the ranks that it
+names all at the same time.
 """
 
 from __future__ import annotations

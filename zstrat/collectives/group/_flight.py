@@ -1,9 +1,8 @@
 """Carries the steps of one operation out, over messages or through an engine.
 
-The order in which operations use an engine that takes one at a time.
-
-A turn is drawn where the operation gets its number, so that it stands in the same order
-on all ranks; its owner waits for it, uses the engine, and passes it on.
+An engine takes one operation at a time, in an order: a turn is drawn where the
+operation gets its number, so that it stands in the same order on all ranks; its owner
+waits for it, uses the engine, and passes it on.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ async def form(
 
     Raises:
         CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
-            PeerLostError: See `Node.join`.
+            PeerLostError: See `GroupNode.join`.
 
     Cancellation: this rank has not joined.
     """
@@ -193,7 +193,7 @@ async def _agree(
 
 
 class GenerationLane:
-    """The message lane of a generation, for an engine; see `_engine.Between`."""
+    """A generation's message lane; see `zstrat.collectives._engine.Between`."""
 
     def __init__(self, station: Station, generation: Generation) -> None:
         self._station, self._generation = station, generation

@@ -1,15 +1,14 @@
-"""The ways from one rank to all others, for one generation.
+"""The ways from one rank to all others, for one generation, and how it leaves them.
 
 Every rank opens a link to every other; what it sends goes over its own links, what it
 receives comes through its endpoint. A connection that breaks and comes back may have
 lost what was on it, so for a generation it is as good as a loss.
 
-How a rank leaves a generation: not before the others have what it sent to them.
-
-A socket that is closed gives its last messages little time, and says nothing of them.
-So each of the others is asked something; it answers when it has come to that, and so
-has taken all that was sent before. Then it is told at once that this rank leaves,
-though others answer later.
+A rank does not leave before the others have what it sent to them. A socket that is
+closed gives its last messages little time, and says nothing of them. So each of the
+others is asked something; it answers when it has come to that, and so has taken all
+that was sent before. Then it is told at once that this rank leaves, though others
+answer later.
 """
 
 from __future__ import annotations

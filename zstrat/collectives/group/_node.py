@@ -1,10 +1,10 @@
-"""How a task makes its links to others: as whom, by which lane, with which keys.
+"""What one process says and hears about groups, and how it makes its links for that.
 
-What one process says and hears about groups: rendezvous, hops, questions.
-
-A node has no socket of its own to be reached at: whoever owns the endpoint of the task
-(a daemon, or a program that is a member of a group) hands it the messages in
-`GROUP_MESSAGES`. Everything but what says otherwise belongs to the thread of the loop.
+It hears and says rendezvous, hops and questions. A node has no socket of its own to be
+reached at: whoever owns the endpoint of the task (a daemon, or a program that is a
+member of a group) hands it the messages in `GROUP_MESSAGES`. Everything but what says
+otherwise belongs to the thread of the loop. Of a link it is known here as whom it is
+made, by which lane, and with which keys.
 
 Threats: only a task with the key of a worker or a coordinator may join. A ticket of 63
 random bits and the incarnation of a member stand on all that belongs to a generation;
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class LinkMaker:
-    """Makes links of this task; implements `_mesh.MakeLink`."""
+    """Makes links of this task; implements `MakeMeshLink`."""
 
     def __init__(
         self, me: Hello, settings: Settings, security: Security | None

@@ -1,17 +1,17 @@
-"""Who has come to a rendezvous: how a generation of a group is formed. No I/O.
+"""A rendezvous: who has come, and how a generation of a group is formed of them.
 
-Rank 0 keeps the list. Every rank asks it to form a generation, and gets one answer:
-the members, once all have come; or an error that says who has not. Requests may come
-before rank 0 itself has opened the list; they wait. A rank that asks again, or comes
-again as another process, takes its own place; two processes on one place are told so.
+Rank 0 keeps the list, and decides without I/O. Every rank asks it to form a generation,
+and gets one answer: the members, once all have come; or an error that says who has not.
+Requests may come before rank 0 itself has opened the list; they wait. A rank that asks
+again, or comes again as another process, takes its own place; two processes on one
+place are told so.
 
 A process that starts asks for generation 0, "whatever is next"; one that was in
 generation g asks for g + 1. What is formed is the highest that anyone asks for.
 
-Where groups are formed of which this task is rank 0: the shell of `_rendezvous`.
-
-Whoever asks gets a future, and hears through it once all have come or time is up. All
-of it belongs to the thread of the loop.
+The desk is the shell of that, for all groups of which this task is rank 0: whoever asks
+gets a future, and hears through it once all have come or time is up. All of it belongs
+to the thread of the loop.
 """
 
 from __future__ import annotations

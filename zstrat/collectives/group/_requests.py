@@ -48,7 +48,7 @@ def all_reduce(
     densify: bool,
     options: CallOptions,
 ) -> OperationRequest:
-    """See `Calls.all_reduce`."""
+    """See `GroupCalls.all_reduce`."""
     op = ReduceOp.of(op)
     checked_algorithm(CallKind.ALL_REDUCE, options.algorithm)
     found, rebuild, where = flatten(tree)
@@ -89,7 +89,7 @@ def all_reduce(
 
 
 def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
-    """See `Calls.all_gather`."""
+    """See `GroupCalls.all_gather`."""
     checked_algorithm(CallKind.ALL_GATHER, options.algorithm)
     found, rebuild, where = flatten(tree)
     leaves, axes = [], []
@@ -112,7 +112,7 @@ def all_gather(tree: Any, axis: int, options: CallOptions) -> OperationRequest:
 def reduce_scatter(
     size: int, tree: Any, op: ReduceOp | str, options: CallOptions
 ) -> OperationRequest:
-    """See `Calls.reduce_scatter`."""
+    """See `GroupCalls.reduce_scatter`."""
     checked_algorithm(CallKind.REDUCE_SCATTER, options.algorithm)
     op = ReduceOp.of(op)
     found, rebuild, where = flatten(tree)
@@ -131,7 +131,7 @@ def reduce_scatter(
 def broadcast(
     size: int, tree: Any, root: int, in_place: bool, options: CallOptions
 ) -> OperationRequest:
-    """See `Calls.broadcast`."""
+    """See `GroupCalls.broadcast`."""
     checked_algorithm(CallKind.BROADCAST, options.algorithm)
     if not 0 <= root < size:
         raise ValueError(f"root={root}: expected a rank below {size}")

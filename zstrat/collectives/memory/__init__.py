@@ -1,3 +1,3 @@
-"""Collectives of ranks on one host, in memory that they share."""
+"""Collectives in memory that ranks of one host share; first ranks speak for hosts."""
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The engine of a group whose ranks all run on one host: every call in its rooms.
+"""Engines that carry a group's calls out in shared memory: on one host, or within each.
 
-An algorithm that a caller names says how messages go. Here none go, so it says nothing,
-and the call stays in memory: a name must not make it slower.
+*Ranks on one host.* Every call is carried out in the rooms of the group. An algorithm
+that a caller names says how messages go. Here none go, so it says nothing, and the call
+stays in memory: a name must not make it slower.
 
-Ranks on several hosts: each host agrees in its memory, its first rank speaks for it.
-
+*Ranks on several hosts.* Each host agrees in its memory, its first rank speaks for it.
 A reduction goes in parts. Each part is reduced inside the host, its first rank starts
 the reduction of that part among the first ranks of all hosts, and while it travels the
 next part is reduced; when it is back, the others of the host copy it. So the network
 carries each element once per host, not once per rank, and both kinds of work overlap
 (the hierarchy of Horovod [Sergeev and Del Balso 2018] and of MPI's two-level trees).
-
 The algorithm that a caller names, or the table chooses, is that of the first ranks.
 
 Between hosts travels what is reduced in part (f32 for f16 and bf16); each first rank

@@ -1,8 +1,9 @@
-"""Sleep until another process has changed a word of shared memory: Linux's futex.
+"""How a rank waits for another one on its host: it looks again, or sleeps on a futex.
 
-The word is the low half of a 64-bit counter that only its owner writes; whoever has it
-mapped, read-only too, may sleep on it and may wake all who do. No descriptor, no name,
-nothing to clean up when a process is killed.
+*Sleep.* A futex is Linux's sleep until another process has changed a word of shared
+memory. The word is the low half of a 64-bit counter that only its owner writes; whoever
+has it mapped, read-only too, may sleep on it and may wake all who do. No descriptor, no
+name, nothing to clean up when a process is killed.
 
 Order of memory: x86 keeps stores in order and loads in order, and CPython calls between
 any two of them what no compiler looks through. Machines that order weakly (aarch64)
@@ -10,11 +11,9 @@ need a barrier between the data and the counter that announces them, on both sid
 `fence`. It asks the kernel to wake nobody, which begins with a full barrier
 (``smp_mb`` before it looks for who sleeps, kernel/futex/waitwake.c since Linux 3.14).
 
-Whether a rank that waits should look again or sleep.
-
-Looking is right while the other rank runs on another core and is about to arrive: a
-sleep and a wake-up cost more than what is left to wait. It is wrong when both take
-turns on one core, or when something else wants the cores: then every look is taken
+*Look.* Looking is right while the other rank runs on another core and is about to
+arrive: a sleep and a wake-up cost more than what is left to wait. It is wrong when both
+take turns on one core, or when something else wants the cores: then every look is taken
 from whom is waited for. Nobody can know; a rank goes by what its last waits have shown.
 
 The same 64 MB of 2 ranks on 2 cores take 5.5 ms with looks, 10 with sleeps; beside a

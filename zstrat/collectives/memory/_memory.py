@@ -1,6 +1,6 @@
-"""The shared memory of a rank, from before its group is formed until it is closed.
+"""The shared memory of a rank, and which way the bytes of its group go.
 
-Which way the bytes of a group go.
+The memory is there from before the group is formed until it is closed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One block of a call under way: its memory, its chunks, how far each of them is.
+"""One block of a call under way: its memory, its chunks, and what one rank has of each.
 
-What one rank has of a chunk: what goes out of it, and what becomes of what comes in.
-
-Arrays are reduced from the memory that they were received in.
+A block knows how far each of its chunks is. What a rank has of a chunk is what goes out
+of it, and what becomes of what comes in. Arrays are reduced from the memory that they
+were received in.
 
 **Which memory is sent.** A sender does not hear when its bytes have left, so it may
 send only what nobody changes afterwards: a frame as it was received; a private copy of
@@ -138,7 +138,7 @@ class Codec(Protocol):
 
 
 class Values:
-    """The arithmetic of one call on its blocks; see `Progress` for the arguments.
+    """The arithmetic of one call on its blocks; arguments as of `ScheduleProgress`.
 
     ``places`` is that of the schedule: what a codec encodes last is named beyond it.
     """

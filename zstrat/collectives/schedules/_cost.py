@@ -2,7 +2,7 @@
 
 A rank has one line out and one line in. A hop leaves when the rank has it and the line
 out is free, keeps both lines busy for its bytes, and arrives a latency later.
-Arithmetic is free. Chunks follow each other as they do in `Progress`.
+Arithmetic is free. Chunks follow each other as they do in `ScheduleProgress`.
 
 Where all ranks do the same at the same time, one of them stands for all: what it
 receives is what it sends itself. So a ring of a thousand costs a few thousand events,

@@ -1,17 +1,16 @@
-"""What a step asks the parameter servers for, level by level, before it can run.
+"""What a step asks the parameter servers for, level by level, and the rows it gets.
 
 A step asks for all that it reads in one request. Where the rows that it looks up depend
 on values that it read, it asks again, with the ids that only the first answer could
 give: each such round is a *level*. A step without lookups has one.
 
-The lookups of one level, as one batch: ids to rows that are wanted, answers to rows.
-
-All ids of a level are one vector, table after table, and each row of each component has
-a number of its own in it: the rows of the first component, then those of the second,
-and so on. One sort of these numbers finds what is asked for twice in any table, in
-which component it lies, and where each row goes when it is there. Tables whose rows
-are alike lie next to each other: their rows are one array, a *block*, which the
-program takes as one input and cuts.
+The lookups of one level are one batch: ids become rows that are wanted, and answers
+become rows. All ids of a level are one vector, table after table, and each row of each
+component has a number of its own in it: the rows of the first component, then those of
+the second, and so on. One sort of these numbers finds what is asked for twice in any
+table, in which component it lies, and where each row goes when it is there. Tables
+whose rows are alike lie next to each other: their rows are one array, a *block*, which
+the program takes as one input and cuts.
 
 Law of the file: what a level looks like is computed once; per step there is no work per
 lookup, and per component no more than a slice.

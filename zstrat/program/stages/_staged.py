@@ -1,8 +1,4 @@
-"""The stages of a step as jax runs them.
-
-Law of the file: the memory of what a step gives up is used by its last stage alone.
-
-A step in stages, compiled and run: program, collectives, program, ...
+"""A step in stages, compiled and run: program, collectives, program, ...
 
 Theory of operation. Values and slots of variables that live on the devices go in as
 they are. The last stage makes the next ones in their memory (they are donated, unless
@@ -10,6 +6,8 @@ they are kept elsewhere), so nothing has changed until all collectives are done:
 that fails in one of them may be run again. Whatever a stage leaves for a later one
 stays on the device; only the operands of collectives are looked at by the host, and let
 go when they are done.
+
+Law of the file: the memory of what a step gives up is used by its last stage alone.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Where the collectives of a traced program are, and how they come to its top level.
-
-A program is cut between its equations, so a collective inside of one cannot be a cut. A
-function that jax calls once (an inner ``jax.jit``, ``jax.checkpoint``) is written out
-in place of its call, if it has collectives in it; a loop or a branch cannot be.
-
-Cuts a traced program at its collectives, into stages that run one after the other.
+"""Cuts a traced program at its collectives, into stages that run one after the other.
 
 A program is jax's jaxpr: equations in order. Those of `crossing` are collectives
 between processes, carried out by the host. A collective has *level* n if n others must
 be done before its operands are known; those of one level go out together. Stage n makes
 the operands of the collectives of level n and whatever later stages need of what it
 computes anyway: nothing is computed twice. The last stage makes the results.
+
+A program is cut between its equations, so a collective inside of one cannot be a cut,
+and has to come to the top level first. A function that jax calls once (an inner
+``jax.jit``, ``jax.checkpoint``) is written out in place of its call, if it has
+collectives in it; a loop or a branch cannot be.
 
 Where an equation goes. It must not run before the collectives that it depends on, and
 not after the first stage that needs what it makes. Between the two it runs as late as

@@ -1,10 +1,4 @@
-"""One replica's copy of a variable, in a step and outside of the replicas: a row of all
-copies, as the step has made them so far.
-
-Law of the file: a step never asks the home of a copy. So a read finds what was written
-before it in the same step, to the copy or to the variable.
-
-The recorder: what a body does with variables and iterators while jax traces it.
+"""The recorder: what a body does with variables and iterators while jax traces it.
 
 A body is traced twice. In *discovery* it is not known which variables it reads, so a
 read makes up an abstract value (see `Discovery`); that trace yields the plan. In
@@ -26,6 +20,10 @@ A region that is traced by itself (the replicas of `strategy.run`) makes a captu
 its own with a `TraceFeed` that reads from the outer one, and hands the inner one's
 updates on as explicit outputs. In it, the value of a variable of which each replica has
 a copy is that copy; outside of it, all copies are known, and the value is the first.
+
+One replica's copy, taken outside of the replicas, is a row of all copies as the step
+has made them so far. Law of the file: a step never asks the home of a copy. So a read
+finds what was written before it in the same step, to the copy or to the variable.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Integers of 64 bits in a program of 32: what ids are computed of must fit.
+"""Numbers of 64 bits in a program of 32: what has to fit is refused, all else is said.
 
-jax without ``jax_enable_x64`` takes the lower half of such an integer, and a row of
-that number may be there. So whatever ids of lookups and indices of updates depend on is
-looked at before a step runs. Ids that are taken as they are (`_ids`) keep their 64 bits
-and are compared with the table.
+jax without ``jax_enable_x64`` cuts in silence whatever a step is given, arguments and
+elements: of integers it takes the lower half, floats are rounded. A row of the number
+that is left may be there. So whatever ids of lookups and indices of updates depend on
+is looked at before a step runs, and what does not fit is refused. Ids that are taken as
+they are (`zstrat.program.lookup._ids`) keep their 64 bits and are compared with the
+table. Of anything else that is cut, it is said once.
 
-Law of the file: no other leaf is looked at; a batch may have hashes of 64 bits that no
-row is found by.
-
-Arguments and elements of 64 bits that a step computes with 32: said once.
-
-Ids and indices of rows that do not fit are refused, as above. Whatever else a step is
-given jax cuts in silence: integers keep their lower half, floats are rounded.
-
-Law of the file: integers are looked at in every step until one was cut, because numbers
+Law of the file: nothing else is refused; a batch may have hashes of 64 bits that no row
+is found by. Integers are looked at in every step until one was cut, because numbers
 grow; floats in the first step of a program alone, because those of a kind are alike.
 """
 

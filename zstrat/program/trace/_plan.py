@@ -3,7 +3,7 @@
 A plan is found by tracing the body under abstract values (`_discover`). It says which
 variables are read and updated, which rows are looked up and when, how many elements are
 drawn from which iterator and what comes back. The coordinator needs no more than this;
-a worker compiles it into a `Program`.
+a worker compiles it into a `CompiledProgram`.
 """
 
 from __future__ import annotations

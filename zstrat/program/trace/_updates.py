@@ -1,14 +1,13 @@
-"""The updates of a step, and what they do to a value: for reads after writes.
+"""The updates of a step: what they do to a value, and how they are part of the program.
 
-The parameter server does the same to the stored value; of duplicate indices in
-SCATTER_UPDATE the last one wins, on every device.
+What an update does is computed for reads after writes. The parameter server does the
+same to the stored value; of duplicate indices in SCATTER_UPDATE the last one wins, on
+every device.
 
-Updates of variables that live on this process's devices: part of the program.
-
-A parameter server applies an update after the step. The value of such a variable is
-here, so the step computes the next one itself: values and slots go in, and what becomes
-of them comes out. What was updated can be read in the same step, after an optimizer,
-too.
+A parameter server applies an update after the step. The value of a variable that lives
+on this process's devices is here, so the step computes the next one itself: values and
+slots go in, and what becomes of them comes out. What was updated can be read in the
+same step, after an optimizer, too.
 
 Law of the file: an update of rows moves these rows and what the optimizer keeps beside
 them; what is shared (a count) moves with each update.

@@ -1,10 +1,8 @@
-"""What a reader remembers of the variables that it has read already.
+"""One pull: its messages, its values as they come in, and what is remembered of them.
 
-One pull: which messages it takes, and its values as they come in.
-
-Decides without I/O. Values of whole variables go through what the reader remembers
-(`Known`), so that one which did not change is not sent again; rows are sent each time,
-as the next step asks for others.
+Decides without I/O. Values of whole variables go through what the reader remembers of
+those that it has read already (`Known`), so that one which did not change is not sent
+again; rows are sent each time, as the next step asks for others.
 """
 
 from __future__ import annotations

@@ -1,26 +1,25 @@
-"""Rows of a table, in bulk: read, written, made distinct, and packed for a program.
+"""Plain updates of arrays, and of the rows of a table, in numpy and in bulk.
 
-A row moves as one element: numpy copies elements of 256 bytes by `memmove`, and rows of
-64 floats by a loop over the floats, which takes twice as long. So tables are seen as
-vectors of opaque rows (`as_rows`), whatever their dtype.
-
-A program of XLA's is compiled for a number of rows, so updates are cut and padded to
-few numbers (`bucket`), and rows of several tables that have the same shape share one
-call (`pack`).
-
-What each plain update does to an array, in numpy and in bulk.
-
-Every function here has the form ``compute(source, operands, out)``: it leaves the new
-value in ``out``, which is either ``source`` itself or other memory. Operands have been
-validated (`check`), and memory that an operation needs is there before it writes, so
-that nothing here can fail half-way: a floating-point exception is a value (inf, NaN),
-not an error.
+Every function of an update has the form ``compute(source, operands, out)``: it leaves
+the new value in ``out``, which is either ``source`` itself or other memory. Operands
+have been validated (`check`), and memory that an operation needs is there before it
+writes, so that nothing here can fail half-way: a floating-point exception is a value
+(inf, NaN), not an error.
 
 Duplicate indices of a scatter accumulate for add, sub, mul and div, are in any order
 the same for min and max, and the last one wins for update. `np.add.at` on rows goes
 element by element; sorting the indices and adding duplicates in rounds is five times
 faster (0.5 ms in place of 2.7 for 4,096 rows of 64 floats), so add and sub do that; the
 rarer operations take ``ufunc.at`` if there are duplicates at all.
+
+Rows are read, written, made distinct, and packed for a program. A row moves as one
+element: numpy copies elements of 256 bytes by `memmove`, and rows of 64 floats by a
+loop over the floats, which takes twice as long. So tables are seen as vectors of opaque
+rows (`as_rows`), whatever their dtype.
+
+A program of XLA's is compiled for a number of rows, so updates are cut and padded to
+few numbers (`bucket`), and rows of several tables that have the same shape share one
+call (`pack`).
 """
 
 from __future__ import annotations

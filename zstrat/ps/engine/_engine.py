@@ -1,18 +1,17 @@
 """Any optax transformation, applied where the variable lives.
 
 A transformation is registered once per session (shipped code, loaded by the caller's
-`load_code`). When its tree is told, it is cut into what moves each leaf
-(`_bindings`), and that is compiled by XLA per shape and dtype. Value and
-slots are donated, so that an update writes where they are; a reader's lease turns that
-into an update beside it (`_cell` has the proof). Each variable has a program
-of its own: XLA runs the parts of a larger one on several threads, and waking those
-costs more than starting four small programs (110 us against 40 for four arrays of 512
-floats).
+`load_code`). When its tree is told, it is cut into what moves each leaf (`_bindings`),
+and that is compiled by XLA per shape and dtype. Value and slots are donated, so that an
+update writes where they are; a reader's lease turns that into an update beside it
+(`zstrat.ps.store._cell` has the proof). Each variable has a program of its own: XLA
+runs the parts of a larger one on several threads, and waking those costs more than
+starting four small programs (110 us against 40 for four arrays of 512 floats).
 
 Gradients of some rows are gathered, updated and scattered (`_xla_rows`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
-is never asked to optimise never imports them. They live behind `zstrat.ps.engine._xla`.
+is never asked to optimise never imports them. They live behind `_xla`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""What slots look like, numbered, so that variables which look alike share programs.
+"""What slots look like, numbered, and what the rows of a variable and of its slots do.
 
 One `SlotLayouts` belongs to one optimizer. It knows what the transformation keeps
 beside a variable (by shapes alone, nothing is computed) and says in whose name a
-failure is.
+failure is. Layouts have numbers, so that variables which look alike share programs.
 
-What the rows of a variable and of its slots look like, and the update of some rows.
-
-All that XLA is told of a kind (`_row_programs`) is made here: the shapes of what
-an update takes and gives, and the function that is compiled.
+An update of some rows is made here, too, with all that XLA is told of its kind
+(`_row_programs`): the shapes of what it takes and gives, and the function that is
+compiled.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A variable, what an optimizer keeps beside it, and what one step of that takes.
 
-Slots that were loaded before anybody told which tree their optimizer moves.
-
 A program may restore a checkpoint and then train: what the optimizer keeps beside a
-variable is known here when its tree is (`_bindings`), and until then slots
-are what was stored, by name. The first update takes them, if they are what it needs.
+variable is known here when it was told which tree it moves (`_bindings`), and until
+then slots are what was stored, by name. The first update takes them, if they are what
+it needs.
 """
 
 from __future__ import annotations

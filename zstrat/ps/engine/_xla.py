@@ -4,7 +4,7 @@
 ``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
 compiled ahead of its first use, so that a transformation which cannot be traced for a
 shape is refused before anything has changed. Gradients of some rows have programs of
-their own (`zstrat.ps.engine._xla_rows`), and the same slots.
+their own (`_xla_rows`), and the same slots.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ those of the variable, and every update advances them, be it of no rows.
 
 Programs are compiled for a bucket of rows and not for a table: tables whose rows look
 alike share them, and tables whose slots without rows are equal share a call, unless
-those slots are computed from rows (`zstrat.ps.engine._row_programs`).
+those slots are computed from rows (`_row_programs`).
 """
 
 from __future__ import annotations

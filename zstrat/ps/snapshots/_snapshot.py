@@ -1,8 +1,8 @@
 """Snapshots of a parameter server: which tensors they hold, and how they are cut.
 
 A snapshot pins the values and the optimizer slots of variables at one moment between
-two updates; nothing is copied (`_pins`). Its tensors are numbered in the
-order of the variables, a value before its slots. Decides without I/O.
+two updates; nothing is copied (`zstrat.ps.store._pins`). Its tensors are numbered in
+the order of the variables, a value before its slots. Decides without I/O.
 """
 
 from __future__ import annotations

@@ -1,26 +1,14 @@
-"""Host memory of one value, and the one look at it that tells whether anybody looks.
-
-A lease is a view of a *window*, an array over a read-only memoryview of the buffer.
-numpy makes a view of a view point at the array that owns the memory, which would hide
-views from a weak reference; but it stops at an array whose own base is no ndarray
-(``PyArray_SetBaseObject``). So every view derived from a lease, by anybody, keeps the
-window alive, and one weak reference tells whether anyone looks.
-
-What updates do to a value, and how many of them need memory beside it.
-
-Decides without a cell being touched: the answer is what `Cell.reserve` has to have
-before the first update of a push begins.
-
-Where the value of one variable lives, and who may still be looking at it.
+"""Where the value of one variable lives, and who may still be looking at it.
 
 The law: **memory that a reader can see is never written.** A reader gets the live
 buffer, without a copy, as a read-only array (a *lease*); an update writes in place if
-no lease is alive and into other memory if one is.
+no lease is alive and into other memory if one is. How much memory the updates of a push
+need beside the value is decided without a cell being touched: it is what `Cell.reserve`
+has to have before the first of them begins.
 
 A cell is in one of two states:
 
-*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks
-    (`zstrat.ps.store._cell`).
+*host*: a 64-byte-aligned numpy buffer of our own, which knows whether anybody looks.
 
 *device*: an immutable value of XLA's (a `jax.Array` on the CPU), left by an optimizer.
     A lease is the view that ``np.asarray`` makes, which holds a reference on XLA's
@@ -28,13 +16,19 @@ A cell is in one of two states:
     and otherwise computes into fresh memory: its own accounting keeps the law, and the
     tests of this file hold it to that.
 
+A lease of a host buffer is a view of a *window*, an array over a read-only memoryview
+of the buffer. numpy makes a view of a view point at the array that owns the memory,
+which would hide views from a weak reference; but it stops at an array whose own base is
+no ndarray (``PyArray_SetBaseObject``). So every view derived from a lease, by anybody,
+keeps the window alive, and one weak reference tells whether anyone looks.
+
 A host buffer that goes to XLA is read there, never donated: donation of memory that
 numpy owns is declined by XLA, and afterwards the cell is in the device state, where
 nobody writes the old buffer. Going back, a plain update computes from the device value
 into a new host buffer.
 
-A *pin* (`_pins`) keeps a value for longer than a lease, and for less: updates
-of rows go on in place while it saves what they overwrite, all others go beside.
+A *pin* (`_pins`) keeps a value for longer than a lease, and for less: updates of rows
+go on in place while it saves what they overwrite, all others go beside.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""First values that are made where they will live, by a shipped initializer.
+"""New variables and their first values: validated, made here, and fit for the memory.
 
-A table may be as large as this machine's memory, so its value is taken over as the
-initializer made it, without a copy, if nobody else can refer to it.
-
-New variables that are about to be there: validated, not yet made.
-
-As all plans (`_plans`), they are computed on any thread, and fail as a whole.
+As all plans (`_plans`), new variables are computed on any thread, and fail as a whole.
 One of a key, shape and dtype that is there already is left as it is.
 
-How much memory this machine has left, as the kernel estimates it.
+A first value may be made where it will live, by a shipped initializer. A table may be
+as large as this machine's memory, so its value is taken over as the initializer made
+it, without a copy, if nobody else can refer to it. How much memory is left, the kernel
+estimates.
 """
 
 from __future__ import annotations

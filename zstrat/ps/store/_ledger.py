@@ -1,4 +1,4 @@
-"""Which pushes of the session were applied already: exactly once, in bounded memory.
+"""Which pushes were applied already: each exactly once, known in bounded memory.
 
 A push of a closure is named by ``(step, part)``. The coordinator retries a closure when
 a worker is lost, and then cannot know whether its push had arrived; the ledger does.
@@ -7,11 +7,10 @@ and answers for all of them with that one number. Steps of a window above the ma
 be remembered, so what is remembered is bounded, and the step at the mark, whose end
 alone raises it, can always be.
 
-Which own updates of each process were applied already.
-
-A program updates variables outside of closures, too. Such an update has a number that
-its *writer* gave it, so that it may be sent again when nobody knows whether it arrived.
-The law of this file: the mark of a writer is raised by that writer's pushes alone.
+A program updates variables outside of closures, too. Such an own update has a number
+that its *writer*, the process that sends it, gave it, so that it may be sent again when
+nobody knows whether it arrived. The law of this file: the mark of a writer is raised by
+that writer's pushes alone.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Decides without I/O and without a clock. Anything that changes the store happens
 three parts, so that the middle one may run on another thread:
 
 1. ``plan_push``, ``plan_create``, ``plan_optimizer`` (loop): validate, touch nothing;
-2. ``plan.compute()`` (any thread): does the arithmetic (`zstrat.ps.store._plans`);
+2. ``plan.compute()`` (any thread): does the arithmetic (`_plans`);
 3. ``commit`` (loop): versions, ledger, statistics.
 
 A version is a number that grows by one with every applied update, and never returns

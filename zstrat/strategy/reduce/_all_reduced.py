@@ -1,17 +1,14 @@
-"""Many values as a few flat arrays, so that few large arrays travel in place of many
-small ones.
-
-Law of the file: the replicas' values go into packs alike, and come out as they went in.
-
-Values of which each device has its replica's, reduced where they lie.
+"""Values of which each device has its replica's, reduced where they lie.
 
 One program for all values and all their devices: it packs the values, adds each pack by
 an all-reduce, which XLA carries out as the devices hang together, and takes the packs
-apart. Then each device has the result, and nothing is copied but to devices that had no
-value.
+apart. A pack is many values as one flat array, so that few large arrays travel in place
+of many small ones. Then each device has the result, and nothing is copied but to
+devices that had no value.
 
-Law of the file: nothing is brought to one device to be reduced there. What does not lie
-on devices of its own is not reduced here.
+Laws of the file: nothing is brought to one device to be reduced there, and what does
+not lie on devices of its own is not reduced here; the replicas' values go into packs
+alike, and come out as they went in.
 """
 
 from __future__ import annotations

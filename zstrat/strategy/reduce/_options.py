@@ -1,12 +1,10 @@
 """Options, as TF has them: of collectives between processes, and of ``run``.
 
-The options of one call: of `ReplicaContext.all_reduce`, `all_gather`, `reduce_to`.
-
-They say how processes exchange what is reduced, as those of the strategy do, for this
-call. Within a process XLA reduces, and nobody is waited for: there is nothing that they
-could change.
-
-A group that carries a strategy's collectives out as its options say.
+Those of collectives belong to a strategy, or to one call: of
+`ReplicaContext.all_reduce`, `all_gather`, `reduce_to`. They say how processes exchange
+what is reduced, and the strategy's group carries its collectives out as they say.
+Within a process XLA reduces, and nobody is waited for: there is nothing that they could
+change.
 """
 
 from __future__ import annotations

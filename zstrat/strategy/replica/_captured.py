@@ -1,18 +1,15 @@
-"""What a function of Python has captured, with and without words.
+"""What a function of Python has captured, and the function that a kept step runs.
 
-That is the cells of its closure, its defaults, and the globals that it names: what it
-loads by name, not the attributes of the same name.
-
+Captured are the cells of its closure, its defaults, and the globals that it names: what
+it loads by name, not the attributes of the same name. They come with and without words.
 Law of the file: values always come in the same order, and with the same length as their
 words.
 
-The function that ``run`` was given, for the step that is kept of its like.
-
 A step is kept for all functions that are the same by what they have captured when they
 are given. Later that may change, of each of them by itself, and a step may be traced
-once more at any call, for another shape: so it runs the function of that very call.
-
-Law of the file: a step holds none of the functions that it runs, so that each may go.
+once more at any call, for another shape: so it runs the function that ``run`` was given
+at that very call. Law of the file: a step holds none of the functions that it runs, so
+that each may go.
 """
 
 from __future__ import annotations

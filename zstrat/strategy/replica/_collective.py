@@ -2,7 +2,7 @@
 
 The replicas of one process are one program over the named axis of `_replicas`: they are
 brought together by jax's own collectives, inside of XLA. What they have together goes
-to the other processes once (`_cross`).
+to the other processes once (`zstrat.program.stages._cross`).
 
 Law of the file: everything here runs inside a replica function, and gives every replica
 the same result.

@@ -1,6 +1,4 @@
-"""A replica function as a step of its own: what it may return.
-
-The replicas of one process on its devices: how ``run`` runs.
+"""The replicas of one process on its devices: how ``run`` runs, and what may come back.
 
 A replica function runs in one of two ways, with the same results.
 

@@ -1,7 +1,7 @@
 """A replica function as one program for all replicas of this process.
 
 It is traced once, with a traced number of the replica, and mapped over the devices
-(`zstrat.strategy.replica._replicas`). What a replica makes stays on its device.
+(`_replicas`). What a replica makes stays on its device.
 """
 
 from __future__ import annotations

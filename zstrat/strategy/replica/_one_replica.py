@@ -1,12 +1,12 @@
-"""The only replica of a process among several.
+"""One replica as its function meets it: of several in a program, or alone in a process.
 
-Nothing is mapped: its function is called, and what it does to variables is brought
-together with what the replicas of the other processes do.
+Where several replicas are one program, the function is mapped over them. Law of the
+file: an update is brought together with those of the other replicas, and noted by a
+capture of this region; it reaches the step when the region is done.
 
-One replica of several that are one program, as its function meets it.
-
-Law of the file: an update is brought together with those of the other replicas, and
-noted by a capture of this region; it reaches the step when the region is done.
+Where a process has one replica, the only one of its own among those of several
+processes, nothing is mapped: its function is called, and what it does to variables is
+brought together with what the replicas of the other processes do.
 """
 
 from __future__ import annotations

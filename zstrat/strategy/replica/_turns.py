@@ -1,14 +1,4 @@
-"""What a context of jax has set, where replicas take turns.
-
-jax keeps its settings per thread, and replicas in turns share one: what one has set
-when it lets the others run would be theirs, and left in an order that is not the
-reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
-put back for the others and for itself; of everything else jax offers no way to do so
-that leaves no trace, and it is refused.
-
-Law of the file: nothing is set here but names.
-
-Replicas in turns: one after the other, until all have come to the same place.
+"""Replicas in turns: one after the other, until all have come to the same place.
 
 Each replica is a greenlet with a context of its own (what is current in it: replica,
 recorder). It runs until it ends or *meets* the others, in replica order; when all have
@@ -21,6 +11,12 @@ middle of one.
 
 Law of the file: who waits is woken, with a value or by being ended; nothing is left
 when a replica fails.
+
+jax keeps its settings per thread, and replicas in turns share one: what one has set
+when it lets the others run would be theirs, and left in an order that is not the
+reverse of entering it would stay for ever. Names for profiles (`jax.named_scope`) are
+put back for the others and for itself; of everything else jax offers no way to do so
+that leaves no trace, and it is refused. Law of that: no setting is made but names.
 """
 
 from __future__ import annotations

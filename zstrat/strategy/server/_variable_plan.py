@@ -1,12 +1,11 @@
-"""What a requested variable will be: its parts, their sizes, and who makes its value.
+"""What a requested variable will be: its parts, its keys and places, and its value.
 
-TF's rules of partitioning. Law of the file: nothing here talks to a parameter server,
-and a value that can be made there is not made here.
+TF's rules of partitioning say which parts there are and how large. Law: nothing here
+talks to a parameter server, and a value that can be made there is not made here.
 
-Which keys, places and numbers new variables and optimizers get: by their order.
-
-`Placement` decides on the ps: round robin in the order of creation, one counter per
-strategy, as TF does, or by bytes. `Numbers` counts the keys. No I/O.
+New variables and optimizers get keys, places and numbers by their order. `Placement`
+decides on the ps: round robin in the order of creation, one counter per strategy, as TF
+does, or by bytes. `Numbers` counts the keys. No I/O.
 
 Law of the file: what a failed creation took is given out again, because programs that
 share parameter servers tell a variable by its place among those that were created. Part

@@ -1,4 +1,4 @@
-"""Bodies larger than one frame: cut into chunks on one side, put together on the other.
+"""Bodies larger than one frame: cut into chunks, put together again or worked on.
 
 The arrays of a message lie one behind the other in a *body*, each at a multiple of 64
 bytes, so that the memory which receives the body can serve as arrays that XLA takes
@@ -8,16 +8,13 @@ no other: a gap is an error, for a lost chunk must never look like data.
 Long arrays leave as views. Arrays below `SMALL` are gathered into common chunks, for a
 frame of its own costs more than the copy.
 
-Who works on the body of a message while it arrives.
-
 A body in chunks is copied into memory, and the message handed on when it is whole. A
-*sink* does something else with each chunk, which is still in the processor's cache:
-what has been worked on by then need not be read again. It gets the same memory to work
-in, and gives the answer when the body is whole; if that never happens, it is forgotten
-with its memory, and nobody is told.
-
-A sink has no copy of what it took. If it cannot answer without one, it answers `Again`,
-and the request is sent once more.
+*sink* works on the body while it arrives: it does something else with each chunk, which
+is still in the processor's cache, so what has been worked on by then need not be read
+again. It gets the same memory to work in, and gives the answer when the body is whole;
+if that never happens, it is forgotten with its memory, and nobody is told. A sink has
+no copy of what it took. If it cannot answer without one, it answers `Again`, and the
+request is sent once more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""When a connection was last used, and whether the peer behind it counts as lost.
+"""What a connection waits for, and how long: signs of life, and outcomes of requests.
 
 A peer that greets has ``handshake`` seconds for it; later it may be silent for
-``patience``, and away for ``reconnect`` if the network below is broken. A process that
-slept itself does not blame its peer. No clock: the owner says what time it is.
+``patience``, and away for ``reconnect`` if the network below is broken; after that it
+counts as lost. A process that slept itself does not blame its peer. Requests wait for
+their outcome, each until its deadline.
 
-Requests that wait for their outcome, and their deadlines. No clock, no timers.
+No clock and no timers: the owner says what time it is.
 """
 
 from __future__ import annotations
