@@ -23,7 +23,7 @@ from zstrat.cli._tables import lines, size, span, table
 from zstrat.cluster import ClusterSpec, TomlClusterResolver
 from zstrat.collectives import read_choices
 from zstrat.errors import UnavailableError
-from zstrat.launch import LocalCluster, Sight
+from zstrat.launch import LocalCluster, TaskStatus
 
 
 @pytest.fixture(autouse=True)
@@ -232,8 +232,8 @@ def test_table_and_lines_say_the_same():
         "service": {"variables": 2, "bytes": 2048, "slot_bytes": 4096},
     }
     seen = [
-        Sight("ps:0", "h:1", values=values),
-        Sight("worker:0", "h:2", problem="nothing answers"),
+        TaskStatus("ps:0", "h:1", values=values),
+        TaskStatus("worker:0", "h:2", problem="nothing answers"),
     ]
     assert lines(seen) == [
         "task=ps:0 address=h:1 incarnation=40000000 uptime=1h 01m memory=3.0 MiB "

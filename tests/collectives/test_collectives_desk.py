@@ -5,13 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from zstrat.collectives.group._rendezvous import Desk
+from zstrat.collectives.group._rendezvous import RendezvousService
 from zstrat.errors import CollectiveTimeoutError
 from zstrat.wire import JoinGroup, MemberEntry
 
 
 async def test_the_end_of_patience_is_told_though_the_timer_came_early(hasty):
-    desk = Desk(hasty)
+    desk = RendezvousService(hasty)
     member = MemberEntry("/job:worker/task:1", "h:1", "h", 1, 1, 0, 0, b"")
     remote = SimpleNamespace(hello=SimpleNamespace(incarnation=1), name="worker:1")
     waiting = desk.asks(remote, JoinGroup("train", 0, 1, 2, member, 0.05))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zstrat.collectives import CallKind, CollectiveCall
-from zstrat.collectives.group._attribution import Inquiry, verdict
+from zstrat.collectives.group._attribution import FailureInquiry, verdict
 from zstrat.collectives.group._generation import Generation
 from zstrat.errors import CollectiveTimeoutError, StaleSessionError, to_wire
 from zstrat.wire import AbortCall, CallState, GroupFormed, MemberEntry
@@ -20,7 +20,7 @@ X = np.zeros(8, np.float32)
 
 
 def test_who_has_ended_the_generation_could_not_make_the_call():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     inquiry.ask([1])
     assert inquiry.answered(1, ENDED) == []
     assert inquiry.is_told
@@ -32,7 +32,7 @@ def test_who_has_ended_the_generation_could_not_make_the_call():
 
 @pytest.mark.parametrize("ended_first", [False, True])
 def test_who_has_not_called_in_a_generation_that_goes_on_is_guilty(ended_first):
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     states = {1: ENDED, 2: CallState("", [], False, False)}
     for rank in sorted(inquiry.ask(states), reverse=not ended_first):
         inquiry.answered(rank, states[rank])

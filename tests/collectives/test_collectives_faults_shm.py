@@ -16,7 +16,7 @@ from shm_ranks import RankProcess, Ranks, Refused, given, run, same
 
 from zstrat.collectives import CallKind, CollectiveCall, SharedMemory
 from zstrat.collectives.memory import _futex
-from zstrat.collectives.memory._futex import MISSES, REST, SLOW, Patience, sleep_while
+from zstrat.collectives.memory._futex import MISSES, REST, SLOW, SpinPolicy, sleep_while
 from zstrat.errors import ClosedError
 from zstrat.wire import MemberEntry
 
@@ -172,7 +172,7 @@ def test_a_sleep_on_no_memory_is_an_error() -> None:
 
 
 def test_patience_rests_where_looks_do_not_pay() -> None:
-    patience = Patience(is_crowded=False)
+    patience = SpinPolicy(is_crowded=False)
     for _ in range(MISSES):
         assert patience.looks()
         patience.ended(False, 0.0)

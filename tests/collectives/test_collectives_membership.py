@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zstrat.collectives.group._attribution import FORGOTTEN, Inquiry, verdict
+from zstrat.collectives.group._attribution import FORGOTTEN, FailureInquiry, verdict
 from zstrat.collectives.group._keys import (
     FORMING,
     PARTS,
@@ -17,8 +17,8 @@ from zstrat.collectives.group._keys import (
 from zstrat.collectives.group._rendezvous import (
     Formed,
     GroupSeat,
+    MembershipState,
     Refused,
-    Rendezvous,
     seat_of,
 )
 from zstrat.errors import (
@@ -40,7 +40,7 @@ def request(rank, *, generation=0, size=4, incarnation=None, task=None, patience
 
 def rendezvous():
     numbers = count(7)
-    return Rendezvous("train", lambda: next(numbers))
+    return MembershipState("train", lambda: next(numbers))
 
 
 @given(st.permutations(range(4)), st.integers(0, 4), st.lists(st.integers(0, 9)))
@@ -164,7 +164,7 @@ def waiting(*ranks):
 
 
 def test_the_search_follows_who_waits_for_whom():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     assert inquiry.ask([1]) == [1]
     assert inquiry.answered(1, waiting(2, 0)) == [2]
     assert inquiry.answered(2, waiting(3, 1)) == [3]
@@ -173,7 +173,7 @@ def test_the_search_follows_who_waits_for_whom():
 
 
 def test_who_is_silent_is_guilty():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     inquiry.ask([1, 2])
     inquiry.answered(1, waiting(2))
     inquiry.silent(2, "does not answer")
@@ -183,7 +183,7 @@ def test_who_is_silent_is_guilty():
 
 
 def test_who_calls_something_else_is_quoted():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     inquiry.ask([1])
     inquiry.answered(1, CallState("broadcast(float32[3])", [], False, False))
     error = verdict(inquiry, "barrier(), call 3", lambda rank: f"rank {rank}", 5.0)
@@ -192,7 +192,7 @@ def test_who_calls_something_else_is_quoted():
 
 
 def test_nobody_is_guilty_if_all_wait_for_each_other():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     inquiry.ask([1])
     inquiry.answered(1, waiting(0))
     error = verdict(inquiry, "barrier(), call 3", lambda rank: f"rank {rank}", 5.0)
@@ -202,7 +202,7 @@ def test_nobody_is_guilty_if_all_wait_for_each_other():
 
 @given(st.dictionaries(st.integers(1, 9), st.lists(st.integers(0, 9)), max_size=9))
 def test_every_rank_is_asked_at_most_once(graph):
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     asked = []
     open_ = inquiry.ask([1])
     while open_:
@@ -215,7 +215,7 @@ def test_every_rank_is_asked_at_most_once(graph):
 
 
 def test_a_call_that_is_over_and_forgotten_is_no_other_call():
-    inquiry = Inquiry(0, WORDS)
+    inquiry = FailureInquiry(0, WORDS)
     assert inquiry.answered(1, CallState(FORGOTTEN, [], True, False)) == []
     assert inquiry.answered(2, CallState(WORDS, [3], True, False)) == []
     assert not inquiry.guilty

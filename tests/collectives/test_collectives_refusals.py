@@ -15,8 +15,8 @@ from zstrat.collectives._leaves import leaf_of
 from zstrat.collectives.group import _rendezvous, _work
 from zstrat.collectives.group._mesh import Mesh
 from zstrat.collectives.group._node import _formed
-from zstrat.collectives.group._rendezvous import Desk, GroupSeat
-from zstrat.collectives.group._station import Station
+from zstrat.collectives.group._rendezvous import GroupSeat, RendezvousService
+from zstrat.collectives.group._station import GroupRuntime
 from zstrat.collectives.schedules._choice import Choices
 from zstrat.config import Settings
 from zstrat.errors import (
@@ -84,14 +84,14 @@ def test_an_answer_that_is_none():
 
 
 async def test_somebody_else():
-    desk = Desk(asyncio.get_running_loop())
+    desk = RendezvousService(asyncio.get_running_loop())
     with pytest.raises(ProtocolError, match="worker:1 wants to join as somebody else"):
         desk.asks(task(1, incarnation=7), joining("train", 1))
 
 
 async def test_too_many_groups(monkeypatch):
     monkeypatch.setattr(_rendezvous, "GROUPS", 1)
-    desk = Desk(asyncio.get_running_loop())
+    desk = RendezvousService(asyncio.get_running_loop())
     waiting = desk.asks(task(1), joining("train", 1))
     with pytest.raises(BusyError, match="1 groups wait to be formed at this task"):
         desk.asks(task(1), joining("evaluate", 1))
@@ -105,7 +105,7 @@ async def test_too_many_groups(monkeypatch):
 def test_a_station_whose_loop_has_ended():
     loop = asyncio.new_event_loop()
     loop.close()
-    station = Station(SimpleNamespace(loop=loop))
+    station = GroupRuntime(SimpleNamespace(loop=loop))
     with pytest.raises(
         ClosedError, match=r"^leaving group 'train': the loop has ended"
     ):
@@ -115,7 +115,7 @@ def test_a_station_whose_loop_has_ended():
 
 def test_a_station_serves_groups_alone():
     with pytest.raises(ClosedError, match="CallState: this process is a member of"):
-        Station(SimpleNamespace())._handle(task(1), STATE)
+        GroupRuntime(SimpleNamespace())._handle(task(1), STATE)
 
 
 # ---- the lines to others -------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zstrat.cluster import ClusterSpec
 from zstrat.config import Settings
-from zstrat.launch import Sight, examine
+from zstrat.launch import TaskStatus, examine
 from zstrat.launch._doctor import judge_versions
 from zstrat.transport import run
 
@@ -46,7 +46,7 @@ def test_versions():
 
 
 def test_sight_reads_what_is_there():
-    sight = Sight("ps:0", "h:1", values={"task": {"job": "ps", "uptime": 1.5}})
+    sight = TaskStatus("ps:0", "h:1", values={"task": {"job": "ps", "uptime": 1.5}})
     assert sight.number("task", "uptime") == 1.5
     assert sight.text("task", "job") == "ps"
     assert sight.number("task", "job") == 0

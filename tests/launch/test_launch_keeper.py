@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from zstrat.launch._local import Keeper
+from zstrat.launch._local import ChildThread
 
 
 def test_calls_run_on_one_thread():
-    keeper, seen = Keeper("zstrat test keeper"), []
+    keeper, seen = ChildThread("zstrat test keeper"), []
     for _ in range(3):
         keeper.call(lambda: seen.append(threading.current_thread()))
     keeper.close()
@@ -20,7 +20,7 @@ def test_calls_run_on_one_thread():
 
 
 def test_errors_come_back_and_the_thread_goes_on():
-    keeper, seen = Keeper("zstrat test keeper"), []
+    keeper, seen = ChildThread("zstrat test keeper"), []
 
     def fail():
         raise OSError("no more processes")

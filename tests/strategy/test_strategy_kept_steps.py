@@ -8,7 +8,7 @@ import pytest
 
 from zstrat.strategy.replica import _function_cache
 from zstrat.strategy.replica._captured import given, run_as
-from zstrat.strategy.replica._function_cache import KeptSteps
+from zstrat.strategy.replica._function_cache import FunctionCache
 
 THREADS = 4
 
@@ -31,7 +31,7 @@ def test_two_that_begin_at_once_share_one_step():
     def fn():
         pass
 
-    kept = KeptSteps(make)
+    kept = FunctionCache(make)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(kept.of, [fn, fn])
     assert one is other is kept.of(fn)
@@ -45,7 +45,7 @@ def test_all_may_forget_the_oldest(hurried, monkeypatch):
         all_of_them.wait(10)
         return lambda: given()()
 
-    kept = KeptSteps(make)
+    kept = FunctionCache(make)
 
     def run(number):
         fns = [eval(f"lambda: {number}") for _ in range(50)]  # each has its own code

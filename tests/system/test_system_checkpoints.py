@@ -148,7 +148,7 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(
     counting = Counting(world)
     counting.push(5)
     before = {n: v.numpy() for n, v in counting.variables.items()}
-    request = getattr(_snapshot_sources.ServerShelf, way)
+    request = getattr(_snapshot_sources.ServerSnapshotSource, way)
     one_by_one = asyncio.Lock()
 
     async def after_pushes(self, *arguments):
@@ -156,7 +156,7 @@ def test_what_is_saved_is_as_it_was_when_the_save_began(
             await asyncio.to_thread(counting.push, 3)
         return await request(self, *arguments)
 
-    monkeypatch.setattr(_snapshot_sources.ServerShelf, way, after_pushes)
+    monkeypatch.setattr(_snapshot_sources.ServerSnapshotSource, way, after_pushes)
     monkeypatch.chdir(tmp_path)  # the daemons are elsewhere
     folder = tmp_path if way == "write" else Path("/proc/self/cwd")
     path = counting.checkpoint.save(folder / "c")

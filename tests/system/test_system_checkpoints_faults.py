@@ -155,7 +155,7 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
     table = world.table(numbered(ROWS))
     manager = zs.CheckpointManager(zs.Checkpoint(table=table), tmp_path, 3)
     manager.save()
-    write = _snapshot_sources.ServerShelf.write
+    write = _snapshot_sources.ServerSnapshotSource.write
 
     async def interrupted(self, *arguments):
         written = await write(self, *arguments)
@@ -163,7 +163,7 @@ def test_ctrl_c_in_a_blocking_save(world, tmp_path, monkeypatch):
         return written
 
     with monkeypatch.context() as patched:
-        patched.setattr(_snapshot_sources.ServerShelf, "write", interrupted)
+        patched.setattr(_snapshot_sources.ServerSnapshotSource, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             manager.save()
     assert names(tmp_path) == [".checkpoint.lock", "checkpoint", "ckpt-1"]

@@ -9,7 +9,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.launch import Sight
+    from zstrat.launch import TaskStatus
 
 COLUMNS: Final = (
     "task",
@@ -22,7 +22,7 @@ COLUMNS: Final = (
 )
 
 
-def row(sight: Sight) -> list[str]:
+def row(sight: TaskStatus) -> list[str]:
     """The cells of one task, as people read them."""
     if sight.problem:
         return [sight.task, sight.address, f"unreachable: {sight.problem}", *[""] * 4]
@@ -48,7 +48,7 @@ def row(sight: Sight) -> list[str]:
     ]
 
 
-def table(seen: Sequence[Sight]) -> Table:
+def table(seen: Sequence[TaskStatus]) -> Table:
     """The tasks for a terminal."""
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
@@ -58,7 +58,7 @@ def table(seen: Sequence[Sight]) -> Table:
     return made
 
 
-def lines(seen: Sequence[Sight]) -> list[str]:
+def lines(seen: Sequence[TaskStatus]) -> list[str]:
     """The tasks for a file or a pipe."""
     rows = [row(sight) for sight in seen]
     return [

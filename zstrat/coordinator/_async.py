@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._control import Control, control_of
+from ._control import CoordinatorCore, control_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._values import RemoteValue
 
@@ -40,7 +40,7 @@ class AsyncClusterCoordinator:
         max_attempts: int | None = None,
         worker_wait_timeout: float | None = None,
     ) -> None:
-        self._control: Control = control_of(
+        self._control: CoordinatorCore = control_of(
             strategy,
             {
                 "max_queued": max_queued,

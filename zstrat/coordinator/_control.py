@@ -1,8 +1,8 @@
 """The coordinator itself, whose two faces block or are awaited.
 
 Both `ClusterCoordinator` and `AsyncClusterCoordinator` of a strategy hold the same
-`Control`. It lives on the user's side and keeps the functions that were scheduled; the
-engine and the dispatcher do not know it, so dropping it ends them.
+`CoordinatorCore`. It lives on the user's side and keeps the functions that were
+scheduled; the engine and the dispatcher do not know it, so dropping it ends them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOPPING: Final = 10.0
 
 
 @final
-class Control:
+class CoordinatorCore:
     """Schedules calls of a strategy.
 
     Args:
@@ -64,7 +64,7 @@ class Control:
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
             self.session.next_step,
         )
-        errands = _Errands(portal, self.session.settings.timeouts.request)
+        errands = _LoopCalls(portal, self.session.settings.timeouts.request)
         self.engine = ClosureEngine(
             queue,
             wake=lambda: portal.call_soon(errands.dispatcher_turn),
@@ -187,8 +187,8 @@ class Control:
             self.portal.run(call(), STOPPING, function.__name__)
 
 
-class _Errands:
-    """What the engine may ask of the loop; does not keep the `Control` alive."""
+class _LoopCalls:
+    """What the engine may ask of the loop. It keeps no `CoordinatorCore` alive."""
 
     def __init__(self, portal: Portal, timeout: float) -> None:
         self._portal, self._timeout = portal, timeout
@@ -221,7 +221,7 @@ class _Errands:
 _Options = Mapping[str, Any]
 
 
-def control_of(strategy: object, options: _Options) -> Control:
+def control_of(strategy: object, options: _Options) -> CoordinatorCore:
     """The control of the strategy; made by the first who asks.
 
     Raises:
@@ -236,9 +236,9 @@ def control_of(strategy: object, options: _Options) -> Control:
     session = strategy.session
     given = {name: value for name, value in options.items() if value is not None}
     with session.lock:
-        control: Control | None = session.faces.get("control")
+        control: CoordinatorCore | None = session.faces.get("control")
         if control is None:
-            control = session.faces["control"] = Control(strategy, **given)
+            control = session.faces["control"] = CoordinatorCore(strategy, **given)
             session.faces["options"] = given
         elif given and given != session.faces["options"]:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._control import Control, control_of
+from ._control import CoordinatorCore, control_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._values import PerWorkerValues, RemoteValue
 
@@ -41,7 +41,7 @@ class ClusterCoordinator:
             options.
     """
 
-    _control: Control
+    _control: CoordinatorCore
 
     def __new__(
         cls,

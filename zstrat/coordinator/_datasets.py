@@ -24,7 +24,7 @@ from ._values import Claim, PerWorker, PerWorkerValues
 if TYPE_CHECKING:
     from zstrat.wire import LayoutMessage
 
-    from ._control import Control
+    from ._control import CoordinatorCore
     from ._resources import Record
 
 FIRST_BUILD: Final = 600.0
@@ -35,7 +35,7 @@ FIRST_BUILD: Final = 600.0
 class PerWorkerDataset:
     """A dataset on every worker; ``iter()`` begins a pass through it."""
 
-    def __init__(self, control: Control, maker: Code, name: str) -> None:
+    def __init__(self, control: CoordinatorCore, maker: Code, name: str) -> None:
         self._control, self._maker, self._name = control, maker, name
         self._spec: Any = None
         """Of an element, once a worker has told: that of every pass."""
@@ -79,7 +79,7 @@ class PerWorkerIterator(PerWorker):
     """One iterator on every worker; what ``next()`` gives in a scheduled function."""
 
     def __init__(
-        self, dataset: PerWorkerDataset, control: Control, record: Record
+        self, dataset: PerWorkerDataset, control: CoordinatorCore, record: Record
     ) -> None:
         self.resource = record.number
         self._dataset, self._control, self._record = dataset, control, record
@@ -149,7 +149,7 @@ class PerWorkerIterator(PerWorker):
         )
 
 
-def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
+def make_dataset(control: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
     """See `ClusterCoordinator.create_per_worker_dataset`.
 
     Raises:
@@ -173,7 +173,7 @@ def make_dataset(control: Control, dataset_fn: object) -> PerWorkerDataset:
 
 
 def make_resources(
-    control: Control,
+    control: CoordinatorCore,
     fn: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
@@ -200,7 +200,7 @@ def spec_of(layout: LayoutMessage) -> Any:
     return rebuild(layout.structure, leaves)
 
 
-def _values(control: Control, record: Record) -> PerWorkerValues:
+def _values(control: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
         if not _wait_known(control, record):
             return None
@@ -211,7 +211,7 @@ def _values(control: Control, record: Record) -> PerWorkerValues:
     return PerWorkerValues(record.values, record.number, claim, stand_in)
 
 
-def _wait_known(control: Control, record: Record) -> bool:
+def _wait_known(control: CoordinatorCore, record: Record) -> bool:
     """Waits until a worker has told the layout; False if all that are there failed."""
     if not record.is_known:
         control.engine.wait_until(

@@ -12,9 +12,9 @@ is asked whether the session goes on, in silence.
 
 While a program connects it is said who is awaited, so that nobody looks at silence.
 
-The laws of this file: `LaneEvents.ready` and `LaneEvents.lost` alternate. One warning
-names all tasks that are awaited; it comes after `FIRST_WORD` seconds and then every
-`NEXT_WORD`, and never after `stop`.
+The laws of this file: `TaskSessionEvents.ready` and `TaskSessionEvents.lost` alternate.
+One warning names all tasks that are awaited; it comes after `FIRST_WORD` seconds and
+then every `NEXT_WORD`, and never after `stop`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MakeTaskLink(Protocol):
     ) -> TaskLink: ...
 
 
-class LaneEvents(Protocol):
+class TaskSessionEvents(Protocol):
     """Who is told what happens to a task session, on the loop thread."""
 
     def ready(self, lane: TaskSession) -> None:
@@ -129,7 +129,7 @@ class TaskSession:
         address: str,
         opening: OpenSession | JoinSession,
         make_link: MakeTaskLink,
-        events: LaneEvents,
+        events: TaskSessionEvents,
         *,
         one_life: bool = False,
         grace: float = 0.0,

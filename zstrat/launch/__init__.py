@@ -11,7 +11,7 @@ from ._doctor import Finding as Finding
 from ._doctor import examine as examine
 from ._local import LocalCluster as LocalCluster
 from ._observe import Observer as Observer
-from ._observe import Sight as Sight
+from ._observe import TaskStatus as TaskStatus
 from ._observe import observe as observe
 from ._server import Server as Server
 from ._server import ServerDef as ServerDef

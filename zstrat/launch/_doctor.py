@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
 
-    from ._observe import Sight
+    from ._observe import TaskStatus
 
 SKEW: Final = 5.0
 """Seconds between two clocks above which logs of two machines no longer fit together.
@@ -107,7 +107,7 @@ def _keys(settings: Settings) -> Finding:
     )
 
 
-def _task(sight: Sight) -> Iterator[Finding]:
+def _task(sight: TaskStatus) -> Iterator[Finding]:
     if sight.problem:
         advice = "is it running, is the address right, does the firewall let it pass?"
         yield Finding(sight.task, False, sight.problem, advice)

@@ -22,7 +22,7 @@ from zstrat.config import environment, settings_from
 from zstrat.errors import DeadlineExceededError
 
 from ._child import Child, wait_ready
-from ._runtime_dir import Nest, share, told, virtual
+from ._runtime_dir import RuntimeDir, share, told, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _Job = tuple["Callable[[], None]", "Future[None]"]
 
 
-class Keeper:
+class ChildThread:
     """Calls functions on its own thread, one after the other."""
 
     def __init__(self, name: str) -> None:
@@ -119,7 +119,7 @@ class LocalCluster:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
         self.lane = lane or self._settings.lane
-        nest = Nest.made(self.lane, directory)
+        nest = RuntimeDir.made(self.lane, directory)
         self.directory = nest.folder
         self._extra = () if worker_devices is None else virtual(worker_devices)
         daemons = told(self._settings, self.lane, env or {})
@@ -132,7 +132,7 @@ class LocalCluster:
                 log = nest.folder / f"{name}.log" if logs == "files" else None
                 child = Child(job, index, nest.address(name), log, variables)
                 self._children[child.task] = child
-        keeper = Keeper("zstrat local cluster")
+        keeper = ChildThread("zstrat local cluster")
         self._keeper = keeper
         self._end = weakref.finalize(
             self,
@@ -261,7 +261,7 @@ class LocalCluster:
 
 
 def _end(
-    children: tuple[Child, ...], keeper: Keeper, drain: float, folder: Path | None
+    children: tuple[Child, ...], keeper: ChildThread, drain: float, folder: Path | None
 ) -> None:
     """Workers first: what they still push needs the parameter servers."""
     for job in ("worker", "ps"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class TaskStatus:
     """One task as it was seen, or why it was not.
 
     ``values`` is what `zstrat.launch.Task.statistics` gives; ``round_trip`` seconds.
@@ -91,7 +91,7 @@ class Observer:
             for (job, index), link in self._links.items():
                 group.create_task(link.close(), name=f"close {job}:{index}")
 
-    async def look(self, timeout: float) -> list[Sight]:
+    async def look(self, timeout: float) -> list[TaskStatus]:
         """Asks every task at once; parameter servers first, in task order.
 
         Cancellation: loses the answers; the links stay.
@@ -106,7 +106,7 @@ class Observer:
             ]
         return [task.result() for task in asking]
 
-    async def _ask(self, job: str, index: int, deadline: float) -> Sight:
+    async def _ask(self, job: str, index: int, deadline: float) -> TaskStatus:
         link = self._links[job, index]
         task, address = f"{job}:{index}", self._spec.task_address(job, index)
         try:
@@ -114,14 +114,16 @@ class Observer:
             began = time.perf_counter()
             reply = await link.request(Inspect(), deadline=deadline)
         except ZstratError as error:
-            return Sight(task, address, problem=str(error))
+            return TaskStatus(task, address, problem=str(error))
         took = time.perf_counter() - began
         if not isinstance(reply, Statistics):
-            return Sight(task, address, problem=f"answered {type(reply).__name__}")
-        return Sight(task, address, round_trip=took, values=reply.values)
+            return TaskStatus(task, address, problem=f"answered {type(reply).__name__}")
+        return TaskStatus(task, address, round_trip=took, values=reply.values)
 
 
-async def observe(spec: ClusterSpec, settings: Settings, timeout: float) -> list[Sight]:
+async def observe(
+    spec: ClusterSpec, settings: Settings, timeout: float
+) -> list[TaskStatus]:
     """One look at all tasks of a cluster; who does not answer in time is named."""
     async with Observer(spec, settings) as observer:
         return await observer.look(timeout)

@@ -23,14 +23,14 @@ LONGEST_SOCKET_PATH: Final = 100
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Nest:
+class RuntimeDir:
     """A folder, and the kind of sockets ("tcp" or "ipc") that the daemons bind."""
 
     folder: Path
     sockets: str
 
     @classmethod
-    def made(cls, lane: str, directory: str | os.PathLike[str] | None) -> Nest:
+    def made(cls, lane: str, directory: str | os.PathLike[str] | None) -> RuntimeDir:
         """For sockets of this lane, in this folder or in a new one of mode 0700.
 
         Raises:

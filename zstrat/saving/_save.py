@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ._graph import Graph
     from ._servers import SessionCut
-    from ._snapshot_sources import Shelf, ShelvedTensor
+    from ._snapshot_sources import SnapshotSource, SourceTensor
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")
@@ -105,7 +105,7 @@ def components_of(graph: Graph) -> list[Variable]:
 
 async def _write(
     graph: Graph,
-    pinned: Sequence[ShelvedTensor],
+    pinned: Sequence[SourceTensor],
     folder: CheckpointFolder,
     disk: FileThread,
     metadata: Mapping[str, Any],
@@ -138,9 +138,9 @@ async def _write(
 
 def _parts(
     logicals: Sequence[Logical],
-) -> list[tuple[Shelf, list[tuple[ShelvedTensor, str]]]]:
+) -> list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]]:
     """Which tensors go into one file, and under which names."""
-    parts: list[tuple[Shelf, list[tuple[ShelvedTensor, str]]]] = []
+    parts: list[tuple[SnapshotSource, list[tuple[SourceTensor, str]]]] = []
     open_: dict[int, _FilePart] = {}
     done: set[int] = set()
     for logical in logicals:
@@ -160,7 +160,7 @@ def _parts(
 class _FilePart:
     """The tensors of one file, as they are counted."""
 
-    pieces: list[tuple[ShelvedTensor, str]] = field(default_factory=list)
+    pieces: list[tuple[SourceTensor, str]] = field(default_factory=list)
     _bytes: int = 0
     _characters: int = 0
 
@@ -168,17 +168,17 @@ class _FilePart:
     def is_full(self) -> bool:
         return self._bytes >= PART or self._characters >= NAMES
 
-    def add(self, pinned: ShelvedTensor, name: str) -> None:
+    def add(self, pinned: SourceTensor, name: str) -> None:
         self.pieces.append((pinned, name))
         self._bytes += pinned.info.nbytes
         self._characters += len(name.encode()) + DIGEST
 
 
 async def _write_part(
-    shelf: Shelf,
+    shelf: SnapshotSource,
     folder: CheckpointFolder,
     number: int,
-    pieces: Sequence[tuple[ShelvedTensor, str]],
+    pieces: Sequence[tuple[SourceTensor, str]],
     seen: str,
     disk: FileThread,
     progress: ProgressBar,
@@ -197,7 +197,7 @@ async def _write_part(
 async def _stream_part(
     path: str,
     infos: Sequence[TensorInfo],
-    pieces: Sequence[tuple[ShelvedTensor, str]],
+    pieces: Sequence[tuple[SourceTensor, str]],
     disk: FileThread,
     progress: ProgressBar,
 ) -> Written:

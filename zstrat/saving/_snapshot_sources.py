@@ -38,10 +38,10 @@ AHEAD: Final = 4
 """Pieces fetched at a time; as many again are being written meanwhile."""
 
 
-class ShelvedTensor(NamedTuple):
+class SourceTensor(NamedTuple):
     """A tensor that stays as it is. ``place`` on its shelf."""
 
-    shelf: Shelf
+    shelf: SnapshotSource
     place: int
     entry: TensorEntry
 
@@ -57,7 +57,7 @@ class Written(NamedTuple):
     size: int
 
 
-class Shelf(Protocol):
+class SnapshotSource(Protocol):
     """One place with pinned tensors."""
 
     @property
@@ -80,7 +80,7 @@ class Shelf(Protocol):
         ...
 
 
-class LocalShelf:
+class LocalSnapshotSource:
     """Variables of this process. Their values are never written to, so that holding
     them is pinning them."""
 
@@ -91,7 +91,7 @@ class LocalShelf:
 
     def pin(
         self, variables: Iterable[Variable], optimizers: Sequence[Optimizer]
-    ) -> list[ShelvedTensor]:
+    ) -> list[SourceTensor]:
         found = []
         for variable in variables:
             home = variable.home
@@ -109,12 +109,12 @@ class LocalShelf:
 
     def _put(
         self, key: int, optimizer: int, leaf: str, array: np.ndarray, rows: bool
-    ) -> ShelvedTensor:
+    ) -> SourceTensor:
         self._arrays.append(array)
         entry = TensorEntry(
             key, optimizer, leaf, array.dtype.name, list(array.shape), rows
         )
-        return ShelvedTensor(self, len(self._arrays) - 1, entry)
+        return SourceTensor(self, len(self._arrays) - 1, entry)
 
     async def shares(self, path: str) -> bool:
         del path
@@ -129,7 +129,7 @@ class LocalShelf:
         return raw(self._arrays[place])[offset : offset + size]
 
 
-class ServerShelf:
+class ServerSnapshotSource:
     """One parameter server, in one snapshot."""
 
     def __init__(self, cluster: ServerConnection, snapshot: int, ps: int) -> None:
@@ -181,7 +181,7 @@ class PinnedSnapshot:
         self.cuts: list[SessionCut | None] = []
         """Which steps are in it, of each cluster; None: `ServerConnection.at_rest`."""
 
-    async def __aenter__(self) -> list[ShelvedTensor]:
+    async def __aenter__(self) -> list[SourceTensor]:
         clusters: dict[int, ServerConnection] = {}
         refs: dict[int, list[Ref]] = {}
         local = []
@@ -198,7 +198,7 @@ class PinnedSnapshot:
                 for cluster in clusters.values():
                     cut = await resting.enter_async_context(cluster.at_rest())
                     self.cuts.append(cut)
-                pinned = LocalShelf().pin(local, self._optimizers)
+                pinned = LocalSnapshotSource().pin(local, self._optimizers)
                 for number, cluster in clusters.items():
                     pinned += await self._pin(cluster, refs[number])
                 if self._note is not None:
@@ -218,18 +218,20 @@ class PinnedSnapshot:
 
     async def _pin(
         self, cluster: ServerConnection, refs: list[Ref]
-    ) -> list[ShelvedTensor]:
+    ) -> list[SourceTensor]:
         optimizers = [each.id for each in self._optimizers if not each.is_local]
         self._clusters.append(cluster)
         pin = cluster.client.pin(self._number, refs, optimizers)
         found = await cluster.run_async(pin, "pinning a snapshot")
-        shelves = {ps: ServerShelf(cluster, self._number, ps) for ps, _, _ in found}
-        return [ShelvedTensor(shelves[ps], place, entry) for ps, place, entry in found]
+        shelves = {
+            ps: ServerSnapshotSource(cluster, self._number, ps) for ps, _, _ in found
+        }
+        return [SourceTensor(shelves[ps], place, entry) for ps, place, entry in found]
 
 
 async def stream(
     writer: TensorWriter,
-    tensors: Iterable[ShelvedTensor],
+    tensors: Iterable[SourceTensor],
     disk: FileThread,
     on_bytes: Callable[[int], None],
 ) -> None:
@@ -255,8 +257,8 @@ def _append(writer: TensorWriter, pieces: Sequence[Buffer]) -> None:
 
 
 def _batches(
-    tensors: Iterable[ShelvedTensor],
-) -> Iterable[list[tuple[ShelvedTensor, int, int]]]:
+    tensors: Iterable[SourceTensor],
+) -> Iterable[list[tuple[SourceTensor, int, int]]]:
     """Tensors cut into pieces, ``(tensor, offset, size)``; a few at a time."""
     batch = []
     for tensor in tensors:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ._graph import Graph, ObjectNode
-    from ._snapshot_sources import ShelvedTensor
+    from ._snapshot_sources import SourceTensor
 
 
 class LogicalPiece(NamedTuple):
     """Rows ``[start, stop)`` of a logical tensor, under ``name`` in its file."""
 
-    pinned: ShelvedTensor
+    pinned: SourceTensor
     name: str
     start: int
     stop: int
@@ -71,9 +71,9 @@ class Logical:
         return StoredTensor(self.dtype, self.shape, pieces, self.by_rows)
 
 
-def logical_tensors(graph: Graph, pinned: Sequence[ShelvedTensor]) -> list[Logical]:
+def logical_tensors(graph: Graph, pinned: Sequence[SourceTensor]) -> list[Logical]:
     """The tensors of a checkpoint of the graph, values first."""
-    at: dict[int, dict[int, dict[str, ShelvedTensor]]] = {}
+    at: dict[int, dict[int, dict[str, SourceTensor]]] = {}
     for each in pinned:
         key, number, leaf = each.entry[:3]
         at.setdefault(key, {}).setdefault(number, {})[leaf] = each
@@ -97,7 +97,7 @@ def _logical(
     variable: ObjectNode,
     optimizer: ObjectNode | None,
     leaf: str,
-    at: Mapping[int, Mapping[int, Mapping[str, ShelvedTensor]]],
+    at: Mapping[int, Mapping[int, Mapping[str, SourceTensor]]],
 ) -> Logical:
     name = variable.path
     number = 0

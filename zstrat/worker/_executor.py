@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 _LOG: Final = logging.getLogger("zstrat.worker")
 
 
-class Shop(Protocol):
+class StepSource(Protocol):
     """What the executor works in: the closures of one session, and how to do them."""
 
     @property
@@ -75,7 +75,7 @@ class Executor:
         # Unbounded as a queue, bounded by those who write: the service bounds closures,
         # transport the requests of a peer, and each pull is answered once.
         self._inbox: Final[queue.SimpleQueue[Callable[[], None]]] = queue.SimpleQueue()
-        self._shop: Shop | None = None
+        self._shop: StepSource | None = None
         self._stopping = False
         # A daemon, so that user code which never returns cannot keep the process alive.
         self._thread: Final = threading.Thread(
@@ -106,7 +106,7 @@ class Executor:
         await self._loop.run_in_executor(None, self._thread.join, timeout)
         return not self._thread.is_alive()
 
-    def present(self, shop: Shop | None) -> None:
+    def present(self, shop: StepSource | None) -> None:
         """From now on the thread works in this shop. To be called on the thread."""
         self._shop = shop
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from ._executor import Executor
     from ._resources import Resources
-    from ._step_runner import Workshop
-    from ._worker_session import Tenancy
+    from ._step_runner import StepRunner
+    from ._worker_session import WorkerSession
 
 Owned = (
     PutCode
@@ -52,7 +52,7 @@ Owned = (
 
 
 def serve(
-    tenancy: Tenancy, executor: Executor, message: Owned
+    tenancy: WorkerSession, executor: Executor, message: Owned
 ) -> Message | Awaitable[Message]:
     """Begins what is asked; the answer comes at once or when it is done.
 
@@ -93,7 +93,7 @@ def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
     return Done()
 
 
-def _build(shop: Workshop, message: BuildResource) -> Message:
+def _build(shop: StepRunner, message: BuildResource) -> Message:
     try:
         return ResourceBuilt(shop.build(message))
     except BaseException as error:  # goes to the coordinator, with the user's lines

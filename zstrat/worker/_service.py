@@ -46,9 +46,9 @@ from ._direct import Asking, Direct, bind
 from ._executor import Executor
 from ._requests import Owned, serve
 from ._resources import Load, Resources
-from ._step_runner import Prepare, RunEager, Workshop
+from ._step_runner import Prepare, RunEager, StepRunner
 from ._way import ServerWay
-from ._worker_session import Tenancy
+from ._worker_session import WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -111,7 +111,7 @@ class WorkerService:
         self._load, self._prepare, self._run_eager = load, prepare, run_eager
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
-        self._tenancy: Tenancy | None = None
+        self._tenancy: WorkerSession | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
@@ -162,7 +162,7 @@ class WorkerService:
 
     # Sessions
 
-    def _tenancy_of(self, session: int) -> Tenancy:
+    def _tenancy_of(self, session: int) -> WorkerSession:
         self._ownership.check(session)
         if self._tenancy is None:
             raise StaleSessionError(
@@ -186,7 +186,7 @@ class WorkerService:
         self._tenancy = tenancy = self._move_in(remote, message, before)
         return self._opened(tenancy)
 
-    async def _opened(self, tenancy: Tenancy) -> SessionOpened:
+    async def _opened(self, tenancy: WorkerSession) -> SessionOpened:
         patience = min(self._settings.timeouts.connect, OPENING)
         deadline = asyncio.get_running_loop().time() + patience
         try:
@@ -200,8 +200,8 @@ class WorkerService:
         return SessionOpened(self._platform, self._devices)
 
     def _move_in(
-        self, remote: Remote, message: OpenSession, before: Tenancy | None
-    ) -> Tenancy:
+        self, remote: Remote, message: OpenSession, before: WorkerSession | None
+    ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
         ways = [ServerWay(timeouts.reconnect) for _ in message.ps]
@@ -211,7 +211,7 @@ class WorkerService:
             )
             for number, (address, way) in enumerate(zip(message.ps, ways, strict=True))
         ]
-        tenancy = Tenancy(
+        tenancy = WorkerSession(
             message.session,
             remote,
             links,
@@ -227,14 +227,14 @@ class WorkerService:
         tenancy.occupy(self._executor, shop)
         return tenancy
 
-    def _make_shop(self, tenancy: Tenancy, opening: OpenSession) -> Workshop:
+    def _make_shop(self, tenancy: WorkerSession, opening: OpenSession) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(
             asyncio.get_running_loop(),
             tenancy.client,
             2 * self._settings.timeouts.request,
         )
-        return Workshop(
+        return StepRunner(
             Resources(self._task, self._load, partial(_input_context, index, count)),
             index=index,
             count=count,

@@ -78,8 +78,8 @@ class _Task:
 
 
 @final
-class Workshop:
-    """A `Shop` of one session.
+class StepRunner:
+    """A `StepSource` of one session.
 
     Args:
         index, count: This worker and how many there are.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import Executor
-    from ._step_runner import Workshop
+    from ._step_runner import StepRunner
     from ._way import ServerWay
 
 MAX_OPEN: Final = 16384
@@ -39,7 +39,7 @@ hundreds of closures; more is a mistake, and they are not begun but sent back.""
 
 
 @final
-class Tenancy:
+class WorkerSession:
     """Loop side of a session. Only the loop touches it.
 
     Args:
@@ -71,7 +71,7 @@ class Tenancy:
         self._low_water = 0
         self._closed = False
 
-    def occupy(self, executor: Executor, shop: Workshop) -> None:
+    def occupy(self, executor: Executor, shop: StepRunner) -> None:
         """Takes the executor and begins to connect. Called once, before all else."""
         self._executor, self.shop = executor, shop
         executor.tell(partial(executor.present, shop))

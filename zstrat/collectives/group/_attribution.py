@@ -35,7 +35,7 @@ FORGOTTEN: Final = "?"
 """What a rank says of a call that is over and that it knows no more of than that."""
 
 
-class Inquiry:
+class FailureInquiry:
     """One rank's inquiry about one call.
 
     Args:
@@ -90,7 +90,7 @@ class Inquiry:
 
 
 def verdict(
-    inquiry: Inquiry, call: str, name: Callable[[int], str], timeout: float
+    inquiry: FailureInquiry, call: str, name: Callable[[int], str], timeout: float
 ) -> ZstratError:
     """The error that all ranks get.
 
@@ -130,7 +130,7 @@ class Ask(Protocol):
 
 
 async def inquire(
-    inquiry: Inquiry, ranks: Sequence[int], ask: Ask, deadline: float
+    inquiry: FailureInquiry, ranks: Sequence[int], ask: Ask, deadline: float
 ) -> None:
     """Asks ``ranks`` and whom they name, until all have answered or it is too late.
 
@@ -156,7 +156,9 @@ async def inquire(
             future.cancel()  # or asyncio complains of errors that nobody looked at
 
 
-def _heard(inquiry: Inquiry, rank: int, future: asyncio.Future[Message]) -> list[int]:
+def _heard(
+    inquiry: FailureInquiry, rank: int, future: asyncio.Future[Message]
+) -> list[int]:
     try:
         state = future.result()
     except DeadlineExceededError:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ._generation import Generation
     from ._operations import Steps
     from ._pending import Pending
-    from ._station import Station
+    from ._station import GroupRuntime
 
 
-class Flight:
+class MessageOperation:
     """One operation whose calls all travel as messages.
 
     The first step is made and begun in the thread of the caller, the following ones on
@@ -51,7 +51,7 @@ class Flight:
         self._left = 0
         self._error: Exception | None = None
 
-    def begin(self, station: Station, calls: Sequence[CollectiveCall]) -> None:
+    def begin(self, station: GroupRuntime, calls: Sequence[CollectiveCall]) -> None:
         """Starts the first step."""
         if not station.call_soon(self._start, calls):
             self._fail(ClosedError("the loop of the group has ended"))
@@ -90,7 +90,7 @@ class Flight:
         self._pending.fail(error)
 
 
-class Journey:
+class BlockingOperation:
     """One operation that uses an engine: carried out in the thread that runs it."""
 
     __slots__ = (
@@ -106,7 +106,7 @@ class Journey:
 
     def __init__(
         self,
-        station: Station,
+        station: GroupRuntime,
         generation: Generation,
         engine: CollectiveEngine,
         turn: CallTurn,
@@ -197,7 +197,7 @@ class AwaitedOperation:
 
 
 def begin(
-    station: Station,
+    station: GroupRuntime,
     generation: Generation,
     call: CollectiveCall,
     ranks: Sequence[int] | None = None,
@@ -219,11 +219,11 @@ class Runner:
         self._name = name
         self._lock = threading.Lock()
         self._bell: ThreadBell | None = None
-        self._queue: list[Journey] = []
+        self._queue: list[BlockingOperation] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def put(self, journey: Journey) -> None:
+    def put(self, journey: BlockingOperation) -> None:
         """Runs it after those before it."""
         with self._lock:
             self._queue.append(journey)

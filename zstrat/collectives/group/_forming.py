@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
-    from ._station import Station
+    from ._station import GroupRuntime
 
 log = logging.getLogger("zstrat.collectives")
 
@@ -119,7 +119,7 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
 
 
 async def form(
-    station: Station, wish: Wish
+    station: GroupRuntime, wish: Wish
 ) -> tuple[Generation, CollectiveEngine | None]:
     """Forms a generation, and agrees on its engine. Runs on the station's loop.
 
@@ -156,7 +156,7 @@ async def form(
 
 
 async def _agree(
-    station: Station,
+    station: GroupRuntime,
     generation: Generation,
     memory: HostMemory | None,
     patience: float,
@@ -195,7 +195,7 @@ async def _agree(
 class GenerationLane:
     """A generation's message lane; see `zstrat.collectives._engine.Between`."""
 
-    def __init__(self, station: Station, generation: Generation) -> None:
+    def __init__(self, station: GroupRuntime, generation: Generation) -> None:
         self._station, self._generation = station, generation
 
     def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
@@ -212,7 +212,7 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _entry(station: Station, wish: Wish, memory: HostMemory | None) -> MemberEntry:
+def _entry(station: GroupRuntime, wish: Wish, memory: HostMemory | None) -> MemberEntry:
     me, seat = station.node.me, wish.seats[wish.rank]
     shared = (0, 0, b"")
     if memory is not None:

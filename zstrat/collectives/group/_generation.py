@@ -32,7 +32,7 @@ from zstrat.errors import (
 )
 from zstrat.wire import AbortCall, AskCall, CallState, Hop, LeaveGroup
 
-from ._attribution import FORGOTTEN, Inquiry, inquire, verdict
+from ._attribution import FORGOTTEN, FailureInquiry, inquire, verdict
 from ._keys import FORMING, number_of
 from ._mesh import Mesh, wait_heard
 from ._traffic import Traffic
@@ -191,7 +191,7 @@ class Generation:
             )
 
     async def _find_out(self, call: CollectiveCall, ranks: Sequence[int]) -> None:
-        inquiry = Inquiry(self.rank, call.words)
+        inquiry = FailureInquiry(self.rank, call.words)
         key = call.key if call.whole is None else call.whole
         question = AskCall(self.ticket, key)
         # Loop time and the monotonic clock are the same clock.

@@ -16,7 +16,7 @@ from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
 from ._requests import described_with
 from ._station import awaited
-from ._work import CallOptions, Work
+from ._work import CallOptions, OperationScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -273,11 +273,11 @@ class Group(GroupCalls):
     def _form_now(self, wish: Wish) -> None:
         seconds = wish.patience + _SLACK
         formed = self._station.run(form(self._station, wish), seconds, wish.words)
-        self._work, self._wish = Work(self._station, *formed), wish
+        self._work, self._wish = OperationScheduler(self._station, *formed), wish
 
     async def _form(self, wish: Wish) -> None:
         formed = await self._station.run_async(form(self._station, wish), wish.words)
-        self._work, self._wish = Work(self._station, *formed), wish
+        self._work, self._wish = OperationScheduler(self._station, *formed), wish
 
     def _leave(self, reason: str) -> None:
         work, node = self._work, self._station.node

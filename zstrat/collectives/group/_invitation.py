@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.config import Settings
 
     from ._rendezvous import GroupSeat
-    from ._station import Station
+    from ._station import GroupRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Invitation:
     bind: str
     settings: Settings
 
-    def station(self) -> Station:
+    def station(self) -> GroupRuntime:
         """Where this process listens; blocks.
 
         Raises:

@@ -31,7 +31,7 @@ from zstrat.transport import Link
 from zstrat.wire import AbortCall, AskCall, GroupFormed, Hop, Job, JoinGroup, LeaveGroup
 
 from ._generation import Generation
-from ._rendezvous import Desk, rank_at
+from ._rendezvous import RendezvousService, rank_at
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -101,7 +101,7 @@ class GroupNode:
         self.me, self.loop = me, asyncio.get_running_loop()
         self.settings, self._security = settings, security
         self._generations: dict[int, Generation] = {}
-        self._desk = Desk(self.loop)
+        self._desk = RendezvousService(self.loop)
         self._strays: deque[tuple[int, Hop]] = deque()
         self._forming = 0
         self._counts: Counter[str] = Counter()

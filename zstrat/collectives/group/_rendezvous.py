@@ -99,7 +99,7 @@ class _Guest(Generic[Token]):
     due: float
 
 
-class Rendezvous(Generic[Token]):
+class MembershipState(Generic[Token]):
     """The list of one group.
 
     Args:
@@ -264,12 +264,12 @@ GROUPS: Final = 1024
 """Names of groups for which somebody may wait at rank 0."""
 
 
-class Desk:
+class RendezvousService:
     """Rendezvous by name of group, and one timer for all of them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._rendezvous: dict[str, Rendezvous[asyncio.Future[Message]]] = {}
+        self._rendezvous: dict[str, MembershipState[asyncio.Future[Message]]] = {}
         self._asked: dict[asyncio.Future[Message], Remote] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -313,12 +313,12 @@ class Desk:
         self._obey(rendezvous.ask(request, future, self._loop.time()))
         self._arm()
 
-    def _rendezvous_of(self, group: str) -> Rendezvous[asyncio.Future[Message]]:
+    def _rendezvous_of(self, group: str) -> MembershipState[asyncio.Future[Message]]:
         found = self._rendezvous.get(group)
         if found is None:
             if len(self._rendezvous) >= GROUPS:
                 raise BusyError(f"{GROUPS} groups wait to be formed at this task")
-            found = Rendezvous(group, new_ticket)
+            found = MembershipState(group, new_ticket)
             self._rendezvous[group] = found
         return found
 

@@ -34,7 +34,7 @@ _BINDING: Final = 30.0
 """Seconds to bind a socket; a name may have to be looked up."""
 
 
-class Station:
+class GroupRuntime:
     """A node, and how other threads reach its loop."""
 
     def __init__(self, node: GroupNode) -> None:
@@ -102,7 +102,7 @@ class Station:
             await self._endpoint.close()
 
     @classmethod
-    def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> Station:
+    def settle(cls, seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
         """A station of this process's own, bound at ``bind`` ("": nowhere, for a group
         of one).
 
@@ -116,7 +116,7 @@ class Station:
             security = Security.load(folder, seat.job, seat.number)
         portal = Portal(f"zstrat groups {seat.job}:{seat.number}")
 
-        async def begin() -> Station:
+        async def begin() -> GroupRuntime:
             me = hello(seat.job, seat.number, new_incarnation())
             station = cls(GroupNode(me, settings, security))
             if bind:
@@ -133,23 +133,23 @@ class Station:
         return station
 
 
-def station_for(seat: GroupSeat, bind: str, settings: Settings) -> Station:
+def station_for(seat: GroupSeat, bind: str, settings: Settings) -> GroupRuntime:
     """The station of a task of this process, made if there is none.
 
-    Blocks while it binds. Give it back with `Station.release`.
+    Blocks while it binds. Give it back with `GroupRuntime.release`.
     """
     with _lock:
         station = _stations.get((seat.job, seat.number, bind)) or _daemons.get(
             (seat.job, seat.number)
         )
         if station is None:
-            station = Station.settle(seat, bind, settings)
+            station = GroupRuntime.settle(seat, bind, settings)
             _stations[seat.job, seat.number, bind] = station
         station.users += 1
         return station
 
 
-async def awaited(make: Callable[[], Station]) -> Station:
+async def awaited(make: Callable[[], GroupRuntime]) -> GroupRuntime:
     """What ``make`` gives, which blocks and so runs on a thread.
 
     Cancellation: the station is given back as soon as it is there.
@@ -162,7 +162,7 @@ async def awaited(make: Callable[[], Station]) -> Station:
         raise
 
 
-def _give_back(making: asyncio.Future[Station]) -> None:
+def _give_back(making: asyncio.Future[GroupRuntime]) -> None:
     if not making.cancelled() and making.exception() is None:
         making.get_loop().run_in_executor(None, making.result().release)
 
@@ -170,7 +170,7 @@ def _give_back(making: asyncio.Future[Station]) -> None:
 def announce(node: GroupNode) -> None:
     """A daemon of this process has a node, and will hand it its messages."""
     with _lock:
-        _daemons[node.me.job, node.me.index] = Station(node)
+        _daemons[node.me.job, node.me.index] = GroupRuntime(node)
 
 
 def withdraw(node: GroupNode) -> None:
@@ -187,5 +187,5 @@ def only_daemon() -> tuple[str, int] | None:
 
 
 _lock: Final = threading.Lock()
-_stations: Final[dict[tuple[str, int, str], Station]] = {}
-_daemons: Final[dict[tuple[str, int], Station]] = {}
+_stations: Final[dict[tuple[str, int, str], GroupRuntime]] = {}
+_daemons: Final[dict[tuple[str, int], GroupRuntime]] = {}

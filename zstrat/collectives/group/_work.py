@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.collectives._engine import margin_of
 from zstrat.errors import BusyError, ClosedError
 
-from ._flight import CallTurns, Flight, Journey, Runner
+from ._flight import BlockingOperation, CallTurns, MessageOperation, Runner
 from ._operations import CallFactory
 from ._pending import Pending
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ._flight import CallTurn
     from ._generation import Generation
     from ._operations import Steps
-    from ._station import Station
+    from ._station import GroupRuntime
 
 IN_FLIGHT: Final = 1024
 """Operations of one group that may be under way: each holds memory of its caller."""
@@ -41,11 +41,14 @@ class CallOptions:
     bytes_per_pack: int = 0
 
 
-class Work:
+class OperationScheduler:
     """A generation, and what carries its operations out."""
 
     def __init__(
-        self, station: Station, generation: Generation, engine: CollectiveEngine | None
+        self,
+        station: GroupRuntime,
+        generation: Generation,
+        engine: CollectiveEngine | None,
     ) -> None:
         self.generation, self.engine, self._station = generation, engine, station
         self._lock = threading.Lock()
@@ -82,12 +85,14 @@ class Work:
             self._give_up(draft, turn, error)
             raise
         if turn is None:
-            Flight(self.generation, steps, pending, over).begin(self._station, calls)
+            MessageOperation(self.generation, steps, pending, over).begin(
+                self._station, calls
+            )
             if not blocking and draft.meanwhile is not None:
                 draft.meanwhile()
             return pending
         assert self.engine is not None
-        journey = Journey(
+        journey = BlockingOperation(
             self._station,
             self.generation,
             self.engine,

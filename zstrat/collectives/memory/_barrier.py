@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from zstrat.collectives._engine import Differs, Overdue
 from zstrat.errors import ClosedError
 
-from ._futex import Patience, fence, sleep_while, wake
+from ._futex import SpinPolicy, fence, sleep_while, wake
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ class ShmBarrier:
         self, mine: ControlWords, others: Sequence[ControlWords], cores: int
     ) -> None:
         self._mine, self._others = mine, tuple(others)
-        self._patience = Patience(is_crowded=len(others) >= cores)
+        self._patience = SpinPolicy(is_crowded=len(others) >= cores)
         self.step = 0
         """The last step that this rank has posted; its parity tells the room."""
         self._calls, self._about, self._is_checked = 0, 0, True

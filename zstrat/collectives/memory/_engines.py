@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
     from zstrat.collectives._engine import Between, CollectiveCall, Started
 
-    from ._shm_collectives import Rooms
+    from ._shm_collectives import ShmCollectives
 
 
 class OneHost:
     """The engine of a group whose ranks all run on this host. ``closed`` is called
     when it is closed."""
 
-    def __init__(self, rooms: Rooms, closed: Callable[[], object]) -> None:
-        self._rooms: Rooms | None = rooms
+    def __init__(self, rooms: ShmCollectives, closed: Callable[[], object]) -> None:
+        self._rooms: ShmCollectives | None = rooms
         self._closed = closed
 
     def takes(self, call: CollectiveCall) -> bool:
@@ -73,7 +73,7 @@ def may_take(call: CollectiveCall) -> bool:
     return call.tag is None and call.compression is None
 
 
-def carry_out(rooms: Rooms, call: CollectiveCall) -> None:
+def carry_out(rooms: ShmCollectives, call: CollectiveCall) -> None:
     """A call among the ranks of ``rooms`` alone."""
     source, target = call.source, call.target
     match call.kind:
@@ -133,7 +133,7 @@ class HostsEngine:
 
     def __init__(
         self,
-        rooms: Rooms,
+        rooms: ShmCollectives,
         rank: int,
         places: Sequence[RankPlace],
         leaders: Sequence[int],
@@ -141,7 +141,7 @@ class HostsEngine:
         closed: Callable[[], object],
     ) -> None:
         self._closed = closed
-        self._rooms: Rooms | None = rooms
+        self._rooms: ShmCollectives | None = rooms
         self._places, self._leaders = tuple(places), tuple(leaders)
         self._host, self._leads = places[rank].host, places[rank].place == 0
         self._others = tuple(leader for leader in leaders if leader != rank)
@@ -178,7 +178,7 @@ class HostsEngine:
         self._rooms = None
         self._closed()
 
-    def _all_reduce(self, rooms: Rooms, call: CollectiveCall) -> None:
+    def _all_reduce(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
         """Cost on the network, per host: one all-reduce of the array."""
         whole = reduction_of(call.op, call.source.dtype, len(self._places))
         op = ReduceOp.SUM if call.op is ReduceOp.MEAN else call.op
@@ -207,7 +207,7 @@ class HostsEngine:
         while travelling:
             hand_out(*travelling.popleft())
 
-    def _broadcast(self, rooms: Rooms, call: CollectiveCall) -> None:
+    def _broadcast(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
         """Cost on the network: one broadcast of the array among the hosts."""
         root = self._places[call.root]
         is_here = root.host == self._host
@@ -237,7 +237,7 @@ class HostsEngine:
         while travelling:
             arrive(*travelling.popleft())
 
-    def _barrier(self, rooms: Rooms, call: CollectiveCall) -> None:
+    def _barrier(self, rooms: ShmCollectives, call: CollectiveCall) -> None:
         rooms.meeting.meet()
         if self._leads:
             self._wait(self._between.start(call, self._leaders, 0))

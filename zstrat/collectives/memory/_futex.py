@@ -124,7 +124,7 @@ REST: Final = 64
 """Waits without looks: then one is tried again, at the cost of 1 µs for each."""
 
 
-class Patience:
+class SpinPolicy:
     """The looks of one rank. ``is_crowded``: there are more ranks than cores."""
 
     def __init__(self, is_crowded: bool) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ._engines import HostsEngine, OneHost, places_of
 from ._futex import IS_AVAILABLE
 from ._segment import CAPACITY, RankMemory, arena, segment_of
-from ._shm_collectives import Rooms
+from ._shm_collectives import ShmCollectives
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,7 +58,7 @@ class SharedMemory:
             for i, place in enumerate(places)
             if place.host == me.host
         ]
-        rooms = Rooms(me.place, segments, len(os.sched_getaffinity(0)))
+        rooms = ShmCollectives(me.place, segments, len(os.sched_getaffinity(0)))
         if len(leaders) == 1:
             return OneHost(rooms, self.close)
         return HostsEngine(rooms, rank, places, leaders, between, self.close)

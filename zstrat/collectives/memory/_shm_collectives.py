@@ -34,7 +34,7 @@ _BLOCK: Final = 32 * 1024
 """Elements whose sum in f32 stays in the cache until it is rounded."""
 
 
-class Rooms:
+class ShmCollectives:
     """The ranks of one host at their steps. ``place`` is a rank's place among them."""
 
     def __init__(self, place: int, segments: Sequence[RankMemory], cores: int) -> None:

@@ -12,7 +12,7 @@ from zstrat.collectives import ReduceOp
 from zstrat.strategy._frames import in_real_replica_context
 from zstrat.strategy.reduce._values import reduce_values
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
-from zstrat.strategy.replica._turns import ReplicaMeeting, turn
+from zstrat.strategy.replica._turns import ReplicaRendezvous, turn
 from zstrat.variables import DeviceHome, Variable, VariableAggregation
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class MirroredVariable(Variable):
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
-        mine.meet(ReplicaMeeting((self._spec.key, "number"), words, value, join))
+        mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
 
 
 def with_copies(variable: Variable, made: AbstractVariable) -> AbstractVariable:

@@ -45,7 +45,7 @@ _ANOTHER: Final = "an object that it has captured, or is a method of, is another
 
 
 @dataclass(slots=True, eq=False)
-class KeptStep:
+class CachedStep:
     """A function as a step that does nothing but run it.
 
     ``why_not`` says what keeps it from being one, once that is known.
@@ -77,19 +77,19 @@ class KeptStep:
 class StepPlace:
     """The steps that were made of the functions of one place in the source."""
 
-    steps: list[KeptStep] = field(default_factory=list)
+    steps: list[CachedStep] = field(default_factory=list)
     replaced: int = 0
     words: dict[str, str] = field(default_factory=dict)
     """What the last function had captured."""
 
-    def find(self, marks: Hashable) -> KeptStep | None:
+    def find(self, marks: Hashable) -> CachedStep | None:
         """The step of a function with these marks."""
         for step in self.steps:
             if step.is_of(marks):
                 return step
         return None
 
-    def add(self, made: KeptStep) -> bool:
+    def add(self, made: CachedStep) -> bool:
         """Keeps another one; says whether it is compiled in the stead of one: not
         beside those of other functions that live, nor for what runs in turns."""
         origin = made.origin and made.origin()
@@ -107,7 +107,7 @@ class StepPlace:
         return is_instead and is_compiled
 
 
-class KeptSteps:
+class FunctionCache:
     """Those of one strategy; ``make`` makes the body of a step, which runs `given`."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
@@ -115,7 +115,7 @@ class KeptSteps:
         self._places: OrderedDict[int, StepPlace] = OrderedDict()
         self._lock = threading.RLock()  # what is freed in it may run code
 
-    def of(self, fn: Callable[..., Any]) -> KeptStep:
+    def of(self, fn: Callable[..., Any]) -> CachedStep:
         """The step of a function, made if it is not known.
 
         Warns:
@@ -131,7 +131,7 @@ class KeptSteps:
             if found is not None:
                 return found
         functions = beneath(fn)
-        made = KeptStep(
+        made = CachedStep(
             Function(called_like(self._make(), fn)),
             marks,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
@@ -141,7 +141,7 @@ class KeptSteps:
         )
         return self._add(name, made, _words(fn, functions))
 
-    def _add(self, name: int, made: KeptStep, words: dict[str, str]) -> KeptStep:
+    def _add(self, name: int, made: CachedStep, words: dict[str, str]) -> CachedStep:
         with self._lock:
             place = self._places.setdefault(name, StepPlace())
             found = place.find(made.marks)

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
     from ._collective import Team
-    from ._turns import ReplicaTurn
+    from ._turns import ReplicaFiber
 
 
 def in_turns(
@@ -95,7 +95,7 @@ def in_turns(
     made = _Made(creator.get())
     tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
 
-    def body(mine: ReplicaTurn) -> Any:
+    def body(mine: ReplicaFiber) -> Any:
         number = mine.number
         recorder.set(_Own(mine, team, outer, is_unnoticed))
         if is_real:
@@ -129,7 +129,7 @@ class _Own:
     """The recorder of one replica."""
 
     def __init__(
-        self, mine: ReplicaTurn, team: Team, outer: Recorder | None, is_unnoticed: bool
+        self, mine: ReplicaFiber, team: Team, outer: Recorder | None, is_unnoticed: bool
     ) -> None:
         self.live = outer is None or is_live(outer)
         """Whether values are real, so that nothing is being captured."""

@@ -37,7 +37,7 @@ from ._arguments import (
 )
 from ._captured import given, run_as
 from ._collective import AXIS, Team
-from ._function_cache import KeptSteps
+from ._function_cache import FunctionCache
 from ._in_turns import in_turns
 from ._layout import MeshLayout
 from ._one_program import alone, as_one_program
@@ -137,7 +137,7 @@ class LocalMesh:
         self.team = Team(len(grid))
         self._strategy = strategy
         self._is_compiled = is_compiled
-        self._kept = KeptSteps(self._as_step)
+        self._kept = FunctionCache(self._as_step)
         is_usual = self.devices[0] == jax.local_devices()[0]
         self._is_elsewhere = grid.size == 1 and not is_usual
 

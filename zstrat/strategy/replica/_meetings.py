@@ -29,7 +29,7 @@ from zstrat.wire import UpdateOp
 from ._collective import Together, rows_of_mean, strong, summable, together
 from ._per_replica import PerReplica, loose, on_one_device, select_replica
 from ._regroup import regroup
-from ._turns import ReplicaMeeting
+from ._turns import ReplicaRendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +45,7 @@ def merging(
     merge_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> ReplicaMeeting:
+) -> ReplicaRendezvous:
     """``merge_fn`` is called once, with the values of all replicas. Each computes with
     what it is given, so that comes to its device."""
 
@@ -59,7 +59,9 @@ def merging(
         there = strategy._devices()
         return [*map(brought, given, there), *given[len(there) :]]
 
-    return ReplicaMeeting("merge_call", "merge_call", (tuple(args), dict(kwargs)), join)
+    return ReplicaRendezvous(
+        "merge_call", "merge_call", (tuple(args), dict(kwargs)), join
+    )
 
 
 def brought(tree: Any, device: jax.Device) -> Any:
@@ -82,7 +84,7 @@ def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
     return loose(array)
 
 
-def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaMeeting:
+def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaRendezvous:
     """All get the sum or mean of a pytree; see `Team.all_reduce`.
 
     ``join`` raises ValueError if they bring different structures or shapes.
@@ -106,10 +108,10 @@ def reducing(team: Team, op: ReduceOp, tree: Any) -> ReplicaMeeting:
         return [treedef.unflatten(reduced)] * len(values)
 
     words = f"all_reduce {op.name}{_options_of(team)}"
-    return ReplicaMeeting(("all_reduce", op, team.channel), words, tree, join)
+    return ReplicaRendezvous(("all_reduce", op, team.channel), words, tree, join)
 
 
-def gathering(team: Team, tree: Any, axis: int) -> ReplicaMeeting:
+def gathering(team: Team, tree: Any, axis: int) -> ReplicaRendezvous:
     """All get what the replicas give, one after the other along an axis."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -118,7 +120,7 @@ def gathering(team: Team, tree: Any, axis: int) -> ReplicaMeeting:
         return [treedef.unflatten(gathered)] * len(values)
 
     words = f"all_gather along {axis}{_options_of(team)}"
-    return ReplicaMeeting(("all_gather", axis, team.channel), words, tree, join)
+    return ReplicaRendezvous(("all_gather", axis, team.channel), words, tree, join)
 
 
 def updating(
@@ -128,7 +130,7 @@ def updating(
     operands: tuple[jax.Array, ...],
     optimizer: Optimizer | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
-) -> ReplicaMeeting:
+) -> ReplicaRendezvous:
     """What the replicas do to a variable is brought together and done once."""
 
     def join(values: Sequence[Any]) -> Sequence[Any]:
@@ -137,12 +139,12 @@ def updating(
 
     rule = None if optimizer is None else optimizer.id
     words = f"an update ({op.name.lower()}) of {variable.spec}"
-    return ReplicaMeeting((variable.spec.key, op, rule), words, operands, join)
+    return ReplicaRendezvous((variable.spec.key, op, rule), words, operands, join)
 
 
 def optimizing(
     team: Team, call: GradientCall, apply: Callable[[GradientCall], None]
-) -> ReplicaMeeting:
+) -> ReplicaRendezvous:
     """The gradients of all replicas are brought together and applied once; see
     `Team.aggregate_call`."""
 
@@ -154,7 +156,7 @@ def optimizing(
     words = f"gradients of {', '.join([str(v.spec) for v in call.variables[:3]])}"
     stacked = tuple([call.has_examples(leaf) for leaf in call.given])
     what = (keys, call.sparse, stacked, call.is_reduced, call.optimizer.id)
-    return ReplicaMeeting(what, words, call.arrays, join)
+    return ReplicaRendezvous(what, words, call.arrays, join)
 
 
 def own(tree: Any) -> Any:

@@ -107,7 +107,7 @@ class NeedsTurns(BaseException):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaMeeting:
+class ReplicaRendezvous:
     """What one replica comes to a meeting for.
 
     ``key`` is the same for all that meet, ``words`` says it. ``join`` takes the values
@@ -122,13 +122,13 @@ class ReplicaMeeting:
     handled: BaseException | None = field(default_factory=sys.exception)
 
 
-class ReplicaTurn:
+class ReplicaFiber:
     """The turn of one replica, as its function knows it."""
 
-    def __init__(self, number: int, body: Callable[[ReplicaTurn], Any]) -> None:
+    def __init__(self, number: int, body: Callable[[ReplicaFiber], Any]) -> None:
         self.number = number
         self.result: Any = None
-        self.meeting: ReplicaMeeting | None = None
+        self.meeting: ReplicaRendezvous | None = None
         """What it waits for, None if it has ended."""
         self._body = body
         self._is_over = False
@@ -142,7 +142,7 @@ class ReplicaTurn:
         """Whether jax transforms what its function does now."""
         return current_trace() != self._trace
 
-    def meet(self, meeting: ReplicaMeeting) -> Any:
+    def meet(self, meeting: ReplicaRendezvous) -> Any:
         """Waits for the other replicas; returns what this one is given.
 
         Raises:
@@ -172,7 +172,7 @@ class ReplicaTurn:
             BaseException: Whatever the replica function raises.
         """
         came = self._greenlet.switch(given)
-        self.meeting = came if isinstance(came, ReplicaMeeting) else None
+        self.meeting = came if isinstance(came, ReplicaRendezvous) else None
 
     def end(self) -> None:
         """Ends one that waits, or has not begun."""
@@ -187,12 +187,12 @@ class ReplicaTurn:
         self.result = self._body(self)
 
 
-turn: Final[ContextVar[ReplicaTurn | None]] = ContextVar("zstrat_turn", default=None)
+turn: Final[ContextVar[ReplicaFiber | None]] = ContextVar("zstrat_turn", default=None)
 """The turn that this code is in, if any. Set in the context of the turn alone."""
 
 
 def take_turns(
-    bodies: Sequence[Callable[[ReplicaTurn], Any]],
+    bodies: Sequence[Callable[[ReplicaFiber], Any]],
     during: Callable[[int], AbstractContextManager[Any]],
 ) -> list[Any]:
     """What the replicas return, in order.
@@ -205,7 +205,7 @@ def take_turns(
         RuntimeError: Not all replicas come to the same meetings.
         BaseException: Whatever one of them raises, or a meeting; all others are ended.
     """
-    turns = [ReplicaTurn(number, body) for number, body in enumerate(bodies)]
+    turns = [ReplicaFiber(number, body) for number, body in enumerate(bodies)]
     given: Sequence[Any] = [None] * len(turns)
     try:
         while True:
@@ -223,7 +223,7 @@ def take_turns(
 
 
 def _end_all(
-    turns: Sequence[ReplicaTurn],
+    turns: Sequence[ReplicaFiber],
     during: Callable[[int], AbstractContextManager[Any]],
     error: BaseException,
 ) -> None:
@@ -249,7 +249,7 @@ def _end_all(
         raise interrupt from error
 
 
-def _all_of(meetings: Sequence[ReplicaMeeting | None]) -> list[ReplicaMeeting]:
+def _all_of(meetings: Sequence[ReplicaRendezvous | None]) -> list[ReplicaRendezvous]:
     """The meetings, if all replicas came to the same one.
 
     Raises:
@@ -267,7 +267,7 @@ def _all_of(meetings: Sequence[ReplicaMeeting | None]) -> list[ReplicaMeeting]:
 
 
 def _difference(
-    meetings: Sequence[ReplicaMeeting | None], came: Sequence[ReplicaMeeting]
+    meetings: Sequence[ReplicaRendezvous | None], came: Sequence[ReplicaRendezvous]
 ) -> str | None:
     """Who came to another meeting than replica 0, or to none, in words."""
     if len(came) < len(meetings):
