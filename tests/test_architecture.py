@@ -234,6 +234,46 @@ def test_private_modules_stay_within_their_package() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+SMALL = {
+    "zstrat.cli.__main__": "started by name",
+    "zstrat.cli._files": "a file for each command",
+    "zstrat.cli._run": "a file for each command",
+    "zstrat.launch._timed_rank": "started by name",
+    "zstrat.launch._units": "the text of systemd's units",
+    "zstrat.strategy._one_device": "a file for each strategy",
+    "zstrat.transport._identity": "the door says who this process is",
+    "zstrat.daemons.ps": "started by name",
+    "zstrat.daemons._leash": "the only code that ends a process from within",
+    "zstrat.daemons._notify": "systemd's protocol",
+}
+"""Files of 60 lines or less that one file imports; in `contrib`, `compat` and
+`experimental` TF's paths decide what is a file."""
+
+
+def test_a_file_is_a_concept() -> None:
+    """And no fragment of one, which its only reader has to look up elsewhere."""
+    readers: dict[str, set[str]] = {}
+    for edge in edges():
+        readers.setdefault(edge.target, set()).add(edge.module)
+    small = {
+        name
+        for name, path in modules()
+        if path.name != "__init__.py"
+        and path.read_text().count("\n") <= 60
+        and len(readers.get(name, ())) <= 1
+        and not any(part.startswith("experimental") for part in name.split("."))
+        and floor_of(name) not in ("zstrat.compat", "zstrat.contrib")
+    }
+    assert small == set(SMALL)
+
+
+def test_a_folder_can_be_seen_at_once() -> None:
+    sizes: dict[Path, int] = {}
+    for _, path in modules():
+        sizes[path.parent] = sizes.get(path.parent, 0) + 1
+    assert not {folder: count for folder, count in sizes.items() if count > 24}
+
+
 def test_one_door_per_dependency() -> None:
     wrong = []
     for found in imports():
