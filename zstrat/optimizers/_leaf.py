@@ -19,14 +19,15 @@ from jax.tree_util import keystr
 
 from ._jaxprs import ProgramPart, constant, mask_of
 from ._rows import FREE, ROWS, RowsTogether, axes_of_rows, same_but_for
-from ._state import shaped
+from ._transformation import shaped
 from ._tree import GENERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._cut import TreeCut
-    from ._tree import Shape, Sizes, TreeRule
+    from ._transformation import Shape, Sizes
+    from ._tree import TreeRule
 
 
 @dataclass(frozen=True)
