@@ -24,7 +24,6 @@ from .ship._code import dump as dump
 from .ship._code import dump_code as dump_code
 from .ship._code import load as load
 from .trace._capture import Capture as Capture
-from .trace._updates import Recorded as Recorded
 from .trace._context import WorkerContext as WorkerContext
 from .trace._context import get_current_worker_index as get_current_worker_index
 from .trace._context import get_worker_context as get_worker_context
@@ -43,4 +42,5 @@ from .trace._structure import ResultLayout as ResultLayout
 from .trace._structure import Structure as Structure
 from .trace._structure import name_node as name_node
 from .trace._structure import rebuild as rebuild
+from .trace._updates import Recorded as Recorded
 from .trace._where import here as here
