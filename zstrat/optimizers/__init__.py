@@ -11,7 +11,7 @@ from ._leaf import cut_for_rows as cut_for_rows
 from ._leaf import leaf_rule as leaf_rule
 from ._padding import dependence_on_padding as dependence_on_padding
 from ._structure import TreeStructure as TreeStructure
-from ._tree import Extras as Extras
+from ._transformation import Extras as Extras
+from ._transformation import checked as checked
+from ._transformation import takes_extras as takes_extras
 from ._tree import TreeRule as TreeRule
-from ._tree import checked as checked
-from ._tree import takes_extras as takes_extras

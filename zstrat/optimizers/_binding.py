@@ -16,15 +16,15 @@ import jax.numpy as jnp
 from zstrat.errors import InvalidArgumentError
 
 from ._leaf import leaf_rule
-from ._state import shaped
 from ._structure import TreeStructure
-from ._tree import Extras, TreeRule
+from ._transformation import Extras, shaped
+from ._tree import TreeRule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._leaf import LeafRule
-    from ._tree import Shape
+    from ._transformation import Shape
 
 MOST: Final = 1 << 24
 """Bytes of one description: a tree of a hundred thousand leaves."""

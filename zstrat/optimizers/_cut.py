@@ -27,15 +27,18 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import jax
 from jax.extend.core import Literal
 
 from ._jaxprs import ProgramPart, mask_of, operands_of
+from ._owners import leaves_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
-    from ._tree import Sizes, TreeProgram, TreeRule
+    from ._jaxprs import TreeProgram
+    from ._owners import StateOwner
+    from ._state import StateLeaf
+    from ._transformation import TreeTransformation
 
 _SMALL: Final = 64
 """Elements of an operand, or of shared state: counts, scales, flags, a key. More than
@@ -72,25 +75,33 @@ class LeafSlots:
 class TreeCut:
     """How the program of a tree is cut. ``coupling`` says why it is not by leaf; then
     ``slots`` still says where each leaf of the state is kept: what is shared, beside
-    the first leaf alone."""
+    the first leaf alone.
+
+    Args:
+        state: The leaves of a state of the tree.
+        owners: Whose each of them is, see `owners_in`.
+        update: Gives the program; with ``selects=True`` the one that computes all
+            branches and selects from them.
+        brought_together: Says which function of optax couples leaves, or "".
+    """
 
     def __init__(
         self,
-        rule: TreeRule,
-        sizes: Sizes | None = None,
-        dtypes: tuple[Any, ...] | None = None,
+        tree: TreeTransformation,
+        state: Sequence[StateLeaf],
+        owners: Sequence[StateOwner | None],
+        update: Callable[..., TreeProgram],
+        brought_together: Callable[[], str],
     ) -> None:
-        self.rule = rule
-        self.owners = rule.owners()
-        program = rule.update(sizes, dtypes)
-        self.coupling, found = _by_leaf(rule, program, self.owners)
+        program = update()
+        self.coupling, found = _by_leaf(tree, state, owners, program)
         if self.coupling is not None and _has_branches(program):
-            selected = rule.update(sizes, dtypes, selects=True)
-            coupling, again = _by_leaf(rule, selected, self.owners)
+            selected = update(selects=True)
+            coupling, again = _by_leaf(tree, state, owners, selected)
             if coupling is None:
                 self.coupling, found, program = None, again, selected
         if self.coupling is not None:
-            who = rule.brought_together(self.owners)
+            who = brought_together()
             self.coupling = replace(self.coupling, transformation=who)
         self.program = program
         self.slots, self._frontiers = found
@@ -131,91 +142,6 @@ class TreeCut:
         return self.operand_part.run(known)
 
 
-# ---- whose is a leaf of the state ----------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StateOwner:
-    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
-    path of that leaf begins in its own path; None if it is not in there."""
-
-    leaf: int
-    start: int | None
-
-
-def owners_in(rule: TreeRule) -> list[StateOwner | None]:
-    """For each leaf of the state whose it is.
-
-    Where the state has a subtree of the tree's structure (moments do), its leaves
-    belong to those of the tree; any other belongs to the one leaf that it has to do
-    with. A count that lies where a leaf of such a subtree would is told by what looks
-    at it: it is made of no gradient, and several leaves are moved with it.
-    """
-    leaves, count = len(rule.structure), len(rule.state())
-    found = places_in(rule)
-    if leaves == 1:
-        return [found.get(n, StateOwner(0, None)) for n in range(count)]
-    touched = _touched(rule.update())
-    owners: list[StateOwner | None] = []
-    for number in range(count):
-        owner, (made, used) = found.get(number), touched[number]
-        if owner is not None and not made and used - {owner.leaf}:
-            owner = None  # where it is named after the leaf, all the same
-        both = made | used
-        if owner is None and number not in found and len(both) == 1:
-            owner = StateOwner(next(iter(both)), None)
-        owners.append(owner)
-    return owners
-
-
-def places_in(rule: TreeRule) -> dict[int, StateOwner]:
-    """The leaves of the state that lie in copies of the structure of the tree."""
-    numbered = rule.state_structure().unflatten(list(range(len(rule.state()))))
-    found: dict[int, StateOwner] = {}
-    _match(rule.structure.treedef, numbered, 0, found)
-    return found
-
-
-def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
-    """Finds the innermost subtrees of a structure among numbered leaves."""
-    if isinstance(node, int):
-        return False
-    children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
-    inside = [_match(treedef, child, depth + 1, found) for child in children]
-    if any(inside):
-        return True
-    try:
-        parts = treedef.flatten_up_to(node)
-    except ValueError:
-        return False
-    for leaf, part in enumerate(parts):
-        for number in jax.tree.leaves(part):
-            found[number] = StateOwner(leaf, depth)
-    return True
-
-
-def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
-    """For each leaf of the state the leaves of the tree whose gradient or value it is
-    made of, and those whose new value is made of it."""
-    leaves, _, states, _ = program.counts
-    made: list[set[int]] = [set() for _ in range(states)]
-    used: list[set[int]] = [set() for _ in range(states)]
-    for number, var in enumerate(program.outputs):
-        mask = mask_of(program.mask, var)
-        if number >= leaves:
-            made[number - leaves] |= _leaves_in(mask, leaves)
-            continue
-        for state in range(states):
-            if mask >> (2 * leaves + state) & 1:
-                used[state].add(number)
-    return list(zip(made, used, strict=True))
-
-
-def _leaves_in(mask: int, leaves: int) -> set[int]:
-    both = (mask | mask >> leaves) & ((1 << leaves) - 1)
-    return {n for n in range(leaves) if both >> n & 1}
-
-
 # ---- is it by leaf -------------------------------------------------------------------
 
 _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
@@ -223,7 +149,10 @@ _Found = tuple[list[LeafSlots], list[frozenset[Any]]]
 
 
 def _by_leaf(
-    rule: TreeRule, program: TreeProgram, owners: Sequence[StateOwner | None]
+    tree: TreeTransformation,
+    state: Sequence[StateLeaf],
+    owners: Sequence[StateOwner | None],
+    program: TreeProgram,
 ) -> tuple[Coupling | None, _Found]:
     leaves = program.counts[0]
     own = [
@@ -231,7 +160,7 @@ def _by_leaf(
         for leaf in range(leaves)
     ]
     shared = [n for n, owner in enumerate(owners) if owner is None]
-    search = _Search(rule, program, shared)
+    search = _Search(tree, state, owners, program)
     if program.acts:
         return Coupling(0, None), _together(own, shared)
     common = search.shared_state()
@@ -248,11 +177,11 @@ def _by_leaf(
             frontier |= common[number][0]
         slots.append(LeafSlots(own[leaf], tuple(sorted(kept))))
         frontiers.append(frozenset(frontier))
-    return None, _adopted(rule, slots, shared, frontiers, common)
+    return None, _adopted(state, slots, shared, frontiers, common)
 
 
 def _adopted(
-    rule: TreeRule,
+    state: Sequence[StateLeaf],
     slots: list[LeafSlots],
     shared: Sequence[int],
     frontiers: list[frozenset[Any]],
@@ -261,10 +190,9 @@ def _adopted(
     """What no leaf looks at is advanced with all of them, as somebody may read it; with
     the first one alone if it is large."""
     used = {n for each in slots for n in each.shared}
-    about = rule.state()
     for number in [n for n in shared if n not in used]:
         frontier, needs = common[number]
-        is_small = _count(about[number].kind.shape) <= _SMALL
+        is_small = _count(state[number].kind.shape) <= _SMALL
         for leaf in range(len(slots) if is_small else 1):
             kept = tuple(sorted({*slots[leaf].shared, *needs}))
             slots[leaf] = LeafSlots(slots[leaf].own, kept)
@@ -284,12 +212,17 @@ class _Search:
     """Looks for what separates the leaves of one program."""
 
     def __init__(
-        self, rule: TreeRule, program: TreeProgram, shared: Sequence[int]
+        self,
+        tree: TreeTransformation,
+        state: Sequence[StateLeaf],
+        owners: Sequence[StateOwner | None],
+        program: TreeProgram,
     ) -> None:
-        self._rule, self._program = rule, program
+        self._tree, self._about, self._owners = tree, state, owners
+        self._program = program
         self._leaves, _, self._states, self._extras = program.counts
-        self._shared = list(shared)
-        self._shared_mask = sum(1 << (2 * self._leaves + n) for n in shared)
+        self._shared = [n for n, owner in enumerate(owners) if owner is None]
+        self._shared_mask = sum(1 << (2 * self._leaves + n) for n in self._shared)
         gradients = (1 << self._leaves) - 1
         extras = ((1 << self._extras) - 1) << (2 * self._leaves + self._states)
         self._known_mask = gradients | extras
@@ -336,7 +269,7 @@ class _Search:
         allowed = 1 << leaf | 1 << (leaves + leaf) | self._shared_mask
         for number in own:
             allowed |= 1 << (2 * leaves + number)
-        kind = self._rule.kinds[leaf]
+        kind = self._tree.kinds[leaf]
         size = max(_SMALL, _count(kind.shape))
         return self._cut(wanted, allowed, size, None, leaf)
 
@@ -356,7 +289,7 @@ class _Search:
         union = 0
         for var in wanted:
             union |= mask_of(mask, var)
-        if not union & ~allowed and not self._rule.early:
+        if not union & ~allowed and not self._tree.early:
             return set(), self._shared_in(union)
         ways = self._ways(wanted, allowed, size)
         frontier: set[Any] = set()
@@ -401,7 +334,7 @@ class _Search:
     def _at_once(self, var: Any, allowed: int) -> Any:
         """How a variable is had, if that can be told without those before it."""
         bits = mask_of(self._program.mask, var)
-        if self._rule.early and var in self._makers and self._has_a_gradient(bits):
+        if self._tree.early and var in self._makers and self._has_a_gradient(bits):
             is_operand = not var.aval.shape and not bits & ~self._known_mask
             return _OPERAND if is_operand else None
         if not bits & ~allowed:
@@ -413,8 +346,8 @@ class _Search:
     def _has_a_gradient(self, bits: int) -> bool:
         """Whether something is made of a gradient that is no scalar."""
         gradients = bits & ((1 << self._leaves) - 1)
-        found = _leaves_in(gradients, self._leaves)
-        return any(self._rule.kinds[leaf].shape for leaf in found)
+        found = leaves_in(gradients, self._leaves)
+        return any(self._tree.kinds[leaf].shape for leaf in found)
 
     def _way(self, var: Any, size: int) -> Any:
         """How one is had that cannot be computed here."""
@@ -436,16 +369,15 @@ class _Search:
     ) -> Coupling:
         """In words that name leaves: the one that is looked for, and another one."""
         foreign = mask_of(self._program.mask, var) & ~allowed
-        others = sorted(_leaves_in(foreign, self._leaves))
-        about = self._rule.state()
+        others = sorted(leaves_in(foreign, self._leaves))
         owned = [
             owner.leaf
-            for number, owner in enumerate(self._rule.owners())
+            for number, owner in enumerate(self._owners)
             if owner is not None and foreign >> (2 * self._leaves + number) & 1
         ]
         others = list(dict.fromkeys([*others, *owned]))
         if state is not None:
-            path = _words(about[state].path)
+            path = _words(self._about[state].path)
             first = others[0] if others else 0
             second = others[1] if len(others) > 1 else None
             return Coupling(first, second, path)

@@ -11,7 +11,9 @@ Law of the file: a set of inputs is the bits of one integer.
 
 from __future__ import annotations
 
+import functools
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -108,6 +110,44 @@ def operands_of(eqn: Any, output: int) -> list[Any]:
     bits = _through(eqn, [1 << n for n in range(len(eqn.invars))])[output]
     found = [var for n, var in enumerate(eqn.invars) if bits >> n & 1]
     return [var for var in found if not isinstance(var, Literal)]
+
+
+@dataclass(frozen=True)
+class TreeProgram:
+    """A flat program, with what each of its variables depends on.
+
+    Its inputs are, one behind the other, what ``counts`` says: gradients, values,
+    leaves of the state, further arguments. ``mask`` is by variable.
+    """
+
+    closed: Any
+    counts: tuple[int, int, int, int]
+    mask: Mapping[Any, int]
+
+    @staticmethod
+    def of(closed: Any, counts: tuple[int, int, int, int]) -> TreeProgram:
+        """A program, gone through."""
+        inputs = len(closed.jaxpr.invars)
+        by_input = masks(closed.jaxpr, [1 << n for n in range(inputs)])
+        return TreeProgram(closed, counts, by_input)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """Its variables: gradients, values, state, further arguments."""
+        left = iter(self.closed.jaxpr.invars)
+        g, v, s, x = ([next(left) for _ in range(n)] for n in self.counts)
+        return g, v, s, x
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        """Its results: of ``update`` the new values, then the new state."""
+        return list(self.closed.jaxpr.outvars)
+
+    @property
+    def acts(self) -> str:
+        """The primitive by which it does more than compute, or nothing."""
+        found = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
+        return found[0] if found else ("an effect" if self.closed.effects else "")
 
 
 class ProgramPart:

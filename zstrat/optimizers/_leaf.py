@@ -18,15 +18,16 @@ import numpy as np
 from jax.tree_util import keystr
 
 from ._jaxprs import ProgramPart, constant, mask_of
-from ._rows import ROWS, dependence_on_rows
-from ._state import shaped
+from ._rows import FREE, ROWS, RowsTogether, axes_of_rows, same_but_for
+from ._transformation import shaped
 from ._tree import GENERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ._cut import TreeCut
-    from ._tree import Shape, Sizes, TreeRule
+    from ._transformation import Shape, Sizes
+    from ._tree import TreeRule
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class LeafRule:
     @functools.cached_property
     def row_dependence(self) -> str:
         """Why its rows cannot be moved one by one; "" if they can be."""
-        return dependence_on_rows(self)
+        return _dependence_on_rows(self)
 
     @functools.cached_property
     def digest(self) -> bytes:
@@ -308,6 +309,67 @@ class _Step:
 
         with self._rule.tree.precision():
             return jax.make_jaxpr(run)(*[var.aval for var in self._inputs])
+
+
+# ---- are its rows moved one by one ---------------------------------------------------
+
+
+def _dependence_on_rows(rule: LeafRule) -> str:
+    """Why the rows of a leaf are not moved one by one; "" if they are."""
+    if not rule.kind.shape:
+        return "it has no rows"
+    rows = rule.kind.shape[0]
+    other = ROWS if rows != ROWS else ROWS + 2
+    try:
+        here, there = rule.program(None), rule.program(other)
+        kinds, before = rule.kinds(other), rule.kinds(None)
+        start, begun = rule.initial(None), rule.initial(other)
+    except Exception as error:  # what was said is the reason
+        return f"it looks at the number of rows ({type(error).__name__}: {error})"
+    for slot, one, two in zip(rule.slots, before, kinds, strict=True):
+        if not slot.rows and one.shape != two.shape:
+            return f"it keeps {slot.name}, whose shape depends on the number of rows"
+    operands = len(rule.slots) + 2
+    pairs = zip(here.in_avals[operands:], there.in_avals[operands:], strict=False)
+    for one, two in pairs:
+        if one.shape != two.shape:
+            return "it takes something that has a row for each of its rows"
+    if not same_but_for(here, there, rows, other) or not same_but_for(
+        start, begun, rows, other
+    ):
+        return "it computes with the number of rows, or decides by it"
+    try:
+        _require_rows_apart(rule, there, other)
+        _require_begun_apart(rule, begun, other)
+    except RowsTogether as found:
+        return str(found)
+    return ""
+
+
+def _require_rows_apart(rule: LeafRule, closed: Any, rows: int) -> None:
+    slots = [0 if slot.rows else FREE for slot in rule.slots]
+    operands = len(closed.jaxpr.invars) - len(slots) - 2
+    given = [0, *slots, 0, *[FREE] * operands]
+    found = axes_of_rows(closed.jaxpr, given, rows)
+    for number, axis in enumerate(found):
+        if number and not rule.slots[number - 1].rows and axis != FREE:
+            name = rule.slots[number - 1].name
+            raise RowsTogether(f"it makes {name} of several rows")
+        if (not number or rule.slots[number - 1].rows) and axis not in (0, FREE):
+            raise RowsTogether("it turns rows into something else")
+
+
+def _require_begun_apart(rule: LeafRule, closed: Any, rows: int) -> None:
+    read = rule.tree.read_state()  # what is not is a measurement, made anew each time
+    slots = [slot for slot in rule.slots if slot.state in read]
+    outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
+    inputs = closed.jaxpr.invars
+    wanted = [outputs[slot] for slot in slots]
+    part = ProgramPart(closed, wanted, inputs).closed(inputs)
+    jaxpr = closed.jaxpr.replace(outvars=wanted) if part is None else part.jaxpr
+    for slot, axis in zip(slots, axes_of_rows(jaxpr, [0], rows), strict=True):
+        if axis not in ((0, FREE) if slot.rows else (FREE,)):
+            raise RowsTogether(f"it begins with {slot.name}, made of several rows")
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

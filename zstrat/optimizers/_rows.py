@@ -1,7 +1,7 @@
-"""Whether an optimizer moves the rows of a leaf one by one.
+"""Whether a program brings rows together, or looks at how many there are.
 
-Only then may a parameter server apply it to a part of a variable, or to some rows. Two
-things are asked of the program that moves the leaf:
+Only if it does not may a parameter server apply an optimizer to a part of a variable,
+or to some rows. Two things are asked of the program that moves a leaf:
 
 - traced in another number of rows it is the same program but for that number, so that
   nothing was decided, and nothing computed, from the size;
@@ -19,12 +19,10 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ._jaxprs import ProgramPart, constant, inner_call
+from ._jaxprs import constant, inner_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from ._leaf import LeafRule
 
 
 _ELEMENTWISE: Final = frozenset(
@@ -58,38 +56,6 @@ ROWS: Final = 17
 
 class RowsTogether(Exception):
     """An equation brings rows together; says which."""
-
-
-def dependence_on_rows(rule: LeafRule) -> str:
-    """Why the rows of a leaf are not moved one by one; "" if they are."""
-    if not rule.kind.shape:
-        return "it has no rows"
-    rows = rule.kind.shape[0]
-    other = ROWS if rows != ROWS else ROWS + 2
-    try:
-        here, there = rule.program(None), rule.program(other)
-        kinds, before = rule.kinds(other), rule.kinds(None)
-        start, begun = rule.initial(None), rule.initial(other)
-    except Exception as error:  # what was said is the reason
-        return f"it looks at the number of rows ({type(error).__name__}: {error})"
-    for slot, one, two in zip(rule.slots, before, kinds, strict=True):
-        if not slot.rows and one.shape != two.shape:
-            return f"it keeps {slot.name}, whose shape depends on the number of rows"
-    operands = len(rule.slots) + 2
-    pairs = zip(here.in_avals[operands:], there.in_avals[operands:], strict=False)
-    for one, two in pairs:
-        if one.shape != two.shape:
-            return "it takes something that has a row for each of its rows"
-    if not same_but_for(here, there, rows, other) or not same_but_for(
-        start, begun, rows, other
-    ):
-        return "it computes with the number of rows, or decides by it"
-    try:
-        _go_through(rule, there, other)
-        _begin(rule, begun, other)
-    except RowsTogether as found:
-        return str(found)
-    return ""
 
 
 # ---- do two traces agree -------------------------------------------------------------
@@ -172,37 +138,11 @@ def _alike(one: Any, two: Any, rows: int, other: int) -> bool:
 
 # ---- does anything bring rows together -----------------------------------------------
 
-_FREE: Final = -1
+FREE: Final = -1
 """Of a variable that has nothing to do with rows: the same for each of them."""
 
 
-def _go_through(rule: LeafRule, closed: Any, rows: int) -> None:
-    slots = [0 if slot.rows else _FREE for slot in rule.slots]
-    operands = len(closed.jaxpr.invars) - len(slots) - 2
-    given = [0, *slots, 0, *[_FREE] * operands]
-    found = _axes(closed.jaxpr, given, rows)
-    for number, axis in enumerate(found):
-        if number and not rule.slots[number - 1].rows and axis != _FREE:
-            name = rule.slots[number - 1].name
-            raise RowsTogether(f"it makes {name} of several rows")
-        if (not number or rule.slots[number - 1].rows) and axis not in (0, _FREE):
-            raise RowsTogether("it turns rows into something else")
-
-
-def _begin(rule: LeafRule, closed: Any, rows: int) -> None:
-    read = rule.tree.read_state()  # what is not is a measurement, made anew each time
-    slots = [slot for slot in rule.slots if slot.state in read]
-    outputs = dict(zip(rule.slots, closed.jaxpr.outvars, strict=True))
-    inputs = closed.jaxpr.invars
-    wanted = [outputs[slot] for slot in slots]
-    part = ProgramPart(closed, wanted, inputs).closed(inputs)
-    jaxpr = closed.jaxpr.replace(outvars=wanted) if part is None else part.jaxpr
-    for slot, axis in zip(slots, _axes(jaxpr, [0], rows), strict=True):
-        if axis not in ((0, _FREE) if slot.rows else (_FREE,)):
-            raise RowsTogether(f"it begins with {slot.name}, made of several rows")
-
-
-def _axes(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
+def axes_of_rows(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
     """For each output which of its axes are the rows."""
     axes: dict[Any, int] = dict(zip(jaxpr.invars, given, strict=True))
     for eqn in jaxpr.eqns:
@@ -211,21 +151,21 @@ def _axes(jaxpr: Any, given: Sequence[int], rows: int) -> list[int]:
 
 
 def _axis(axes: dict[Any, int], var: Any) -> int:
-    return _FREE if isinstance(var, Literal) else axes.get(var, _FREE)
+    return FREE if isinstance(var, Literal) else axes.get(var, FREE)
 
 
 def _through(eqn: Any, axes: dict[Any, int], rows: int) -> list[int]:
     name = eqn.primitive.name
     given = [_axis(axes, var) for var in eqn.invars]
-    mine = {axis for axis in given if axis != _FREE}
+    mine = {axis for axis in given if axis != FREE}
     call = inner_call(eqn)
     if call is not None:
-        return _axes(call[0], given, rows)
+        return axes_of_rows(call[0], given, rows)
     if name == "cond":
         return _through_cond(eqn, given, rows)
     if not mine:
         _require_uniform(eqn, rows)
-        return [_FREE] * len(eqn.outvars)
+        return [FREE] * len(eqn.outvars)
     if len(mine) > 1:
         raise RowsTogether(f"{name} mixes rows with another axis")
     (axis,) = mine
@@ -307,12 +247,12 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
     numbers: Any = eqn.params["dimension_numbers"]
     (left, right), (left_batch, right_batch) = numbers
     ranks: list[int] = [var.aval.ndim for var in eqn.invars]
-    if given[1] == _FREE and axis not in left:
+    if given[1] == FREE and axis not in left:
         if axis in left_batch:
             return int(list(left_batch).index(axis))
         free = [d for d in range(ranks[0]) if d not in (*left, *left_batch)]
         return len(left_batch) + free.index(axis)
-    if given[0] == _FREE and axis not in right and axis not in right_batch:
+    if given[0] == FREE and axis not in right and axis not in right_batch:
         free = [d for d in range(ranks[1]) if d not in (*right, *right_batch)]
         first = ranks[0] - len(left)
         return first + free.index(axis)
@@ -320,13 +260,13 @@ def _dotted(eqn: Any, axis: int, given: Sequence[int]) -> int:
 
 
 def _through_cond(eqn: Any, given: Sequence[int], rows: int) -> list[int]:
-    if given[0] != _FREE:
+    if given[0] != FREE:
         raise RowsTogether("it branches on rows")
-    each = [_axes(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
+    each = [axes_of_rows(b.jaxpr, given[1:], rows) for b in eqn.params["branches"]]
     found = []
     for axes in zip(*each, strict=True):
-        mine = {axis for axis in axes if axis != _FREE}
+        mine = {axis for axis in axes if axis != FREE}
         if len(mine) > 1:
             raise RowsTogether("cond mixes rows with another axis")
-        found.append(next(iter(mine), _FREE))
+        found.append(next(iter(mine), FREE))
     return found

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ._jaxprs import flat
+from ._transformation import shaped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ._jaxprs import TreeProgram
     from ._structure import Path
-    from ._tree import Sizes, TreeRule
-
-Shape = jax.ShapeDtypeStruct
+    from ._transformation import Shape, Sizes, TreeTransformation
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,32 @@ class StateGrowsError(Exception):
     """An update returned a state with more leaves than it was given."""
 
 
-def new_state(rule: TreeRule, sizes: Sizes | None) -> StateOfTree:
+def new_state(tree: TreeTransformation, sizes: Sizes | None) -> StateOfTree:
     """What a new state looks like, for a tree of these sizes."""
-    at_first = _state_of(rule.initial, rule.values_at(sizes))
-    if not rule.grows:
+    at_first = _state_of(tree.initial, tree.values_at(sizes))
+    if not tree.grows:
         return at_first
-    function, arguments = _first_update(rule, at_first, sizes)
+    function, arguments = _first_update(tree, at_first, sizes)
     after = _state_of(lambda *given: function(*given)[1], arguments)
     had = {leaf.path for leaf in at_first.leaves}
     leaves = [replace(leaf, is_added=leaf.path not in had) for leaf in after.leaves]
     return StateOfTree(leaves, after.treedef)
 
 
-def initial_of(rule: TreeRule, sizes: Sizes | None) -> Callable[..., list[Any]]:
-    """``values -> state``."""
-    about = rule.state(sizes)
+def initial_of(
+    tree: TreeTransformation, about: Sequence[StateLeaf]
+) -> Callable[..., list[Any]]:
+    """``values -> state``, whose leaves look like ``about``."""
 
     def initial(*values: Any) -> list[Any]:
-        made = iter(jax.tree.leaves(rule.initial(*values)))
+        made = iter(jax.tree.leaves(tree.initial(*values)))
         # Copies, because a leaf that is the value would be donated twice.
         return [_zeros(x.kind) if x.is_added else _copied(next(made)) for x in about]
 
     return initial
 
 
-def require_same(rule: TreeRule, before: Any, after: Any) -> None:
+def require_same(tree: TreeTransformation, before: Any, after: Any) -> None:
     """
     Raises:
         StateGrowsError: The state that an update returned has more than it was given.
@@ -88,59 +89,57 @@ def require_same(rule: TreeRule, before: Any, after: Any) -> None:
     had: Any = jax.tree.structure(before)
     made: Any = jax.tree.structure(after)
     if had == made:
-        _require_same_shapes(rule, before, after)
+        _require_same_shapes(tree, before, after)
         return
-    if not rule.grows and _paths(before) < _paths(after):
-        raise StateGrowsError(rule.name)
+    if not tree.grows and _paths(before) < _paths(after):
+        raise StateGrowsError(tree.name)
     raise TypeError(
-        f"optimizer {rule.name!r} keeps {had}, and its update returns {made}: a "
+        f"optimizer {tree.name!r} keeps {had}, and its update returns {made}: a "
         "transformation returns a state of the structure that it was given"
     )
 
 
-def _require_same_shapes(rule: TreeRule, before: Any, after: Any) -> None:
+def _require_same_shapes(tree: TreeTransformation, before: Any, after: Any) -> None:
     old, new = tree_flatten_with_path(before)[0], jax.tree.leaves(after)
     for (path, leaf), made in zip(old, new, strict=True):
         if jnp.shape(leaf) != jnp.shape(made):
             raise TypeError(
-                f"optimizer {rule.name!r} keeps {keystr(path)} of shape "
+                f"optimizer {tree.name!r} keeps {keystr(path)} of shape "
                 f"{jnp.shape(leaf)}, and its update returns it as {jnp.shape(made)}: "
                 "a transformation returns a state of the shapes that it was given"
             )
 
 
-def require_unread(rule: TreeRule) -> None:
+def require_unread(
+    tree: TreeTransformation, program: TreeProgram, about: Sequence[StateLeaf]
+) -> None:
     """That an update is the same program without the leaves that it adds.
+
+    Args:
+        program: The update with them.
+        about: The leaves of the state that it takes.
 
     Raises:
         TypeError: It is another one.
     """
-    with rule.precision():
-        at_first = _state_of(rule.initial, rule.values_at(None))
-        function, arguments = _first_update(rule, at_first, None)
+    with tree.precision():
+        at_first = _state_of(tree.initial, tree.values_at(None))
+        function, arguments = _first_update(tree, at_first, None)
 
         def first(*given: Any) -> list[Any]:
             return [unwrapped(leaf) for leaf in jax.tree.leaves(function(*given))]
 
         wanted: Any = flat(first, arguments, selects=False)
-    program = rule.update()
-    pairs = zip(program.inputs[2], rule.state(), strict=True)
-    added = {var for var, about in pairs if about.is_added}
+    pairs = zip(program.inputs[2], about, strict=True)
+    added = {var for var, leaf in pairs if leaf.is_added}
     inner: Any = program.closed.jaxpr
     read = [var for var in inner.invars if var not in added]
     if str(inner.replace(invars=read)) != str(wanted.jaxpr):
         raise TypeError(
-            f"the first update of optimizer {rule.name!r} adds leaves to its state, "
+            f"the first update of optimizer {tree.name!r} adds leaves to its state, "
             "and does something else without them: a transformation returns a state of "
             "the structure that it was given"
         )
-
-
-def shaped(dims: Sequence[int], dtype: Any) -> Shape:
-    """An array without a value."""
-    made: Any = jax.ShapeDtypeStruct  # untyped
-    found: Shape = made(tuple(dims), dtype)
-    return found
 
 
 def unwrapped(leaf: Any) -> Any:
@@ -153,19 +152,19 @@ def unwrapped(leaf: Any) -> Any:
 
 
 def _first_update(
-    rule: TreeRule, state: StateOfTree, sizes: Sizes | None
+    tree: TreeTransformation, state: StateOfTree, sizes: Sizes | None
 ) -> tuple[Callable[..., tuple[Any, Any]], list[Shape]]:
     """The update of a state as ``init`` makes it, and what its arguments look like."""
-    values, kinds = rule.values_at(sizes), [leaf.kind for leaf in state.leaves]
-    gradients = rule.gradients_at(sizes)
+    values, kinds = tree.values_at(sizes), [leaf.kind for leaf in state.leaves]
+    gradients = tree.gradients_at(sizes)
     count = len(values)
 
     def update(*given: Any) -> tuple[Any, Any]:
         g, v, s = given[:count], given[count : 2 * count], given[2 * count :]
         arrays, further = s[: len(kinds)], s[len(kinds) :]
-        return rule.applied(g, v, state.unflattened(arrays), further)
+        return tree.applied(g, v, state.unflattened(arrays), further)
 
-    return update, [*gradients, *values, *kinds, *rule.extras.kinds]
+    return update, [*gradients, *values, *kinds, *tree.extras.kinds]
 
 
 def _state_of(function: Callable[..., Any], arguments: Sequence[Shape]) -> StateOfTree:

@@ -10,41 +10,34 @@ A state is a flat list of arrays here, see `_state`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import jax
-import optax
 from jax.tree_util import keystr
 
-from zstrat.errors import InvalidArgumentError
-
-from ._cut import StateOwner, TreeCut, owners_in, places_in
-from ._jaxprs import flat, mask_of, masks, primitives, who_wrote
+from ._cut import TreeCut
+from ._jaxprs import TreeProgram, flat, mask_of, who_wrote
+from ._owners import owners_in, places_in
 from ._state import (
     StateGrowsError,
     initial_of,
     new_state,
     require_same,
     require_unread,
-    shaped,
     unwrapped,
 )
+from ._transformation import TreeTransformation, shaped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from ._owners import StateOwner
     from ._state import StateLeaf, StateOfTree
-    from ._structure import TreeStructure
+    from ._transformation import Sizes
 
 T = TypeVar("T")
-
-Shape = jax.ShapeDtypeStruct
-Sizes = tuple[int | None, ...]
-"""For each leaf the length of its first axis, None for its own."""
-
 
 GENERATIONS: Final = 4
 """How often the dtypes of a state may change before they have to stay as they are."""
@@ -54,100 +47,11 @@ _TRACES: Final = frozenset({"state", "init", "update"})
 """What is remembered of a tree however it is cut."""
 
 
-def checked(transformation: Any) -> Any:
-    """The optax transformation itself: of an object that makes one, what it makes.
-
-    Raises:
-        TypeError: It is none.
-    """
-    make = getattr(transformation, "gradient_transformation", None)
-    made = make() if callable(make) else transformation
-    if not all(callable(getattr(made, name, None)) for name in ("init", "update")):
-        raise TypeError(
-            f"zs.Optimizer takes an optax GradientTransformation, as "
-            f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
-        )
-    return made
-
-
-def takes_extras(transformation: Any) -> bool:
-    """Whether its update may want further arguments."""
-    return isinstance(transformation, optax.GradientTransformationExtraArgs)
-
-
-@dataclass(frozen=True)
-class Extras:
-    """Further arguments of ``update``: a pytree of arrays by name, and what is no
-    array, as it is."""
-
-    treedef: Any
-    kinds: tuple[Shape, ...]
-    static: tuple[tuple[str, Any], ...] = ()
-
-    @staticmethod
-    def none() -> Extras:
-        """Those of an update that takes none."""
-        return Extras(jax.tree.structure({}), ())
-
-    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """As ``update`` takes them."""
-        return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
-
-
-@dataclass(frozen=True)
-class TreeProgram:
-    """A flat program, with what each of its variables depends on.
-
-    Its inputs are, one behind the other, what ``counts`` says: gradients, values,
-    leaves of the state, further arguments. ``mask`` is by variable.
-    """
-
-    closed: Any
-    counts: tuple[int, int, int, int]
-    mask: Mapping[Any, int]
-
-    @functools.cached_property
-    def inputs(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Its variables: gradients, values, state, further arguments."""
-        left = iter(self.closed.jaxpr.invars)
-        g, v, s, x = ([next(left) for _ in range(n)] for n in self.counts)
-        return g, v, s, x
-
-    @functools.cached_property
-    def outputs(self) -> list[Any]:
-        """Its results: of ``update`` the new values, then the new state."""
-        return list(self.closed.jaxpr.outvars)
-
-    @property
-    def acts(self) -> str:
-        """The primitive by which it does more than compute, or nothing."""
-        found = [n for n in primitives(self.closed.jaxpr) if "callback" in n]
-        return found[0] if found else ("an effect" if self.closed.effects else "")
-
-
 @dataclass(frozen=True, eq=False)
-class TreeRule:
-    """See the module's docstring.
+class TreeRule(TreeTransformation):
+    """See the module's docstring. What it is traced with are the fields of
+    `TreeTransformation`."""
 
-    ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
-    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
-    what is made of one gradient alone, as its norm, is an operand, too, so that the
-    rows of that leaf can be moved one by one. ``grows``: its first update adds leaves
-    to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
-    at first. ``examples``: for how many examples there is a gradient of each leaf,
-    along an axis before its own; 0 for one gradient of its shape. Empty: 0 for all.
-    """
-
-    name: str
-    transformation: Any
-    structure: TreeStructure
-    kinds: tuple[Shape, ...]
-    gradients: tuple[Any, ...]
-    extras: Extras = field(default_factory=Extras.none)
-    wide: bool = False
-    early: bool = False
-    grows: bool = False
-    examples: tuple[int, ...] = ()
     _programs: dict[Any, Any] = field(default_factory=dict)
 
     def state(self, sizes: Sizes | None = None) -> list[StateLeaf]:
@@ -162,10 +66,6 @@ class TreeRule:
                 self._programs[key] = new_state(self, sizes)
         found: StateOfTree = self._programs[key]
         return found
-
-    def state_structure(self) -> Any:
-        """The treedef of the state."""
-        return self.state_of().treedef
 
     def unflattened(self, leaves: Sequence[Any]) -> Any:
         """The state in optax's own structure, from its leaves."""
@@ -193,13 +93,18 @@ class TreeRule:
 
     def owners(self) -> list[StateOwner | None]:
         """For each leaf of the state the leaf of the tree that it belongs to."""
-        return self.remembered(("owners",), lambda: owners_in(self))
+        return self.remembered(
+            ("owners",),
+            lambda: owners_in(self.structure, self.state_of(), self.update),
+        )
 
     def place(self, state: int) -> tuple[int | None, str]:
         """The leaf of the tree in whose place a leaf of the state lies, if it is in a
         copy of the tree's structure, and its path without the leaf's own."""
         found: dict[int, StateOwner]
-        found = self.remembered(("places",), lambda: places_in(self))
+        found = self.remembered(
+            ("places",), lambda: places_in(self.structure, self.state_of())
+        )
         owner, path = found.get(state), self.state()[state].path
         if owner is None or owner.start is None:
             return None, keystr(path)
@@ -217,7 +122,13 @@ class TreeRule:
         """How the program of such a tree is cut."""
         key = ("cut", sizes, dtypes)
         if key not in self._programs:
-            self._programs[key] = TreeCut(self, sizes, dtypes)
+            self._programs[key] = TreeCut(
+                self,
+                self.state(),
+                self.owners(),
+                functools.partial(self.update, sizes, dtypes),
+                self._brought_together,
+            )
         found: TreeCut = self._programs[key]
         return found
 
@@ -254,10 +165,10 @@ class TreeRule:
         key = ("init", sizes)
         if key not in self._programs:
             with self.precision():
-                initial = initial_of(self, sizes)
+                initial = initial_of(self, self.state(sizes))
                 closed = flat(initial, self.values_at(sizes), selects=False)
             counts = (0, len(self.kinds), 0, 0)
-            self._programs[key] = TreeProgram(closed, counts, _by_input(closed))
+            self._programs[key] = TreeProgram.of(closed, counts)
         found: TreeProgram = self._programs[key]
         return found
 
@@ -289,59 +200,9 @@ class TreeRule:
         """New values and new state: plain optax on the tree."""
         before = self.unflattened(state)
         moved, after = self.applied(gradients, values, before, extras)
-        found = self._fitting(moved, values)
+        found = self.fitting(moved, values)
         require_same(self, before, after)
         return found, [unwrapped(leaf) for leaf in jax.tree.leaves(after)]
-
-    def _fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
-        """The leaves of new values in place of others.
-
-        Raises:
-            InvalidArgumentError: They have another structure, or other shapes.
-        """
-        found, treedef = jax.tree.flatten(moved)
-        if treedef != self.structure.treedef:
-            raise InvalidArgumentError(
-                f"optimizer {self.name!r} gives updates of another structure than its "
-                f"tree, which is {self.structure.treedef}: {treedef}"
-            )
-        for leaf, (new, old) in enumerate(zip(found, values, strict=True)):
-            if new.shape != old.shape:
-                raise InvalidArgumentError(self._misshapen(leaf, new.shape))
-        return found
-
-    def _misshapen(self, leaf: int, shape: tuple[int, ...]) -> str:
-        words, kind = self.structure.words(leaf), self.kinds[leaf]
-        if self.examples and self.examples[leaf]:
-            return (
-                f"shape mismatch. {words} has shape {kind.shape}, and its gradient "
-                f"{(self.examples[leaf], *kind.shape)}; expected {kind.shape}. "
-                f"Optimizer {self.name!r} does not bring gradients of single examples "
-                "together, as optax.contrib.dpsgd does: give it their sum or their mean"
-            )
-        return (
-            f"optimizer {self.name!r} gives {words}, of shape {kind.shape}, an update "
-            f"that makes it {shape}: give the variable that shape, or leave it to "
-            "another optimizer"
-        )
-
-    def applied(
-        self,
-        gradients: Sequence[Any],
-        values: Sequence[Any],
-        before: Any,
-        extras: Sequence[Any],
-    ) -> tuple[Any, Any]:
-        """New values and new state, as optax has them."""
-        unflatten = self.structure.treedef.unflatten
-        params, further = unflatten(list(values)), self.extras.arguments(extras)
-        given = unflatten(list(gradients))
-        updates, after = self.transformation.update(given, before, params, **further)
-        return optax.apply_updates(params, updates), after
-
-    def initial(self, *values: Any) -> Any:
-        """A new state, as optax has it."""
-        return self.transformation.init(self.structure.treedef.unflatten(list(values)))
 
     def traced(self) -> TreeRule:
         """The same, cut; one that grows, if that is what its first update does.
@@ -353,51 +214,17 @@ class TreeRule:
             self.cut()
         except StateGrowsError:
             found = replace(self, grows=True, _programs={})
-            require_unread(found)
+            require_unread(found, found.update(), found.state())
             found.cut()
             return found
         return self
 
-    @contextlib.contextmanager
-    def precision(self) -> Iterator[None]:
-        """In which it is traced and runs: with 64 bits if it has some, and by jax's own
-        rules of dtypes, which optax is written for, whatever the user has set."""
-        with (
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-            jax.enable_x64(True) if self.wide else contextlib.nullcontext(),
-        ):
-            yield
-
-    def values_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the leaves look like in these sizes."""
-        if sizes is None:
-            return list(self.kinds)
-        return [
-            kind if size is None else shaped((size, *kind.shape[1:]), kind.dtype)
-            for kind, size in zip(self.kinds, sizes, strict=True)
-        ]
-
-    def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
-        """What the gradients look like in these sizes."""
-        counts = self.examples or (0,) * len(self.kinds)
-        return [
-            shaped((count, *kind.shape) if count else kind.shape, dtype)
-            for count, kind, dtype in zip(
-                counts, self.values_at(sizes), self.gradients, strict=True
-            )
-        ]
-
-    def sizes(self, size: int) -> Sizes:
-        """All leaves that have rows, with this number of them."""
-        return tuple([size if kind.shape else None for kind in self.kinds])
-
     # ---- private -------------------------------------------------------------------
 
-    def brought_together(self, owners: Sequence[StateOwner | None]) -> str:
+    def _brought_together(self) -> str:
         """The function of optax that first makes something of the values, or of the
         state, of several leaves; "" if it cannot be told."""
-        leaves = len(self.kinds)
+        leaves, owners = len(self.kinds), self.owners()
         function, arguments, counts = self._function(None, None)
 
         def count(mask: int) -> int:
@@ -428,7 +255,7 @@ class TreeRule:
         function, arguments, counts = self._function(sizes, dtypes)
         with self.precision():
             closed = flat(function, arguments, selects=selects)
-        return TreeProgram(closed, counts, _by_input(closed))
+        return TreeProgram.of(closed, counts)
 
     def _function(
         self, sizes: Sizes | None, dtypes: tuple[Any, ...] | None
@@ -449,8 +276,3 @@ class TreeRule:
             return [*moved, *after]
 
         return update, [*gradients, *values, *state, *self.extras.kinds], counts
-
-
-def _by_input(closed: Any) -> Mapping[Any, int]:
-    inputs = len(closed.jaxpr.invars)
-    return masks(closed.jaxpr, [1 << n for n in range(inputs)])

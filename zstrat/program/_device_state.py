@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh, Sharding
 
-    from zstrat.variables import Residence, SlotRule, Variable
+    from zstrat.variables import Residence, SlotRule, VariableHandle
 
     from .trace._iterator import Draws
     from .trace._plan import Plan
@@ -38,8 +38,8 @@ class PlannedVariables:
     def __init__(
         self,
         plan: Plan,
-        moved: Sequence[Variable],
-        slots: Sequence[tuple[Variable, SlotRule]],
+        moved: Sequence[VariableHandle],
+        slots: Sequence[tuple[VariableHandle, SlotRule]],
     ) -> None:
         self._plan = plan
         self._moved = moved
@@ -202,7 +202,7 @@ class PlannedVariables:
             residence.steps = number
 
 
-def _home(variable: Variable) -> DeviceHome:
+def _home(variable: VariableHandle) -> DeviceHome:
     home = variable.home
     assert isinstance(home, DeviceHome)
     return home

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from zstrat.checkpoint import Manifest, StoredTensor
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.variables import OptimizerHandle, VariableHandle
 
     from ._blocking import FileThread
     from ._match import Load
@@ -92,7 +92,7 @@ async def load(folder: str, loads: Sequence[Load], disk: FileThread) -> None:
 
     Cancellation, and all errors: some of the variables may have been restored.
     """
-    local: list[tuple[Variable, Load, int]] = []
+    local: list[tuple[VariableHandle, Load, int]] = []
     servers: dict[tuple[int, int], _Server] = {}
     for each in loads:
         start = 0
@@ -129,7 +129,7 @@ async def _all(works: Iterable[Any]) -> None:
 
 
 def _ask(
-    server: _Server, folder: str, component: Variable, load: Load, start: int
+    server: _Server, folder: str, component: VariableHandle, load: Load, start: int
 ) -> None:
     optimizer = 0 if load.optimizer is None else load.optimizer.id
     key, tensor = component.spec.key, load.tensor
@@ -217,7 +217,9 @@ def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarr
 # ---- this process --------------------------------------------------------------------
 
 
-def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> None:
+def _load_local(
+    local: Sequence[tuple[VariableHandle, Load, int]], files: _Files
+) -> None:
     """Each variable gets its value and slots at once."""
     mine: dict[int, list[tuple[Load, int]]] = defaultdict(list)
     variables = {id(variable): variable for variable, _, _ in local}
@@ -225,7 +227,7 @@ def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> N
         mine[id(variable)].append((each, start))
     for number, variable in variables.items():
         value: np.ndarray | None = None
-        slots: dict[Optimizer, Beside | None] = {}
+        slots: dict[OptimizerHandle, Beside | None] = {}
         for each, start in mine[number]:
             if each.optimizer is None and each.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
@@ -245,7 +247,9 @@ def _load_local(local: Sequence[tuple[Variable, Load, int]], files: _Files) -> N
         home.put(value, slots)
 
 
-def _slot(variable: Variable, load: Load, start: int, files: _Files) -> np.ndarray:
+def _slot(
+    variable: VariableHandle, load: Load, start: int, files: _Files
+) -> np.ndarray:
     """An array that an optimizer keeps beside a variable of this process.
 
     Raises:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.ps import PinnedTensor, Ref
-    from zstrat.variables import Variable
+    from zstrat.variables import VariableHandle
     from zstrat.wire import LoadEntry, SnapshotWritten, StoreEntry
 
 T = TypeVar("T")
@@ -100,7 +100,7 @@ class ServerConnection(Protocol):
         ...
 
 
-def cluster_of(variable: Variable) -> ServerConnection | None:
+def cluster_of(variable: VariableHandle) -> ServerConnection | None:
     """The cluster that a variable lives on, None if it lives in this process.
 
     Raises:

@@ -21,19 +21,18 @@ import numpy as np
 from zstrat.wire import UpdateOp
 
 from . import _convert
-from ._creator import Creating
 from ._home import update_all, update_all_async
 from ._operators import ArrayOperators
 from ._rows import read_rows, read_rows_async
-from ._tracing import Recorder, recorder, refuse_read, refuse_update
+from ._tracing import Creating, Recorder, recorder, refuse_read, refuse_update
 
 if TYPE_CHECKING:
-    from ._home import HomeUpdate
+    from ._home import HomeUpdate, VariableHandle
     from ._slices import IndexedSlices
     from ._spec import VariableAggregation, VariableSpec, VariableSynchronization
     from ._table import Table
-    from ._variable import Variable
-    from .gradients._optimizer import Optimizer
+    from .gradients._gradient_call import UpdateRecorder
+    from .gradients._slots import OptimizerHandle
 
 
 class ValueWanted(RuntimeError):
@@ -48,7 +47,7 @@ class AbstractVariable(ArrayOperators):
 
     @property
     @abc.abstractmethod
-    def components(self) -> tuple[Variable, ...]:
+    def components(self) -> tuple[VariableHandle, ...]:
         """The variables that hold the value, in the order of their rows; the variable
         itself unless it is in parts."""
 
@@ -74,23 +73,27 @@ class AbstractVariable(ArrayOperators):
 
     @abc.abstractmethod
     def _record(
-        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         """Notes an update by a traced operand of the whole shape."""
 
     @abc.abstractmethod
     def _record_rows(
         self,
-        recording: Recorder,
+        recording: UpdateRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         """Notes an update by traced indices and rows."""
 
     @abc.abstractmethod
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         """What an operand of the whole shape does to each component."""
 
@@ -99,7 +102,7 @@ class AbstractVariable(ArrayOperators):
         self,
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> list[HomeUpdate]:
         """What indices and rows do to the components that have some of them."""
 
@@ -396,7 +399,7 @@ class AbstractVariable(ArrayOperators):
         return value
 
     def _dense(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> Self:
         recording = recorder.get()
         if recording is None:
@@ -412,7 +415,10 @@ class AbstractVariable(ArrayOperators):
         return self
 
     def _sparse(
-        self, op: UpdateOp, delta: IndexedSlices, optimizer: Optimizer | None = None
+        self,
+        op: UpdateOp,
+        delta: IndexedSlices,
+        optimizer: OptimizerHandle | None = None,
     ) -> Self:
         recording = recorder.get()
         if recording is None:
@@ -425,7 +431,7 @@ class AbstractVariable(ArrayOperators):
         return self
 
     def _planned(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         """A checked update outside of steps, split over the components."""
         refuse_update(self._spec, WORDS[op])
@@ -434,7 +440,7 @@ class AbstractVariable(ArrayOperators):
         return self._updates(op, operand, optimizer)
 
     def _planned_rows(
-        self, op: UpdateOp, delta: IndexedSlices, optimizer: Optimizer | None
+        self, op: UpdateOp, delta: IndexedSlices, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         refuse_update(self._spec, WORDS[op])
         rows = _convert.plain_rows(self._spec, delta.indices, delta.values, WORDS[op])

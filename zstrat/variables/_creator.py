@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from ._spec import VariableAggregation, VariableSynchronization
-from ._tracing import recorder
+from ._tracing import Creating, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from contextvars import Token
 
     from ._abstract import AbstractVariable
-    from .gradients._optimizer import Optimizer
+    from .gradients._slots import OptimizerHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Creator(Protocol):
         `Variable`, or a `ShardedVariable`."""
         ...
 
-    def register_optimizer(self, optimizer: Optimizer) -> int:
+    def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         """Makes the optimizer known where the variables live; returns its id there."""
         ...
 
@@ -156,13 +156,6 @@ def is_trainable(
 
 class CreatedInStep(ValueError):
     """A variable is created where a step is being traced."""
-
-
-@runtime_checkable
-class Creating(Protocol):
-    """A recorder of a function that runs with values, and so may create variables."""
-
-    may_create: bool
 
 
 def check(request: VariableRequest) -> None:

@@ -24,10 +24,8 @@ from ._device_value import DeviceValue
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._home import HomeRows, HomeUpdate, Operands
-    from ._variable import Variable
-    from .gradients._optimizer import Optimizer
-    from .gradients._slots import Beside, SlotRule
+    from ._home import HomeRows, HomeUpdate, KnowsSlots, Operands, VariableHandle
+    from .gradients._slots import Beside, OptimizerHandle, SlotRule
 
 
 class DeviceHome(DeviceValue):
@@ -39,10 +37,10 @@ class DeviceHome(DeviceValue):
         names = self.residence.names
         return names[copy if len(names) > 1 else 0]
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         return self._looked_at(variable.name, self._seen)
 
-    def copies(self, variable: Variable) -> np.ndarray:
+    def copies(self, variable: VariableHandle) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
         to.
 
@@ -51,7 +49,7 @@ class DeviceHome(DeviceValue):
         """
         return self._looked_at(variable.name, self._all_copies)
 
-    def copy(self, variable: Variable, number: int) -> np.ndarray:
+    def copy(self, variable: VariableHandle, number: int) -> np.ndarray:
         """One of them.
 
         Raises:
@@ -74,7 +72,7 @@ class DeviceHome(DeviceValue):
         with self.residence.turn:
             self._put_apart(copies)
 
-    def take_copies_of(self, variable: Variable, other: DeviceHome) -> None:
+    def take_copies_of(self, variable: VariableHandle, other: DeviceHome) -> None:
         """The values that the replicas of this process have of another variable of the
         same form.
 
@@ -90,7 +88,7 @@ class DeviceHome(DeviceValue):
 
     def update_copy(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         number: int,
         op: UpdateOp,
         updates: Sequence[Operands],
@@ -116,15 +114,15 @@ class DeviceHome(DeviceValue):
                 copies[number] = apply(op, copies[number], moves)
             self._put_apart(copies, missing - {number})
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         assert optimizer is None, "gradients are applied by `put_moved`"
         dtype = variable.spec.numpy_dtype
@@ -171,7 +169,7 @@ class DeviceHome(DeviceValue):
         return self.slot_leaves(rule, name)
 
     def put_moved(
-        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
         """Value and slots from now on."""
         placed = self.placed(np.asarray(value, variable.spec.numpy_dtype))
@@ -180,10 +178,10 @@ class DeviceHome(DeviceValue):
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
 
@@ -212,7 +210,7 @@ class DeviceHome(DeviceValue):
             return self._seen(), self.shown_slots()
 
     def read_slots(
-        self, optimizer: Optimizer, variables: Sequence[Variable]
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
         """What an optimizer keeps beside it, by name."""
         _, slots = self.taken(variables[0].name)
@@ -222,7 +220,11 @@ class DeviceHome(DeviceValue):
         return [dict(zip(beside.names, beside.leaves, strict=True))]
 
     def write_slot(
-        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+        self,
+        optimizer: KnowsSlots,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
     ) -> None:
         """Assigns one of the arrays that an optimizer keeps beside it."""
         with self.residence.turn:
@@ -235,7 +237,7 @@ class DeviceHome(DeviceValue):
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Beside | None],
+        slots: Mapping[OptimizerHandle, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
         optimizer begins anew."""
@@ -257,7 +259,7 @@ class DeviceHome(DeviceValue):
 class CopyHome:
     """The home of one copy: a row of the home of the whole variable."""
 
-    def __init__(self, container: Variable, number: int) -> None:
+    def __init__(self, container: VariableHandle, number: int) -> None:
         self.container = container
         self.number = number
 
@@ -265,19 +267,19 @@ class CopyHome:
         """TF's name of the device that keeps this copy."""
         return self._home.device_name(self.number)
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         del variable  # one home, one copy
         return self._home.copy(self.container, self.number)
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if optimizer is not None:
             raise self.not_optimized(variable)
@@ -285,10 +287,10 @@ class CopyHome:
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
 
@@ -305,7 +307,7 @@ class CopyHome:
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         self.update_many(updates)
 
-    def not_optimized(self, variable: Variable) -> NotImplementedError:
+    def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
         """An optimizer is given this copy."""
         return NotImplementedError(
             f"{variable.spec} is one copy of {self.container.spec}, and optimizers "

@@ -12,48 +12,105 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
+from .gradients._slots import OptimizerHandle
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from zstrat.wire import UpdateOp
 
-    from ._variable import Variable
-    from .gradients._gradient_call import GradientCall
-    from .gradients._optimizer import Optimizer
+    from ._spec import (
+        VariableAggregation,
+        VariableSpec,
+        VariableSynchronization,
+    )
     from .gradients._slots import Beside, SlotRule
 
 Operands = tuple[np.ndarray, ...]
-HomeRows: TypeAlias = "tuple[Variable, np.ndarray]"
+HomeRows: TypeAlias = "tuple[VariableHandle, np.ndarray]"
 """A variable and indices ``[n]`` of its first axis."""
-HomeUpdate: TypeAlias = "tuple[Variable, UpdateOp, Operands, Optimizer | None]"
+HomeUpdate: TypeAlias = (
+    "tuple[VariableHandle, UpdateOp, Operands, OptimizerHandle | None]"
+)
 """What `Home.update` takes."""
+
+
+class VariableHandle(Protocol):
+    """A variable in one piece, as homes, tables and recorders know it: what it is, and
+    where its value lives."""
+
+    @property
+    def spec(self) -> VariableSpec: ...
+
+    @property
+    def home(self) -> Home: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def aggregation(self) -> VariableAggregation: ...
+
+    @property
+    def synchronization(self) -> VariableSynchronization: ...
+
+    @property
+    def is_brought_together(self) -> bool:
+        """Whether no home has rows of it, see `Variable.is_brought_together`."""
+        ...
+
+    @property
+    def components(self) -> tuple[VariableHandle, ...]:
+        """Itself."""
+        ...
+
+    def value(self) -> Any:
+        """The value, here and now."""
+        ...
+
+    def numpy(self) -> np.ndarray: ...
+
+    def _read_now(self) -> np.ndarray:
+        """The value, from its home."""
+        ...
+
+    async def _read_now_async(self) -> np.ndarray: ...
 
 
 class Home(Protocol):
     """Keeps values. The caller has checked shapes and dtypes of the operands."""
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         """The value, as an array that nobody writes to any more."""
         ...
 
-    async def read_async(self, variable: Variable) -> np.ndarray: ...
+    async def read_async(self, variable: VariableHandle) -> np.ndarray: ...
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         """Applies one update; returns when it is visible to every reader."""
         ...
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None: ...
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
@@ -87,7 +144,7 @@ class InProcess(Protocol):
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Beside | None],
+        slots: Mapping[OptimizerHandle, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
         optimizer begins anew."""
@@ -121,9 +178,21 @@ class MovesHere(Protocol):
         ...
 
     def put_moved(
-        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
         """Value and slots from now on."""
+        ...
+
+
+class KnowsSlots(OptimizerHandle, Protocol):
+    """An optimizer that knows what it keeps beside a variable of this process."""
+
+    def slot_rule(self, variable: VariableHandle) -> SlotRule:
+        """What it keeps beside it.
+
+        Raises:
+            RuntimeError: It has not seen the variable yet.
+        """
         ...
 
 
@@ -132,39 +201,21 @@ class KeepsSlots(Protocol):
     """A home whose slots can be looked at, and assigned, while training goes on."""
 
     def read_slots(
-        self, optimizer: Optimizer, variables: Sequence[Variable]
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
         """What the optimizer keeps beside each variable, by name; nothing, if it has
         not moved it yet."""
         ...
 
     def write_slot(
-        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+        self,
+        optimizer: KnowsSlots,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
     ) -> None:
         """Assigns one of them, which is there, or is made of the tree of the
         optimizer."""
-        ...
-
-
-@runtime_checkable
-class Binds(Protocol):
-    """A home that has to be told of the tree of an optimizer before it is used."""
-
-    def bind(self, call: GradientCall) -> None:
-        """Tells of the tree of a call, once.
-
-        Raises:
-            ValueError: It cannot be told, or is refused; says why.
-        """
-        ...
-
-
-@runtime_checkable
-class BindsAsync(Protocol):
-    """The same, awaited."""
-
-    async def bind_async(self, call: GradientCall) -> None:
-        """`Binds.bind`, without blocking the running loop."""
         ...
 
 
@@ -181,7 +232,7 @@ class NamesDevices(Protocol):
 class ReadsMany(Protocol):
     """A home that gives many values for the price of one."""
 
-    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         """The values, in order; see `Home.read`."""
         ...
 
@@ -190,12 +241,14 @@ class ReadsMany(Protocol):
 class ReadsManyAsync(Protocol):
     """The same, awaited."""
 
-    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]:
         """The values, in order; see `Home.read`."""
         ...
 
 
-def read_all(variables: Iterable[Variable]) -> list[np.ndarray]:
+def read_all(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """The values of variables, in order; see `Home.read`.
 
     Cost: one request to each home that can answer for many.
@@ -211,7 +264,7 @@ def read_all(variables: Iterable[Variable]) -> list[np.ndarray]:
     return [found[place] for place in range(len(wanted))]
 
 
-async def read_all_async(variables: Iterable[Variable]) -> list[np.ndarray]:
+async def read_all_async(variables: Iterable[VariableHandle]) -> list[np.ndarray]:
     """`read_all`, without blocking the running loop."""
     wanted = list(variables)
     found: dict[int, np.ndarray] = {}
@@ -265,7 +318,7 @@ async def update_all_async(updates: Sequence[HomeUpdate]) -> None:
             await home.update_many_async([updates[place] for place in places])
 
 
-def _homes(variables: Sequence[Variable]) -> list[tuple[Home, list[int]]]:
+def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:
     """Each home with the places of its variables, in order of the first ones."""
     places: dict[int, list[int]] = {}
     for place, variable in enumerate(variables):
@@ -276,27 +329,27 @@ def _homes(variables: Sequence[Variable]) -> list[tuple[Home, list[int]]]:
 class Detached:
     """The home of handles on another task: names without values."""
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_detached(variable, "read"))
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         raise RuntimeError(_detached(variable, "read"))
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
 
@@ -313,7 +366,7 @@ class Detached:
         self.update(*updates[0])
 
 
-def _detached(variable: Variable, what: str) -> str:
+def _detached(variable: VariableHandle, what: str) -> str:
     where = variable.spec.device
     return (
         f"{what} {variable.spec} outside a step function: this handle came from "

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
     from zstrat.wire import UpdateOp
 
-    from ._home import HomeRows, HomeUpdate, Operands
-    from ._variable import Variable
-    from .gradients._optimizer import Optimizer
-    from .gradients._slots import Beside, SlotRule
+    from ._home import HomeRows, HomeUpdate, KnowsSlots, Operands, VariableHandle
+    from .gradients._slots import Beside, OptimizerHandle, SlotRule
 
 
 class LocalHome:
@@ -33,19 +31,19 @@ class LocalHome:
         # Reads and updates come from any thread; an update is read, compute, replace.
         self._lock = threading.RLock()
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         del variable  # one home, one variable
         return self._value
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return self.read(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         assert optimizer is None, "gradients are applied by `put_moved`"
         with self._lock:
@@ -54,10 +52,10 @@ class LocalHome:
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: Operands,
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         self.update(variable, op, operands, optimizer)
 
@@ -100,7 +98,7 @@ class LocalHome:
         return rule.fitted(name, beside).leaves
 
     def put_moved(
-        self, variable: Variable, value: Any, rule: SlotRule, leaves: list[Any]
+        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
         """Value and slots from now on."""
         self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
@@ -111,7 +109,7 @@ class LocalHome:
         return frozenset(self._slots)
 
     def read_slots(
-        self, optimizer: Optimizer, variables: Sequence[Variable]
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
         """What an optimizer keeps beside it, by name."""
         _, slots = self.taken(variables[0].name)
@@ -121,7 +119,11 @@ class LocalHome:
         return [dict(zip(beside.names, beside.leaves, strict=True))]
 
     def write_slot(
-        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+        self,
+        optimizer: KnowsSlots,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
     ) -> None:
         """Assigns one of the arrays that an optimizer keeps beside it."""
         with self._lock:
@@ -133,7 +135,7 @@ class LocalHome:
     def put(
         self,
         value: np.ndarray | None,
-        slots: Mapping[Optimizer, Beside | None],
+        slots: Mapping[OptimizerHandle, Beside | None],
     ) -> None:
         """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
         optimizer begins anew."""

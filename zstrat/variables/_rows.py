@@ -26,10 +26,9 @@ from ._table import TableLayout, absent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ._home import HomeRows, HomeUpdate
+    from ._home import HomeRows, HomeUpdate, VariableHandle
     from ._table import Table, TablePiece
-    from ._variable import Variable
-    from .gradients._optimizer import Optimizer
+    from .gradients._slots import OptimizerHandle
 
 
 def read_rows(table: Table, ids: Any) -> np.ndarray:
@@ -83,7 +82,7 @@ class Gathering:
         return cls(table, index.shape, found, table.pieces(found.unique), left_out)
 
     @property
-    def whole(self) -> list[Variable]:
+    def whole(self) -> list[VariableHandle]:
         """The components whose values are brought together, whatever rows are wanted:
         all processes take part in that, and others may want other rows."""
         return [v for v in self.table.components if v.is_brought_together]
@@ -131,7 +130,7 @@ def row_updates(
     table: Table,
     op: UpdateOp,
     operands: tuple[np.ndarray, np.ndarray],
-    optimizer: Optimizer | None,
+    optimizer: OptimizerHandle | None,
 ) -> list[HomeUpdate]:
     """What each component has of an update of rows of the table.
 

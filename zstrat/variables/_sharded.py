@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from ._home import HomeUpdate
     from ._slices import IndexedSlices
-    from .gradients._optimizer import Optimizer
+    from .gradients._gradient_call import UpdateRecorder
+    from .gradients._slots import OptimizerHandle
 
 
 class ShardedVariable(AbstractVariable):
@@ -49,28 +50,30 @@ class ShardedVariable(AbstractVariable):
             them is there twice, or a part of another variable already.
     """
 
-    __slots__ = ("__weakref__", "_table")
+    __slots__ = ("__weakref__", "_components", "_table")
+    _components: tuple[Variable, ...]
     _table: Table
 
     def __init__(
         self, variables: Sequence[Variable], name: str = "ShardedVariable"
     ) -> None:
         _check(variables)
-        table = Table(name, tuple(variables))
+        components = tuple(variables)
+        table = Table(name, components)
         for index, variable in enumerate(variables):
             offset = int(table.offsets[index])
             part = ComponentRows(name, index, len(variables), offset, table.shape[0])
             variable._spec = replace(variable._spec, part=part)
-        _fill(self, table)
+        _fill(self, components, table)
 
     @property
     def variables(self) -> list[Variable]:
         """The components, in the order of their rows."""
-        return list(self._table.components)
+        return list(self._components)
 
     @property
     def components(self) -> tuple[Variable, ...]:
-        return self._table.components
+        return self._components
 
     @property
     def table(self) -> Table:
@@ -93,22 +96,26 @@ class ShardedVariable(AbstractVariable):
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
     def _record(
-        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         for component, part in self._cut(value):
             recording.update(component, op, (part,), optimizer)
 
     def _record_rows(
         self,
-        recording: Recorder,
+        recording: UpdateRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         recording.update_rows(self._table, op, rows, optimizer)
 
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         return [(part, op, (rows,), optimizer) for part, rows in self._cut(value)]
 
@@ -116,7 +123,7 @@ class ShardedVariable(AbstractVariable):
         self,
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> list[HomeUpdate]:
         return row_updates(self._table, op, rows, optimizer)
 
@@ -245,12 +252,15 @@ class ShardedVariable(AbstractVariable):
 def joined(components: Sequence[Variable], name: str) -> ShardedVariable:
     """The variable over components that know already that they are its parts."""
     sharded = object.__new__(ShardedVariable)
-    _fill(sharded, Table(name, tuple(components)))
+    parts = tuple(components)
+    _fill(sharded, parts, Table(name, parts))
     return sharded
 
 
-def _fill(sharded: ShardedVariable, table: Table) -> None:
-    first = table.components[0].spec
+def _fill(
+    sharded: ShardedVariable, components: tuple[Variable, ...], table: Table
+) -> None:
+    first = components[0].spec
     sharded._spec = VariableSpec(
         first.key,
         table.name,
@@ -261,8 +271,8 @@ def _fill(sharded: ShardedVariable, table: Table) -> None:
         first.aggregation,
         first.synchronization,
     )
-    sharded._table = table
-    for component in table.components:
+    sharded._components, sharded._table = components, table
+    for component in components:
         component._container = weakref.ref(sharded)
 
 

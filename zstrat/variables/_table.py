@@ -18,7 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ._variable import Variable
+    from ._home import VariableHandle
 
 
 ABSENT: Final = 1 - 2**31
@@ -60,7 +60,7 @@ class Table:
     """
 
     name: str
-    components: tuple[Variable, ...]
+    components: tuple[VariableHandle, ...]
     layout: TableLayout = TableLayout.DIV
     offsets: np.ndarray = field(init=False, repr=False)
     """First row of each component, and behind the last one the number of all rows."""

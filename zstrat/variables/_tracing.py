@@ -22,45 +22,24 @@ import jax
 import numpy as np
 from jax.extend.core import get_opaque_trace_state
 
-if TYPE_CHECKING:
-    from zstrat.wire import UpdateOp
+from .gradients._gradient_call import UpdateRecorder
 
+if TYPE_CHECKING:
+    from ._home import VariableHandle
     from ._spec import VariableSpec
     from ._table import Table
-    from ._variable import Variable
     from .gradients._gradient_call import GradientCall
-    from .gradients._optimizer import Optimizer
 
 
-class Recorder(Protocol):
+class Recorder(UpdateRecorder, Protocol):
     """What the trace of a step function does with the variables that it meets."""
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         """The value as the trace sees it, writes of the same step included."""
-        ...
-
-    def update(
-        self,
-        variable: Variable,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
-    ) -> None:
-        """Notes an update; shapes and dtypes were checked before."""
         ...
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         """The rows of a table, ``ids.shape + row``; ``ids`` are integers."""
-        ...
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
-    ) -> None:
-        """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
         ...
 
     def optimize(self, call: GradientCall) -> None:
@@ -79,13 +58,20 @@ class KeepsCopies(Protocol):
     """A recorder outside of replicas, which knows all copies of a variable of which
     each replica has its own."""
 
-    def copies(self, variable: Variable) -> jax.Array:
+    def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies, ``[count, ...]``."""
         ...
 
-    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
         """The copies from now on."""
         ...
+
+
+@runtime_checkable
+class Creating(Protocol):
+    """A recorder of a function that runs with values, and so may create variables."""
+
+    may_create: bool
 
 
 recorder: Final[ContextVar[Recorder | None]] = ContextVar(

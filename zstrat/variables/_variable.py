@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ._home import HomeUpdate
-    from ._sharded import ShardedVariable
     from ._tracing import Recorder
-    from .gradients._optimizer import Optimizer
+    from .gradients._gradient_call import UpdateRecorder
+    from .gradients._slots import OptimizerHandle
 
 _local_keys = itertools.count(-1, -1)
 _DETACHED: Final = Detached()
@@ -76,7 +76,7 @@ class Variable(AbstractVariable):
 
     __slots__ = ("__weakref__", "_container", "_home")
     _home: Home
-    _container: weakref.ref[ShardedVariable] | None
+    _container: weakref.ref[AbstractVariable] | None
 
     def __new__(
         cls,
@@ -123,9 +123,9 @@ class Variable(AbstractVariable):
         return self._spec.device
 
     @property
-    def sharded_container(self) -> ShardedVariable | None:
-        """The variable that this one is a component of, as long as somebody holds it;
-        None for one that is whole."""
+    def sharded_container(self) -> AbstractVariable | None:
+        """The `ShardedVariable` that this one is a component of, as long as somebody
+        holds it; None for one that is whole."""
         return None if self._container is None else self._container()
 
     @property
@@ -156,16 +156,20 @@ class Variable(AbstractVariable):
         return recording.read(self)
 
     def _record(
-        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         recording.update(self, op, (value,), optimizer)
 
     def _record_rows(
         self,
-        recording: Recorder,
+        recording: UpdateRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if op is UpdateOp.OPTIMIZE_ROWS:
             recording.update_rows(self.table, op, rows, optimizer)
@@ -173,7 +177,7 @@ class Variable(AbstractVariable):
             recording.update(self, op, rows, optimizer)
 
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         return [(self, op, (value,), optimizer)]
 
@@ -181,7 +185,7 @@ class Variable(AbstractVariable):
         self,
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> list[HomeUpdate]:
         if op is UpdateOp.OPTIMIZE_ROWS:
             return row_updates(self.table, op, rows, optimizer)

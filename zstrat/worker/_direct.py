@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, final
 from zstrat.errors import NotFoundError
 from zstrat.program import digest, here, not_shared
 from zstrat.ps import PsUpdate, Ref, RowsRef, ordinal, require_same
-from zstrat.variables import LOCAL, encoded
+from zstrat.variables import LOCAL, Variable, encoded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from zstrat.variables import (
         GradientCall,
         HomeUpdate,
-        Optimizer,
-        Variable,
+        OptimizerHandle,
+        VariableHandle,
         VariableSpec,
     )
     from zstrat.wire import UpdateOp
@@ -88,7 +88,9 @@ class WaitingUpdates:
 
     def _name(self, updates: Sequence[HomeUpdate]) -> str:
         variable, op, operands, optimizer = updates[0]
-        whole = variable.sharded_container if len(operands) > 1 else None
+        whole = None
+        if len(operands) > 1 and isinstance(variable, Variable):
+            whole = variable.sharded_container
         name = variable.name if whole is None else whole.name
         by = "" if optimizer is None else f" by {optimizer.name!r}"
         what = f"{op.name} of {name!r}{by} at {here()}"
@@ -166,10 +168,10 @@ class Direct:
             if part >= self._part:
                 require_same(self._run.step, names, ())
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         return self.read_many([variable])[0]
 
-    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         """One request per server, behind what waits."""
         self._push()
         specs = [_shared(variable) for variable in variables]
@@ -178,7 +180,7 @@ class Direct:
             return self._ask(lambda client: client.pull(refs))
 
     def read_rows(
-        self, parts: Sequence[tuple[Variable, np.ndarray]]
+        self, parts: Sequence[tuple[VariableHandle, np.ndarray]]
     ) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
         server.
@@ -193,26 +195,28 @@ class Direct:
             return self._ask(lambda client: client.pull((), rows))
 
     async def read_rows_async(
-        self, parts: Sequence[tuple[Variable, np.ndarray]]
+        self, parts: Sequence[tuple[VariableHandle, np.ndarray]]
     ) -> list[np.ndarray]:
         raise _not_here(*[variable for variable, _ in parts])
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         raise _not_here(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         self.update_many([(variable, op, operands, optimizer)])
 
     def update_many(
         self,
         updates: Sequence[
-            tuple[Variable, UpdateOp, tuple[np.ndarray, ...], Optimizer | None]
+            tuple[
+                VariableHandle, UpdateOp, tuple[np.ndarray, ...], OptimizerHandle | None
+            ]
         ],
     ) -> None:
         """They are applied with the next read, or at the end of the step, together with
@@ -233,17 +237,19 @@ class Direct:
     async def update_many_async(
         self,
         updates: Sequence[
-            tuple[Variable, UpdateOp, tuple[np.ndarray, ...], Optimizer | None]
+            tuple[
+                VariableHandle, UpdateOp, tuple[np.ndarray, ...], OptimizerHandle | None
+            ]
         ],
     ) -> None:
         raise _not_here(*[variable for variable, *_ in updates])
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise _not_here(variable)
 
@@ -292,7 +298,7 @@ def _hand_over(answer: concurrent.futures.Future[T], future: asyncio.Future[T]) 
         answer.set_result(future.result())
 
 
-def _shared(variable: Variable) -> VariableSpec:
+def _shared(variable: VariableHandle) -> VariableSpec:
     if variable.spec.ps == LOCAL:
         raise not_shared("an eager step function", variable.spec)
     return variable.spec
@@ -307,7 +313,7 @@ def _named(*specs: VariableSpec) -> Iterator[None]:
         raise NotFoundError(f"{', '.join(map(str, specs))}: {error}") from error
 
 
-def _not_here(*variables: Variable) -> RuntimeError:
+def _not_here(*variables: VariableHandle) -> RuntimeError:
     names = ", ".join([str(variable.spec) for variable in variables])
     return RuntimeError(
         f"{names}: a step is no coroutine: use the blocking forms in it"

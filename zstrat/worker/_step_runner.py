@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
     from zstrat.errors import ZstratError
     from zstrat.program import Prepared, StepResult
-    from zstrat.variables import GradientCall, Optimizer, Variable, VariableRequest
+    from zstrat.variables import (
+        GradientCall,
+        OptimizerHandle,
+        Variable,
+        VariableRequest,
+    )
     from zstrat.wire import Batch, BuildResource, LayoutMessage, PlainTree
 
     from ._closure import ClosureStep, Post
@@ -301,7 +306,7 @@ class _Refusing:
             "the coordinator, inside strategy.scope()"
         )
 
-    def register_optimizer(self, optimizer: Optimizer) -> int:
+    def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         raise ValueError(
             f"a dataset function creates optimizer {optimizer.name!r} on a worker: "
             "create it on the coordinator, inside strategy.scope()"

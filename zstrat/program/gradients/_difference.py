@@ -20,6 +20,7 @@ from zstrat.variables import (
     AbstractVariable,
     IndexedSlices,
     Variable,
+    VariableHandle,
     is_staging,
     rows_of_component,
 )
@@ -142,6 +143,7 @@ class Difference:
         self, given: list[Any], values: dict[int, jax.Array]
     ) -> tuple[Any, list[list[Any]]]:
         outer = Immediate() if self.outer is None else self.outer
+        stand_for: list[VariableHandle | None]
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]
         survey = Survey(self._plain, outer, given, stand_for, values, self._late())
         found = survey.run()
@@ -178,11 +180,11 @@ class Difference:
         result = self.call(given, recording)
         return result[0] if self.has_aux else result
 
-    def _handed(self, given: Sequence[Any]) -> list[tuple[Any, Variable | None]]:
+    def _handed(self, given: Sequence[Any]) -> list[tuple[Any, VariableHandle | None]]:
         stand_for = [variable for cut in self.cuts for _, variable in cut.given]
         return list(zip(given, stand_for, strict=True))
 
-    def _late(self) -> dict[int, Variable]:
+    def _late(self) -> dict[int, VariableHandle]:
         """The components of variables in parts."""
         return {
             part.spec.key: part
@@ -240,7 +242,7 @@ class _Gathered:
             return self._of_variable(variable, number)
         return self._in_parts(variable)
 
-    def _of_variable(self, variable: Variable, number: int | None) -> Any:
+    def _of_variable(self, variable: VariableHandle, number: int | None) -> Any:
         """Of a variable that was given as an array (by number), or read by itself."""
         key = variable.spec.key
         found = [x for x in self.looked_up if _meets(x.sought, key, number)]
@@ -272,7 +274,7 @@ class _Gathered:
 
     def _dense(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         dense: jax.Array | None,
         found: Sequence[_LookedUp],
         number: int | None,

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
     import jax
 
     from zstrat.program.trace._iterator import StepIterator
-    from zstrat.variables import GradientCall, Optimizer, Recorder, Table, Variable
+    from zstrat.variables import (
+        GradientCall,
+        OptimizerHandle,
+        Recorder,
+        Table,
+        VariableHandle,
+    )
     from zstrat.wire import UpdateOp
 
 
@@ -72,10 +78,10 @@ class Substitution:
         self,
         outer: Recorder | None,
         values: dict[int, jax.Array],
-        given: Sequence[tuple[Any, Variable | None]] = (),
+        given: Sequence[tuple[Any, VariableHandle | None]] = (),
         *,
         late: Collection[int] = (),
-        value_of: Callable[[Variable], jax.Array] | None = None,
+        value_of: Callable[[VariableHandle], jax.Array] | None = None,
         rows_of: Callable[[int, Sought], jax.Array] | None = None,
         is_staged: bool = False,
     ) -> None:
@@ -103,7 +109,7 @@ class Substitution:
         finally:
             recorder.reset(before)
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         key = variable.spec.key
         if key in self._values:
             if self.live and current_trace() != self._outermost:
@@ -115,12 +121,12 @@ class Substitution:
             raise Met(self)
         return self._value_of(variable)
 
-    def copies(self, variable: Variable) -> jax.Array:
+    def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
         assert isinstance(self._outer, KeepsCopies)
         return self._outer.copies(variable)
 
-    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
         raise _refusals.update_inside(variable.spec, "an update of copies")
 
     def lookup(
@@ -134,7 +140,7 @@ class Substitution:
         self.sought.append(Sought(table, ids, via, here()))
         return self._rows_of(len(self.sought) - 1, self.sought[-1])
 
-    def behind(self, array: object) -> tuple[Variable, int] | None:
+    def behind(self, array: object) -> tuple[VariableHandle, int] | None:
         """The variable that this very array stands for, and the array's number."""
         for number, (given, variable) in enumerate(self._given):
             if given is array and variable is not None:
@@ -143,10 +149,10 @@ class Substitution:
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise _refusals.update_inside(variable.spec, op.name)
 
@@ -155,7 +161,7 @@ class Substitution:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise _refusals.update_inside(table, op.name)
 

@@ -23,7 +23,7 @@ from zstrat.program.trace._where import claimed
 from ._substitution import Substitution
 
 if TYPE_CHECKING:
-    from zstrat.variables import Recorder, Variable
+    from zstrat.variables import Recorder, VariableHandle
 
     from ._substitution import Sought
 
@@ -69,9 +69,9 @@ class Survey:
     call: Call
     outer: Recorder
     given: list[Any]
-    stand_for: list[Variable | None]
+    stand_for: list[VariableHandle | None]
     values: dict[int, jax.Array]
-    late: dict[int, Variable]
+    late: dict[int, VariableHandle]
 
     def run(self) -> Surveyed:
         """Traces it and does its lookups.
@@ -131,7 +131,7 @@ class Survey:
                 seen: Any = jax.dtypes.canonicalize_dtype(dtype)
                 return jax.lax.broadcast(seed.astype(seen), shape)
 
-            def value_of(variable: Variable) -> jax.Array:
+            def value_of(variable: VariableHandle) -> jax.Array:
                 if variable.spec.key not in keys:
                     keys.append(variable.spec.key)
                 return like(variable.shape, variable.dtype)

@@ -23,6 +23,7 @@ from zstrat.variables import (
     Table,
     TableLayout,
     Variable,
+    VariableHandle,
     is_staging,
     reaching,
     recorder,
@@ -163,7 +164,7 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
                 "part after the other"
             )
         return table, [None] * len(table.components)
-    found: list[tuple[Variable, int | None]] = []
+    found: list[tuple[VariableHandle, int | None]] = []
     for part in parts:
         variable = _variable(part)
         if variable is None:
@@ -176,7 +177,7 @@ def _table(params: Any, layout: TableLayout) -> tuple[Table | None, list[int | N
     return Table(name, components, layout), [via for _, via in found]
 
 
-def _variable(part: Any) -> tuple[Variable, int | None] | None:
+def _variable(part: Any) -> tuple[VariableHandle, int | None] | None:
     """The variable that the part is, or that it stands for in a differentiated
     function."""
     if isinstance(part, Variable):

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.variables import (
     CopyHome,
+    Table,
     lives_here,
     operands_of,
     reaching,
@@ -57,13 +58,18 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import GradientCall, Optimizer, Recorder, Table, Variable
+    from zstrat.variables import (
+        GradientCall,
+        OptimizerHandle,
+        Recorder,
+        VariableHandle,
+    )
 
     from ._feeds import TraceFeed
     from ._iterator import StepIterator
 
 
-def copy_home(variable: Variable) -> CopyHome | None:
+def copy_home(variable: VariableHandle) -> CopyHome | None:
     """Which copy of which variable this is; None: it is none."""
     home = variable.home
     return home if isinstance(home, CopyHome) else None
@@ -128,11 +134,11 @@ class Capture:
         *,
         is_region: bool = False,
     ) -> None:
-        self.reads: dict[int, Variable] = {}
+        self.reads: dict[int, VariableHandle] = {}
         self.lookups: list[RecordedLookup] = []
         self.updates: list[Recorded] = []
         self.draws: list[int] = []
-        self.own: dict[int, tuple[Variable, jax.Array]] = {}
+        self.own: dict[int, tuple[VariableHandle, jax.Array]] = {}
         self.moves = Moves(feed)
         self.calls: list[GradientCall] = []
         self.asked_context = False
@@ -164,7 +170,7 @@ class Capture:
                 asked.reset(asked_before)
                 recorder.reset(here_before)
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         """The value of the variable, the step's own writes included.
 
         Raises:
@@ -177,10 +183,10 @@ class Capture:
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         """Writes an update down.
 
@@ -191,14 +197,15 @@ class Capture:
             # Of rows, as if it were in parts: what is not there is named, with the line
             # that meant it, before anything is sent.
             index, rows = operands
-            self.update_rows(variable.table, op, (index, rows), optimizer)
+            table = Table(variable.name, (variable,))
+            self.update_rows(table, op, (index, rows), optimizer)
             return
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
         self._note(Recorded((variable,), op, operands, optimizer, here()))
 
     def update_own(
-        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+        self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> None:
         """Makes the next value of a replica's own copy.
 
@@ -213,11 +220,11 @@ class Capture:
         self._values[key] = self.own[key][1]
         self._scope.enter_context(fresh())
 
-    def copies(self, variable: Variable) -> jax.Array:
+    def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable, ``[count, ...]``."""
         return spread(variable, self._current(variable))
 
-    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
         """The copies from now on; made by replicas that are part of this step.
 
         Raises:
@@ -230,7 +237,7 @@ class Capture:
         self._scope.enter_context(fresh())
 
     @property
-    def variables(self) -> list[Variable]:
+    def variables(self) -> list[VariableHandle]:
         """Those that it reads, and those whose copies it updates."""
         found = dict(self.reads)
         found.update({key: variable for key, (variable, _) in self.own.items()})
@@ -259,7 +266,7 @@ class Capture:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         """Writes an update of rows down, by indices ``[n]`` of the table.
 
@@ -371,7 +378,7 @@ class Capture:
         # Inner functions that jax has traced already closed over the old value.
         self._scope.enter_context(fresh())
 
-    def _knows(self, variable: Variable) -> bool:
+    def _knows(self, variable: VariableHandle) -> bool:
         """Whether the value is here, or a row of what is."""
         is_row = not self._is_region and copy_home(variable) is not None
         return is_row or is_here(variable)
@@ -389,7 +396,7 @@ class Capture:
     def _is_home(self) -> bool:
         return current_trace() == self._home
 
-    def _current(self, variable: Variable) -> jax.Array:
+    def _current(self, variable: VariableHandle) -> jax.Array:
         """The value, or all copies of it."""
         key = variable.spec.key
         known = self._values.get(key)
@@ -403,13 +410,13 @@ class Capture:
             self._values[key] = value
         return value
 
-    def _computed(self, variable: Variable) -> jax.Array:
+    def _computed(self, variable: VariableHandle) -> jax.Array:
         writes = self._writes.get(variable.spec.key, [])
         if writes and writes[0][0].op is UpdateOp.ASSIGN:
             return written(writes[0][0].operands[0], writes[1:])
         return written(self._before(variable), writes)
 
-    def _before(self, variable: Variable) -> jax.Array:
+    def _before(self, variable: VariableHandle) -> jax.Array:
         """The value as it was before the step."""
         key = variable.spec.key
         self.reads.setdefault(key, variable)

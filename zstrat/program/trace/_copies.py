@@ -24,10 +24,10 @@ from zstrat.variables import (
 )
 
 if TYPE_CHECKING:
-    from zstrat.variables import Recorder, Variable
+    from zstrat.variables import Recorder, VariableHandle
 
 
-def updates_copies(variable: Variable, count: int) -> bool:
+def updates_copies(variable: VariableHandle, count: int) -> bool:
     """Whether each of this many replicas, when it updates the variable, updates its own
     copy alone."""
     home = variable.home
@@ -40,7 +40,7 @@ def updates_copies(variable: Variable, count: int) -> bool:
     return not shares and variable.aggregation is VariableAggregation.NONE
 
 
-def has_copies(variable: Variable, count: int) -> bool:
+def has_copies(variable: VariableHandle, count: int) -> bool:
     """Whether each of this many replicas has its own now."""
     home = variable.home
     if not isinstance(home, DeviceHome) or not home.is_apart:
@@ -54,13 +54,13 @@ def has_copies(variable: Variable, count: int) -> bool:
     return True
 
 
-def is_apart(variable: Variable) -> bool:
+def is_apart(variable: VariableHandle) -> bool:
     """Whether each replica has its own now."""
     home = variable.home
     return isinstance(home, DeviceHome) and home.is_apart
 
 
-def spread(variable: Variable, value: jax.Array) -> jax.Array:
+def spread(variable: VariableHandle, value: jax.Array) -> jax.Array:
     """The copies, ``[count, ...]``, of these or of a value that all of them share."""
     if value.ndim > len(variable.shape):
         return value
@@ -69,12 +69,12 @@ def spread(variable: Variable, value: jax.Array) -> jax.Array:
     return jnp.broadcast_to(value, (home.residence.copies, *value.shape))
 
 
-def is_on_read(variable: Variable) -> bool:
+def is_on_read(variable: VariableHandle) -> bool:
     """Whether its copies are brought together when it is read."""
     return variable.synchronization is VariableSynchronization.ON_READ
 
 
-def apart_from_now(variable: Variable) -> None:
+def apart_from_now(variable: VariableHandle) -> None:
     """Keeps a copy for each replica, all equal so far.
 
     Raises:
@@ -91,7 +91,7 @@ def apart_from_now(variable: Variable) -> None:
             home.part()
 
 
-def shown_to(recording: Recorder, variable: Variable) -> jax.Array:
+def shown_to(recording: Recorder, variable: VariableHandle) -> jax.Array:
     """The value that is read under this recorder: outside of replicas, what is brought
     together when it is read is made of all copies."""
     if not is_on_read(variable):
@@ -104,13 +104,13 @@ def shown_to(recording: Recorder, variable: Variable) -> jax.Array:
         recorder.reset(before)
 
 
-def copies_of(recording: Recorder, variable: Variable) -> Any:
+def copies_of(recording: Recorder, variable: VariableHandle) -> Any:
     """All copies, ``[count, ...]``, as the step sees them."""
     assert isinstance(recording, KeepsCopies), recording
     return recording.copies(variable)
 
 
-def keep_copies(recording: Recorder, variable: Variable, copies: Any) -> None:
+def keep_copies(recording: Recorder, variable: VariableHandle, copies: Any) -> None:
     """The copies from now on."""
     assert isinstance(recording, KeepsCopies), recording
     recording.put_copies(variable, copies)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
         GradientCall,
         Home,
         HomeRows,
-        Optimizer,
+        OptimizerHandle,
         Table,
-        Variable,
+        VariableHandle,
     )
     from zstrat.wire import UpdateOp
 
@@ -65,7 +65,7 @@ class Immediate:
         finally:
             recorder.reset(before)
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         home = self._home_of(variable)
         if not is_staging():
             return jnp.asarray(home.read(variable))
@@ -73,25 +73,25 @@ class Immediate:
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(variable.spec, op.name)
         host = tuple(np.array(operand, order="C") for operand in operands)
         self._home_of(variable).update(variable, op, host, optimizer)
 
-    def copies(self, variable: Variable) -> jax.Array:
+    def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
         return jnp.asarray(_apart(variable).copies(variable))
 
-    def copy(self, variable: Variable, number: int) -> jax.Array:
+    def copy(self, variable: VariableHandle, number: int) -> jax.Array:
         """One of them."""
         return jnp.asarray(_apart(variable).copy(variable, number))
 
-    def put_copies(self, variable: Variable, copies: jax.Array) -> None:
+    def put_copies(self, variable: VariableHandle, copies: jax.Array) -> None:
         """The copies from now on."""
         _apart(variable).put_copies(np.asarray(copies))
 
@@ -104,7 +104,7 @@ class Immediate:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
             raise _refusals.update_inside(table, op.name)
@@ -144,17 +144,17 @@ class Immediate:
         """Whether jax transforms what runs now, so that it may never run again."""
         return current_trace() != self._outermost
 
-    def _home_of(self, variable: Variable) -> Home:
+    def _home_of(self, variable: VariableHandle) -> Home:
         return variable.home if self._home is None else self._home
 
 
-def own_copy_later(variable: Variable, number: int) -> jax.Array:
+def own_copy_later(variable: VariableHandle, number: int) -> jax.Array:
     """A replica's own copy, in what jax transforms: it is read whenever that runs."""
     home = _apart(variable)
     return _later(variable, lambda: home.copy(variable, number))
 
 
-def _later(variable: Variable, read: Callable[[], np.ndarray]) -> jax.Array:
+def _later(variable: VariableHandle, read: Callable[[], np.ndarray]) -> jax.Array:
     like = jax.eval_shape(lambda: jnp.zeros(variable.shape, variable.dtype))
     value: jax.Array = jax.pure_callback(read, like)
     return value
@@ -176,7 +176,7 @@ def rows_now(
     return jnp.asarray(Gathering.of(table, np.asarray(ids)).read(read))
 
 
-def _apart(variable: Variable) -> DeviceHome:
+def _apart(variable: VariableHandle) -> DeviceHome:
     home = variable.home
     assert isinstance(home, DeviceHome)
     return home

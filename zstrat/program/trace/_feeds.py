@@ -11,7 +11,7 @@ from . import _refusals
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.variables import SlotRule, Table, Variable, VariableSpec
+    from zstrat.variables import SlotRule, Table, VariableHandle, VariableSpec
 
     from ._iterator import Element, StepIterator
 
@@ -35,7 +35,7 @@ class TraceFeed(Protocol):
         """The rows of the lookup of this number, for ids of this shape."""
         ...
 
-    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+    def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
         """What the optimizer keeps beside a variable of this process before the
         step."""
         ...
@@ -66,7 +66,7 @@ class Discovery:
         del number
         return self._abstract((*shape, *table.shape[1:]), table.dtype)
 
-    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+    def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
         del variable
         return [self._abstract(kind.shape, kind.dtype) for kind in rule.kinds]
 
@@ -112,7 +112,7 @@ class Replay:
             raise _refusals.changed(self._step, f"it looks up other rows of {table}")
         return self._rows[number]
 
-    def slots(self, variable: Variable, rule: SlotRule) -> list[Any]:
+    def slots(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
         key = variable.spec.key, rule.id
         if key not in self._slots:
             what = f"{rule.optimizer!r} moves {variable.spec}"

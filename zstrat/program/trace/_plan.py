@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.program.lookup._lookups import PlannedLookup
-    from zstrat.variables import GradientCall, Optimizer, Table, Variable, VariableSpec
+    from zstrat.variables import (
+        GradientCall,
+        OptimizerHandle,
+        Table,
+        VariableHandle,
+        VariableSpec,
+    )
     from zstrat.wire import UpdateOp
 
     from ._capture import Capture
@@ -124,8 +130,8 @@ class Plan:
     has_inputs: bool
     has_effects: bool
     asked_context: bool
-    variables: tuple[Variable, ...]
-    targets: tuple[tuple[tuple[Variable, ...], Optimizer | None], ...]
+    variables: tuple[VariableHandle, ...]
+    targets: tuple[tuple[tuple[VariableHandle, ...], OptimizerHandle | None], ...]
     lookups: tuple[PlannedLookup, ...] = ()
     moves: tuple[tuple[tuple[VariableSpec, ...], UpdateOp], ...] = ()
     narrowed: Mapping[int, str] = field(default_factory=dict)

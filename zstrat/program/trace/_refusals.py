@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from zstrat.program.lookup._lookups import PlannedLookup
-    from zstrat.variables import Variable
+    from zstrat.variables import VariableHandle
 
 _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     (
@@ -185,7 +185,7 @@ def lookup_not_ready(table: object) -> RuntimeError:
     )
 
 
-def read_after_optimizer(variable: Variable, where: str) -> RuntimeError:
+def read_after_optimizer(variable: VariableHandle, where: str) -> RuntimeError:
     """The new value is not known yet where the variable is read."""
     if isinstance(variable.home, DeviceHome):
         made = (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.variables import Variable
+    from zstrat.variables import VariableHandle
 
     from ._iterator import Element
     from ._plan import Plan, Template
@@ -187,7 +187,7 @@ def _levels(
     return kept, levels
 
 
-def _kept(variable: Variable) -> jax.ShapeDtypeStruct:
+def _kept(variable: VariableHandle) -> jax.ShapeDtypeStruct:
     """What a step is given of the variable: its value, or a copy for each replica."""
     shape, home = variable.shape, variable.home
     if isinstance(home, DeviceHome) and home.is_apart:

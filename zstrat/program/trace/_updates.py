@@ -30,7 +30,13 @@ from ._flow import marked
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.variables import GradientCall, Optimizer, SlotRule, Table, Variable
+    from zstrat.variables import (
+        GradientCall,
+        OptimizerHandle,
+        SlotRule,
+        Table,
+        VariableHandle,
+    )
 
     from ._feeds import SlotsKey, TraceFeed
 
@@ -43,16 +49,16 @@ class Recorded:
     a ``call``, all that the gradients are of, whose operands are in a row.
     """
 
-    variables: tuple[Variable, ...]
+    variables: tuple[VariableHandle, ...]
     op: UpdateOp
     operands: tuple[jax.Array, ...]
-    optimizer: Optimizer | None
+    optimizer: OptimizerHandle | None
     where: str
     table: Table | None = None
     call: GradientCall | None = None
 
     @property
-    def variable(self) -> Variable:
+    def variable(self) -> VariableHandle:
         """The variable, or the first component."""
         return self.variables[0]
 
@@ -135,7 +141,7 @@ def _last(indices: jax.Array, size: int) -> jax.Array:
     return jnp.where(winner[indices] == order, indices, size)
 
 
-def is_here(variable: Variable) -> bool:
+def is_here(variable: VariableHandle) -> bool:
     """Whether the step computes the next value of this variable itself."""
     return isinstance(variable.home, DeviceHome)
 
@@ -149,12 +155,14 @@ class Moves:
     """
 
     def __init__(self, feed: TraceFeed) -> None:
-        self.values: dict[int, tuple[Variable, jax.Array]] = {}
-        self.slots: dict[SlotsKey, tuple[Variable, SlotRule, list[Any]]] = {}
+        self.values: dict[int, tuple[VariableHandle, jax.Array]] = {}
+        self.slots: dict[SlotsKey, tuple[VariableHandle, SlotRule, list[Any]]] = {}
         self.notes: list[tuple[tuple[Any, ...], UpdateOp]] = []
         self._feed = feed
 
-    def note(self, update: Recorded, current: Callable[[Variable], jax.Array]) -> None:
+    def note(
+        self, update: Recorded, current: Callable[[VariableHandle], jax.Array]
+    ) -> None:
         """Makes the next values. ``current`` tells those of now; where that are copies
         of several replicas, ``[count, ...]``, the update is made on each."""
         if len(update.operands) > 1:
@@ -169,13 +177,13 @@ class Moves:
         specs = tuple([variable.spec for variable in update.variables])
         self.notes.append((specs, update.op))
 
-    def put(self, variable: Variable, copies: jax.Array) -> None:
+    def put(self, variable: VariableHandle, copies: jax.Array) -> None:
         """The copies of several replicas, each of which has made its own."""
         self.values[variable.spec.key] = (variable, copies)
         self.notes.append(((variable.spec,), UpdateOp.ASSIGN))
 
     def optimize(
-        self, call: GradientCall, current: Callable[[Variable], jax.Array]
+        self, call: GradientCall, current: Callable[[VariableHandle], jax.Array]
     ) -> None:
         """Makes the next values and slots of all variables of a call, together."""
         step = TreeStep(_marked(call))
@@ -190,7 +198,7 @@ class Moves:
         specs = tuple([variable.spec for variable, _ in rules])
         self.notes.append((specs, UpdateOp.OPTIMIZE))
 
-    def _slots_of(self, variable: Variable, rule: SlotRule) -> list[Any]:
+    def _slots_of(self, variable: VariableHandle, rule: SlotRule) -> list[Any]:
         known = self.slots.get((variable.spec.key, rule.id))
         return self._feed.slots(variable, rule) if known is None else known[2]
 
@@ -204,7 +212,7 @@ def _marked(call: GradientCall) -> GradientCall:
 
 
 def rows_of(
-    table: Table, ids: jax.Array, read: Callable[[Variable], jax.Array]
+    table: Table, ids: jax.Array, read: Callable[[VariableHandle], jax.Array]
 ) -> jax.Array:
     """The rows of a table of such variables, ``ids.shape + row``: zeros for `ABSENT`,
     and NaN for a row that is not there, as the step cannot fail for it."""
@@ -233,7 +241,7 @@ def moved(op: UpdateOp, operands: tuple[jax.Array, ...], value: jax.Array) -> ja
 
 
 def _plain(
-    update: Recorded, number: int, variable: Variable, value: jax.Array
+    update: Recorded, number: int, variable: VariableHandle, value: jax.Array
 ) -> jax.Array:
     operands = update.operands
     if update.table is not None and len(update.variables) > 1:

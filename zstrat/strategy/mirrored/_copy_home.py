@@ -21,7 +21,7 @@ from zstrat.variables import CopyHome, DeviceHome, Variable, handle, next_key, r
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from zstrat.variables import Residence
+    from zstrat.variables import Residence, VariableHandle
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
@@ -95,7 +95,7 @@ def _sharing(residence: Residence) -> int:
     return residence.copies if mesh is None else len(mesh.local_devices)
 
 
-def copied(values: Sequence[Any]) -> Variable | None:
+def copied(values: Sequence[Any]) -> VariableHandle | None:
     """The variable whose copies these are, all of them in replica order; None: they are
     something else."""
     homes = [value.home for value in values if isinstance(value, Variable)]
@@ -109,7 +109,7 @@ def copied(values: Sequence[Any]) -> Variable | None:
     return whole if is_all and numbers == list(range(len(values))) else None
 
 
-def container_of(variable: Variable) -> Variable:
+def container_of(variable: VariableHandle) -> VariableHandle:
     """The variable that this one is a copy of, or itself."""
     home = variable.home
     return home.container if isinstance(home, CopyHome) else variable

@@ -39,7 +39,12 @@ if TYPE_CHECKING:
 
     from zstrat.program.stages import Channel
     from zstrat.strategy.replica._collective import Team
-    from zstrat.variables import AbstractVariable, Optimizer, VariableRequest
+    from zstrat.variables import (
+        AbstractVariable,
+        OptimizerHandle,
+        VariableHandle,
+        VariableRequest,
+    )
 
 
 class MirroredVariables:
@@ -72,7 +77,7 @@ class MirroredVariables:
         self._team = team
         self._is_late = is_late
         self._created: list[weakref.ref[Variable]] = []
-        self._optimizers: list[Optimizer] = []
+        self._optimizers: list[OptimizerHandle] = []
         channel = team.channel
         whole = None if channel is None else channel.mesh
         if whole is None and over is None and len(devices) > 1:
@@ -109,7 +114,7 @@ class MirroredVariables:
                 if self._is_late:  # no other thread was here first
                     self.take_over()
 
-    def owns(self, variable: Variable) -> bool:
+    def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
         home = variable.home
         return isinstance(home, DeviceHome) and home.residence is self.residence
@@ -143,7 +148,7 @@ class MirroredVariables:
         self._created += [weakref.ref(variable) for variable in made]
         return list(made)
 
-    def register_optimizer(self, optimizer: Optimizer) -> int:
+    def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         """The number of an optimizer; it runs in the step that uses it."""
         self._optimizers.append(optimizer)
         return next_id()

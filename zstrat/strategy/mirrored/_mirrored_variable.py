@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         Home,
-        Optimizer,
+        OptimizerHandle,
         VariableSpec,
     )
     from zstrat.wire import UpdateOp
@@ -56,7 +56,7 @@ class MirroredVariable(Variable):
         return with_copies(self, super()._duplicated(value))
 
     def _dense(
-        self, op: UpdateOp, value: Any, optimizer: Optimizer | None = None
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
     ) -> Self:
         value = self._operand(value)
         if optimizer is None and isinstance(value, int | float | complex):

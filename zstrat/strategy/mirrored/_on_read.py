@@ -40,8 +40,9 @@ if TYPE_CHECKING:
         AbstractVariable,
         Creator,
         HomeUpdate,
-        Optimizer,
+        OptimizerHandle,
         Recorder,
+        UpdateRecorder,
         VariableSpec,
     )
 
@@ -174,7 +175,11 @@ class SyncOnReadVariable(Variable):
         return of_all_copies(self._spec, value)
 
     def _record(
-        self, recording: Recorder, op: UpdateOp, value: Any, optimizer: Optimizer | None
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if not _context.in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
@@ -186,15 +191,15 @@ class SyncOnReadVariable(Variable):
 
     def _record_rows(
         self,
-        recording: Recorder,
+        recording: UpdateRecorder,
         op: UpdateOp,
         rows: tuple[Any, Any],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         raise self._no_rows(op)
 
     def _updates(
-        self, op: UpdateOp, value: np.ndarray, optimizer: Optimizer | None
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
         if not _context.in_real_replica_context():
             value = np.asarray(self._for_each(op, value), self.dtype)
@@ -204,7 +209,7 @@ class SyncOnReadVariable(Variable):
         self,
         op: UpdateOp,
         rows: tuple[np.ndarray, np.ndarray],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> list[HomeUpdate]:
         raise self._no_rows(op)
 

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from zstrat.program.stages import Collective
-    from zstrat.variables import Optimizer, Variable
+    from zstrat.variables import OptimizerHandle, VariableHandle
 
 
 def taken_over(
     collective: Collective,
     steps: int,
-    variables: Mapping[int, Variable],
-    optimizers: Sequence[Optimizer],
+    variables: Mapping[int, VariableHandle],
+    optimizers: Sequence[OptimizerHandle],
 ) -> int:
     """Gives every process the values and slots of one; the steps that it had made.
 
@@ -76,7 +76,7 @@ def taken_over(
     return most
 
 
-def _lost(variables: Mapping[int, Variable]) -> tuple[DeviceHome, str] | None:
+def _lost(variables: Mapping[int, VariableHandle]) -> tuple[DeviceHome, str] | None:
     """A variable whose value another process would have to give, if there is one."""
     for variable in variables.values():
         home = variable.home
@@ -86,7 +86,7 @@ def _lost(variables: Mapping[int, Variable]) -> tuple[DeviceHome, str] | None:
 
 
 def _list(
-    variables: Mapping[int, Variable], optimizers: Sequence[Optimizer]
+    variables: Mapping[int, VariableHandle], optimizers: Sequence[OptimizerHandle]
 ) -> list[Any]:
     found = []
     for number, variable in variables.items():
@@ -104,7 +104,7 @@ def _list(
     return found
 
 
-def _is_own(variable: Variable) -> bool:
+def _is_own(variable: VariableHandle) -> bool:
     """Whether its value is one that other processes have no part in."""
     return variable.synchronization is VariableSynchronization.ON_READ and (
         variable.aggregation in (VariableAggregation.SUM, VariableAggregation.NONE)
@@ -128,8 +128,8 @@ def _told(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
 
 def _arrays(
     told: Sequence[Any],
-    variables: Mapping[int, Variable],
-    optimizers: Sequence[Optimizer],
+    variables: Mapping[int, VariableHandle],
+    optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     """The values and leaves of slots of the list; made here, where they are not yet or
     no more."""
@@ -154,8 +154,8 @@ def _arrays(
 
 def _put(
     told: Sequence[Any],
-    variables: Mapping[int, Variable],
-    optimizers: Sequence[Optimizer],
+    variables: Mapping[int, VariableHandle],
+    optimizers: Sequence[OptimizerHandle],
     arrays: Sequence[np.ndarray],
 ) -> None:
     left = iter(arrays)
@@ -173,7 +173,7 @@ def _put(
 
 
 def _home(
-    each: Sequence[Any], variables: Mapping[int, Variable]
+    each: Sequence[Any], variables: Mapping[int, VariableHandle]
 ) -> DeviceHome | LocalHome:
     number, name, shape, dtype, _ = each
     variable = variables.get(number)
@@ -204,8 +204,8 @@ def _described(slots: Beside) -> list[Any]:
 
 
 def _rules(
-    each: Sequence[Any], optimizers: Sequence[Optimizer]
-) -> list[tuple[Optimizer, list[Any]]]:
+    each: Sequence[Any], optimizers: Sequence[OptimizerHandle]
+) -> list[tuple[OptimizerHandle, list[Any]]]:
     missing = [number for number, _ in each[4] if number >= len(optimizers)]
     if missing:
         raise InvalidArgumentError(

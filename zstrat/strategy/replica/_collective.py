@@ -28,8 +28,8 @@ from zstrat.program.stages import (
 from zstrat.variables import (
     GradientCall,
     IndexedSlices,
-    Variable,
     VariableAggregation,
+    VariableHandle,
     cut_for_mean,
     mean_of_cut,
 )
@@ -105,7 +105,7 @@ class Team:
         return jax.tree.unflatten(treedef, found)
 
     def aggregate(
-        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+        self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
         """Operands of one update for all the replicas that make it. The mean of
         integers is one, exactly; what is behind the point is left out: of rows, of what
@@ -239,7 +239,7 @@ class Together(enum.Enum):
     FIRST = enum.auto()
 
 
-def together(variable: Variable, op: UpdateOp, has_rows: bool) -> Together:
+def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together:
     """The way of an update. Gradients are summed; all else follows the variable.
 
     Raises:
@@ -277,5 +277,5 @@ def together(variable: Variable, op: UpdateOp, has_rows: bool) -> Together:
     return Together.SUM
 
 
-def _is_integer(variable: Variable) -> bool:
+def _is_integer(variable: VariableHandle) -> bool:
     return variable.dtype.kind in "iu"

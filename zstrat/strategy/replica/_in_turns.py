@@ -38,6 +38,7 @@ from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
+    Table,
     creator,
     is_staging,
     recorder,
@@ -61,10 +62,9 @@ if TYPE_CHECKING:
         Creator,
         GradientCall,
         HomeRows,
-        Optimizer,
+        OptimizerHandle,
         Recorder,
-        Table,
-        Variable,
+        VariableHandle,
         VariableRequest,
     )
     from zstrat.wire import UpdateOp
@@ -139,7 +139,7 @@ class _Own:
         self._is_unnoticed = is_unnoticed
         self._outer: Recorder = Immediate() if outer is None else outer
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         if self._is_unnoticed:
             refuse_read(variable.spec)
         is_now = not isinstance(self._outer, Immediate) or not is_staging()
@@ -156,10 +156,10 @@ class _Own:
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if self._is_unnoticed:
             refuse_update(variable.spec, "update")
@@ -187,7 +187,7 @@ class _Own:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if self._is_unnoticed:
             refuse_update(table.components[0].spec, "update rows of")
@@ -215,12 +215,12 @@ class _Own:
     def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
-    def _copies(self, variable: Variable) -> jax.Array:
+    def _copies(self, variable: VariableHandle) -> jax.Array:
         assert isinstance(self._outer, KeepsCopies), self._outer
         return self._outer.copies(variable)
 
     def _update_own(
-        self, variable: Variable, op: UpdateOp, operands: tuple[jax.Array, ...]
+        self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> None:
         if not self.live:
             apart_from_now(variable)
@@ -240,13 +240,13 @@ class _Own:
         with jax.ensure_compile_time_eval():
             home.update_copy(variable, self._turn.number, op, updates)
 
-    def _put(self, variable: Variable, copies: Any) -> None:
+    def _put(self, variable: VariableHandle, copies: Any) -> None:
         assert isinstance(self._outer, KeepsCopies)
         self._outer.put_copies(variable, copies)
 
 
 def _own_updates(
-    variable: Variable, op: UpdateOp, operands: tuple[np.ndarray, ...]
+    variable: VariableHandle, op: UpdateOp, operands: tuple[np.ndarray, ...]
 ) -> list[tuple[np.ndarray, ...]]:
     """Operands of the updates of one copy: of rows those that are there.
 
@@ -256,8 +256,9 @@ def _own_updates(
     if len(operands) == 1:
         return [operands]
     index, rows = operands
-    variable.table.require_inside(index)
-    found = row_updates(variable.table, op, (index, rows), None)
+    table = Table(variable.name, (variable,))
+    table.require_inside(index)
+    found = row_updates(table, op, (index, rows), None)
     return [tuple(moves) for _, _, moves, _ in found]
 
 
@@ -295,7 +296,7 @@ class _Positions:
             return found
         return [self._found(request) for request in requests]
 
-    def register_optimizer(self, optimizer: Optimizer) -> int:
+    def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         made = self._made
         if self._number == 0:
             assert made.inner is not None

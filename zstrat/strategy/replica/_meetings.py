@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.strategy._strategy import Strategy
-    from zstrat.variables import GradientCall, Optimizer, Variable
+    from zstrat.variables import GradientCall, OptimizerHandle, VariableHandle
 
     from ._collective import Team
 
@@ -125,10 +125,10 @@ def gathering(team: Team, tree: Any, axis: int) -> ReplicaRendezvous:
 
 def updating(
     team: Team,
-    variable: Variable,
+    variable: VariableHandle,
     op: UpdateOp,
     operands: tuple[jax.Array, ...],
-    optimizer: Optimizer | None,
+    optimizer: OptimizerHandle | None,
     apply: Callable[[tuple[jax.Array, ...]], None],
 ) -> ReplicaRendezvous:
     """What the replicas do to a variable is brought together and done once."""
@@ -177,7 +177,10 @@ def _options_of(team: Team) -> str:
 
 
 def _combined(
-    team: Team, variable: Variable, op: UpdateOp, several: Sequence[tuple[Any, ...]]
+    team: Team,
+    variable: VariableHandle,
+    op: UpdateOp,
+    several: Sequence[tuple[Any, ...]],
 ) -> tuple[jax.Array, ...]:
     """Operands of one update for all; see `Team.aggregate`."""
     if team.size == 1:

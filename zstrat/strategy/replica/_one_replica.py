@@ -21,11 +21,11 @@ from zstrat.program.gradients import is_live
 from zstrat.program.trace import Capture, Discovery, Drawing, Immediate, updates_copies
 from zstrat.variables import (
     GradientCall,
-    Optimizer,
+    OptimizerHandle,
     Recorder,
     Table,
-    Variable,
     VariableAggregation,
+    VariableHandle,
     VariableSynchronization,
     recorder,
 )
@@ -82,15 +82,15 @@ class _Alone:
         self.live = is_live(outer)
         """Whether values are real, so that nothing is being captured."""
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         return self.outer.read(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if optimizer is None and _is_own(variable):
             self.outer.update(variable, op, operands, None)
@@ -106,7 +106,7 @@ class _Alone:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         index, rows = operands
         if optimizer is not None or not _is_own(table.components[0]):
@@ -125,7 +125,7 @@ class _Alone:
         return iterator.draw()
 
 
-def _is_own(variable: Variable) -> bool:
+def _is_own(variable: VariableHandle) -> bool:
     """Whether each process has a copy that it updates by itself (TF's rules)."""
     return (
         variable.aggregation is VariableAggregation.NONE
@@ -150,15 +150,15 @@ class OneReplica:
             finally:
                 recorder.reset(before)
 
-    def read(self, variable: Variable) -> jax.Array:
+    def read(self, variable: VariableHandle) -> jax.Array:
         return self.capture.read(variable)
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[jax.Array, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         if optimizer is None and updates_copies(variable, self._team.local):
             self.capture.update_own(variable, op, operands)
@@ -174,7 +174,7 @@ class OneReplica:
         table: Table,
         op: UpdateOp,
         operands: tuple[jax.Array, jax.Array],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         index, rows = self._team.aggregate(table.components[0], op, operands)
         self.capture.update_rows(table, op, (index, rows), optimizer)

@@ -37,7 +37,7 @@ from zstrat.program.trace import (
 )
 from zstrat.variables import (
     Recorder,
-    Variable,
+    VariableHandle,
     read_all,
     recorder,
     refuse_read,
@@ -164,8 +164,8 @@ class _Given:
     the variables ``own``, and rows that it looks up. All share ``variables``."""
 
     count: int
-    variables: Sequence[Variable]
-    own: Sequence[Variable]
+    variables: Sequence[VariableHandle]
+    own: Sequence[VariableHandle]
 
     def arguments(self, mine: Sequence[Any]) -> Sequence[Any]:
         return mine[: self.count]

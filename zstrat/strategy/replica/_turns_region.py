@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from zstrat.program.trace import Element, StepIterator, TraceFeed
     from zstrat.strategy._strategy import Strategy
-    from zstrat.variables import Recorder, Variable
+    from zstrat.variables import Recorder, VariableHandle
 
     from ._collective import Team
 
@@ -125,7 +125,7 @@ class _Region:
         self._capture: Capture | None = None
         self._result: Any = None
 
-    def variables(self) -> list[Variable]:
+    def variables(self) -> list[VariableHandle]:
         """Those that the replicas use.
 
         Raises:

@@ -16,6 +16,7 @@ from zstrat.program import dump_code
 from zstrat.variables import (
     DeferredValue,
     Variable,
+    VariableHandle,
     VariableSpec,
     encoded,
     handle,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
         GradientCall,
         HomeRows,
         HomeUpdate,
-        Optimizer,
+        OptimizerHandle,
         VariableRequest,
     )
     from zstrat.wire import InitialEntry, UpdateOp
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from ._server_session import ServerSession
     from ._variable_plan import VariablePlan
 
-_colocated: Final[ContextVar[Variable | None]] = ContextVar(
+_colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
     "zstrat_colocated", default=None
 )
 """The variable that new ones are placed with, in ``colocate_vars_with``."""
@@ -77,7 +78,7 @@ class ServerVariables:
         """The connection to the parameter servers."""
         return self._session
 
-    def owns(self, variable: Variable) -> bool:
+    def owns(self, variable: VariableHandle) -> bool:
         """Whether the variable was created here."""
         return variable.home is self
 
@@ -143,7 +144,7 @@ class ServerVariables:
                 self._make(drafts, specs)
         return [self._made(*new) for new in zip(drafts, specs, strict=True)]
 
-    def delete_variables(self, variables: Sequence[Variable]) -> None:
+    def delete_variables(self, variables: Sequence[VariableHandle]) -> None:
         """Frees variables that were created here, in one round trip per ps.
 
         Raises:
@@ -163,7 +164,7 @@ class ServerVariables:
         with self._lock:
             self._numbers.freed(variables)
 
-    def register_optimizer(self, optimizer: Optimizer) -> int:
+    def register_optimizer(self, optimizer: OptimizerHandle) -> int:
         """Ships the transformation to every ps, which tries it there.
 
         Raises:
@@ -185,16 +186,18 @@ class ServerVariables:
 
     # ---- the home of the variables ---------------------------------------------------
 
-    def read(self, variable: Variable) -> np.ndarray:
+    def read(self, variable: VariableHandle) -> np.ndarray:
         return self._session.read([variable.spec])[0]
 
-    def read_many(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return self._session.read([variable.spec for variable in variables])
 
-    async def read_async(self, variable: Variable) -> np.ndarray:
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
         return (await self._session.read_async([variable.spec]))[0]
 
-    async def read_many_async(self, variables: Sequence[Variable]) -> list[np.ndarray]:
+    async def read_many_async(
+        self, variables: Sequence[VariableHandle]
+    ) -> list[np.ndarray]:
         return await self._session.read_async([variable.spec for variable in variables])
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
@@ -212,20 +215,20 @@ class ServerVariables:
 
     def update(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         number = 0 if optimizer is None else optimizer.id
         self._session.update(variable.spec, op, number, operands)
 
     async def update_async(
         self,
-        variable: Variable,
+        variable: VariableHandle,
         op: UpdateOp,
         operands: tuple[np.ndarray, ...],
-        optimizer: Optimizer | None,
+        optimizer: OptimizerHandle | None,
     ) -> None:
         number = 0 if optimizer is None else optimizer.id
         await self._session.update_async(variable.spec, op, number, operands)
@@ -253,7 +256,7 @@ class ServerVariables:
             self._bound.add((number, data))
 
     def read_slots(
-        self, optimizer: Optimizer, variables: Sequence[Variable]
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
     ) -> list[Mapping[str, np.ndarray]]:
         """What an optimizer keeps beside variables, by name.
 
@@ -264,7 +267,11 @@ class ServerVariables:
         return list(self._session.read_slots(optimizer.id, specs))
 
     def write_slot(
-        self, optimizer: Optimizer, variable: Variable, name: str, value: np.ndarray
+        self,
+        optimizer: OptimizerHandle,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
     ) -> None:
         """Assigns an array that an optimizer keeps beside a variable.
 
@@ -305,7 +312,7 @@ class ServerVariables:
 
 
 @contextlib.contextmanager
-def _beside(variable: Variable) -> Iterator[None]:
+def _beside(variable: VariableHandle) -> Iterator[None]:
     before = _colocated.get()
     _colocated.set(variable)
     try:
@@ -315,9 +322,9 @@ def _beside(variable: Variable) -> Iterator[None]:
 
 
 def _sent(
-    variable: Variable,
+    variable: VariableHandle,
     op: UpdateOp,
     operands: tuple[np.ndarray, ...],
-    optimizer: Optimizer | None,
+    optimizer: OptimizerHandle | None,
 ) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
     return variable.spec, op, 0 if optimizer is None else optimizer.id, operands

@@ -29,7 +29,7 @@ from zstrat.wire import InitialEntry
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zstrat.variables import Variable, VariableRequest
+    from zstrat.variables import VariableHandle, VariableRequest
 
 _log: Final = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Numbers:
         self.settled()
 
     def components(
-        self, new: VariablePlan, beside: Variable | None
+        self, new: VariablePlan, beside: VariableHandle | None
     ) -> list[VariableSpec]:
         """The components of a new variable, with keys and places."""
         where = self._placement.place(
@@ -287,7 +287,7 @@ class Numbers:
             self._optimizers -= 1
             self._optimizers_at_risk.append(optimizer)
 
-    def freed(self, variables: Sequence[Variable]) -> None:
+    def freed(self, variables: Sequence[VariableHandle]) -> None:
         """These were deleted. Their keys never return: somebody may have a handle."""
         for variable in variables:
             self._placement.free(variable.spec.ps, variable.spec.nbytes)

@@ -8,19 +8,112 @@ computed of these. Only then does it become updates of variables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
+from ._slots import OptimizerHandle
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zstrat.optimizers import Binding, Extras, TreeRule, TreeStructure
-    from zstrat.variables._abstract import AbstractVariable
-    from zstrat.variables._variable import Variable
+    from zstrat.optimizers import Binding, Extras, LeafRule, TreeRule, TreeStructure
+    from zstrat.variables._home import HomeUpdate, VariableHandle
+    from zstrat.variables._table import Table
+    from zstrat.wire import UpdateOp
 
-    from ._optimizer import Optimizer
+
+class UpdateRecorder(Protocol):
+    """The trace of a step function, as far as a variable writes its updates down."""
+
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: tuple[jax.Array, ...],
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        """Notes an update; shapes and dtypes were checked before."""
+        ...
+
+    def update_rows(
+        self,
+        table: Table,
+        op: UpdateOp,
+        operands: tuple[jax.Array, jax.Array],
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
+        ...
+
+
+class GradientTarget(Protocol):
+    """A variable as a leaf of a tree, be it in parts: the variables that hold it, and
+    what becomes of a gradient there."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def components(self) -> tuple[VariableHandle, ...]: ...
+
+    @property
+    def table(self) -> Table: ...
+
+    def _planned(
+        self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None
+    ) -> list[HomeUpdate]: ...
+
+    def _updates(
+        self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
+    ) -> list[HomeUpdate]: ...
+
+    def _row_updates(
+        self,
+        op: UpdateOp,
+        rows: tuple[np.ndarray, np.ndarray],
+        optimizer: OptimizerHandle | None,
+    ) -> list[HomeUpdate]: ...
+
+    def _record(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        value: Any,
+        optimizer: OptimizerHandle | None,
+    ) -> None: ...
+
+    def _record_rows(
+        self,
+        recording: UpdateRecorder,
+        op: UpdateOp,
+        rows: tuple[Any, Any],
+        optimizer: OptimizerHandle | None,
+    ) -> None: ...
+
+
+class CalledOptimizer(OptimizerHandle, Protocol):
+    """The optimizer of a call, for who carries the call out: the transformation on the
+    call's tree, and a place for what is made of its traces."""
+
+    @property
+    def iterations(self) -> GradientTarget | None: ...
+
+    @property
+    def made(self) -> dict[Any, Any]: ...
+
+    def rule(
+        self, call: GradientCall, *, is_here: bool, is_traced: bool = True
+    ) -> TreeRule: ...
+
+    def leaf_rule(self, tree: TreeRule, leaf: int) -> LeafRule: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +133,9 @@ class GradientCall:
         where: The user's line.
     """
 
-    optimizer: Optimizer
+    optimizer: CalledOptimizer
     structure: TreeStructure
-    targets: tuple[AbstractVariable, ...]
+    targets: tuple[GradientTarget, ...]
     given: tuple[int, ...]
     sparse: tuple[bool, ...]
     operands: tuple[tuple[Any, ...], ...]
@@ -53,7 +146,7 @@ class GradientCall:
     examples: tuple[int, ...] = ()
 
     @property
-    def variables(self) -> tuple[Variable, ...]:
+    def variables(self) -> tuple[VariableHandle, ...]:
         """The components of all variables that there are gradients of."""
         return tuple([c for leaf in self.given for c in self.targets[leaf].components])
 
@@ -81,7 +174,7 @@ class GradientCall:
         """Whether there are gradients of each example."""
         return bool(self.examples) and self.examples[leaf] > 0
 
-    def leaves(self) -> Iterator[tuple[int, AbstractVariable, bool, tuple[Any, ...]]]:
+    def leaves(self) -> Iterator[tuple[int, GradientTarget, bool, tuple[Any, ...]]]:
         """For each gradient: the leaf, its variable, whether it is of rows, and its
         arrays."""
         for leaf, sparse, mine in zip(
@@ -109,6 +202,28 @@ class GradientCall:
 
         keys = [tuple([c.spec.key for c in v.components]) for v in self.targets]
         return Binding(self.rule(is_here=False), tuple(keys))
+
+
+@runtime_checkable
+class Binds(Protocol):
+    """A home that has to be told of the tree of an optimizer before it is used."""
+
+    def bind(self, call: GradientCall) -> None:
+        """Tells of the tree of a call, once.
+
+        Raises:
+            ValueError: It cannot be told, or is refused; says why.
+        """
+        ...
+
+
+@runtime_checkable
+class BindsAsync(Protocol):
+    """The same, awaited."""
+
+    async def bind_async(self, call: GradientCall) -> None:
+        """`Binds.bind`, without blocking the running loop."""
+        ...
 
 
 def encoded(call: GradientCall) -> bytes:

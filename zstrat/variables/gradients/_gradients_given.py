@@ -27,7 +27,7 @@ from ._gradient_call import GradientCall
 if TYPE_CHECKING:
     from zstrat.optimizers import Extras, TreeStructure
 
-    from ._optimizer import Optimizer
+    from ._gradient_call import CalledOptimizer
 
     Tree = tuple[TreeStructure, tuple[AbstractVariable, ...]]
 
@@ -46,7 +46,7 @@ class Given:
         return [self.targets[leaf] for leaf in sorted(self.gradients)]
 
     def call(
-        self, optimizer: Optimizer, extra: dict[str, Any], *, is_reduced: bool
+        self, optimizer: CalledOptimizer, extra: dict[str, Any], *, is_reduced: bool
     ) -> GradientCall:
         """The arrays as they will be used: traced, or of numpy outside of steps.
 

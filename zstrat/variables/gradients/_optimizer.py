@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule, TreeRule, TreeStructure
     from zstrat.variables._abstract import AbstractVariable
+    from zstrat.variables._home import VariableHandle
 
+    from ._gradient_call import GradientTarget
     from ._slots import SlotRule
 
 _local_ids = itertools.count(-1, -1)
@@ -242,7 +244,7 @@ class Optimizer:
 
         return leaf_rule(tree, leaf)
 
-    def slot_rule(self, variable: Variable) -> SlotRule:
+    def slot_rule(self, variable: VariableHandle) -> SlotRule:
         """What it keeps beside a variable of this process.
 
         Raises:
@@ -256,7 +258,9 @@ class Optimizer:
         call, leaf, number = found
         return slot_rule(call, leaf, number)
 
-    def slots_beside(self, variable: AbstractVariable) -> list[SlotInfo] | None:
+    def slots_beside(
+        self, variable: AbstractVariable | VariableHandle
+    ) -> list[SlotInfo] | None:
         """What it keeps beside a variable; None if it has not moved it yet, and
         ``params=`` was not given."""
         found = self._place_of(variable.components[0])
@@ -269,7 +273,9 @@ class Optimizer:
             for slot, kind in zip(rule.slots, rule.steady_kinds(), strict=True)
         ]
 
-    def _place_of(self, variable: Variable) -> tuple[GradientCall, int, int] | None:
+    def _place_of(
+        self, variable: VariableHandle
+    ) -> tuple[GradientCall, int, int] | None:
         """The leaf that a variable is, and which of its components."""
         own = self._own_call()
         for call in [*self.moved.values()] if own is None else [own]:
@@ -334,7 +340,7 @@ class Optimizer:
     def _empty_call(
         self,
         structure: TreeStructure,
-        targets: tuple[AbstractVariable, ...],
+        targets: tuple[GradientTarget, ...],
         like: GradientCall | None = None,
     ) -> GradientCall:
         from zstrat.optimizers import Extras
@@ -352,7 +358,7 @@ class Optimizer:
         )
 
     def _require_possible(
-        self, structure: TreeStructure, targets: tuple[AbstractVariable, ...]
+        self, structure: TreeStructure, targets: tuple[GradientTarget, ...]
     ) -> None:
         """Refuses at once what a parameter server would not do."""
         from zstrat.optimizers import takes_extras
@@ -372,7 +378,7 @@ class Optimizer:
             raise
         require_servers(call, rule)
 
-    def _check_place(self, variable: AbstractVariable) -> None:
+    def _check_place(self, variable: GradientTarget) -> None:
         for part in variable.components if self.is_local else ():
             if part.spec.ps != LOCAL:
                 raise ValueError(
@@ -414,7 +420,7 @@ def _handle(
     return made
 
 
-def _keys_of(targets: tuple[AbstractVariable, ...]) -> tuple[int, ...]:
+def _keys_of(targets: tuple[GradientTarget, ...]) -> tuple[int, ...]:
     return tuple([c.spec.key for v in targets for c in v.components])
 
 

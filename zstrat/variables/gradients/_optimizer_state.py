@@ -6,7 +6,7 @@ first that has it, and assigned beside all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +14,30 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import DictKey, GetAttrKey, keystr
 
-from zstrat.variables._home import Binds, KeepsSlots, read_all
+from zstrat.variables._home import KeepsSlots, KnowsSlots, read_all
 from zstrat.variables._tracing import is_staging, recorder
 
+from ._gradient_call import Binds
 from ._tree_updates import lives_here
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zstrat.optimizers import TreeRule
-    from zstrat.variables._variable import Variable
+    from zstrat.variables._home import VariableHandle
 
     from ._gradient_call import GradientCall
-    from ._optimizer import Optimizer
 
 
-def state_of(optimizer: Optimizer) -> Any:
+class KnowsItsTree(KnowsSlots, Protocol):
+    """An optimizer that can say on which tree it has been called."""
+
+    def known_call(self) -> GradientCall | None:
+        """A call on its tree without arrays, None if it has none yet."""
+        ...
+
+
+def state_of(optimizer: KnowsItsTree) -> Any:
     """See `Optimizer.state`."""
     call = _known(optimizer)
     tree = call.rule(is_here=lives_here(call), is_traced=False)
@@ -66,7 +74,7 @@ def _leaf_of(
 class Hyperparameters:
     """The hyperparameters of ``optax.inject_hyperparams``, by name."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: KnowsItsTree) -> None:
         self._optimizer: Final = optimizer
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -134,7 +142,7 @@ class Hyperparameters:
         return names
 
 
-def _known(optimizer: Optimizer) -> GradientCall:
+def _known(optimizer: KnowsItsTree) -> GradientCall:
     if recorder.get() is not None or is_staging():
         raise RuntimeError(
             f"the state and the hyperparameters of optimizer {optimizer.name!r} cannot "
@@ -153,7 +161,7 @@ def _known(optimizer: Optimizer) -> GradientCall:
     return call
 
 
-def _home(variable: Variable) -> KeepsSlots:
+def _home(variable: VariableHandle) -> KeepsSlots:
     home = variable.home
     if not isinstance(home, KeepsSlots):
         raise RuntimeError(
@@ -165,7 +173,7 @@ def _home(variable: Variable) -> KeepsSlots:
 
 def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     """By key of the variable; each home is asked once."""
-    homes: dict[int, list[Variable]] = {}
+    homes: dict[int, list[VariableHandle]] = {}
     for variable in call.variables:
         homes.setdefault(id(variable.home), []).append(variable)
     found: dict[int, Mapping[str, np.ndarray]] = {}
@@ -176,7 +184,7 @@ def _slots_of(call: GradientCall) -> dict[int, Mapping[str, np.ndarray]]:
     return found
 
 
-def _places(call: GradientCall, state: int) -> Iterator[tuple[Variable, str]]:
+def _places(call: GradientCall, state: int) -> Iterator[tuple[VariableHandle, str]]:
     """The variables beside which a leaf of the state is kept, and its name there."""
     tree = call.rule(is_here=lives_here(call))
     for leaf, target in enumerate(call.targets):

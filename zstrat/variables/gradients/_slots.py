@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
-    from ._optimizer import Optimizer
+
+class OptimizerHandle(Protocol):
+    """What homes, recorders and slots need of an optimizer: what it is called, in
+    errors and where variables live, and the transformation."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def transformation(self) -> Any: ...
 
 
 class SlotInfo(NamedTuple):
@@ -42,7 +54,7 @@ class SlotRule:
         values: Gives the values of all leaves of the tree, in order.
     """
 
-    optimizer: Optimizer
+    optimizer: OptimizerHandle
     leaf: LeafRule
     size: int | None
     values: Callable[[], list[Any]]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from zstrat.optimizers import LeafRule, TreeCut
-    from zstrat.variables._variable import Variable
+    from zstrat.variables._home import VariableHandle
 
     from ._gradient_call import GradientCall
 
@@ -37,7 +37,7 @@ class Component:
     """A component of a variable that is moved. ``place`` is that of its gradient in the
     call, ``number`` its own among the components."""
 
-    variable: Variable
+    variable: VariableHandle
     place: int
     number: int
     rule: SlotRule
@@ -171,7 +171,7 @@ def _values(call: GradientCall) -> list[Any]:
 
 
 def _of_copies(
-    one: Callable[..., Any], variable: Variable, value: Any, slots: list[Any]
+    one: Callable[..., Any], variable: VariableHandle, value: Any, slots: list[Any]
 ) -> tuple[Any, list[Any]]:
     """The optimizer keeps one state for all copies, as they get one gradient."""
     if value.ndim == len(variable.shape):

@@ -14,14 +14,13 @@ import jax
 import numpy as np
 
 from zstrat.variables._home import (
-    Binds,
-    BindsAsync,
     MovesHere,
     update_all,
     update_all_async,
 )
 from zstrat.wire import UpdateOp
 
+from ._gradient_call import Binds, BindsAsync
 from ._optimizer_words import require_servers
 from ._tree_step import TreeStep, operands_of
 

@@ -1,0 +1,106 @@
+"""Whose a leaf of an optimizer's state is: of one leaf of the tree, or of nobody.
+
+Law of the file: it is told by where the leaf lies in the state, and by what the program
+makes of it; never by its shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ._jaxprs import mask_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ._jaxprs import TreeProgram
+    from ._state import StateOfTree
+    from ._structure import TreeStructure
+
+
+@dataclass(frozen=True)
+class StateOwner:
+    """The leaf of the tree that a leaf of the state belongs to. ``start`` is where the
+    path of that leaf begins in its own path; None if it is not in there."""
+
+    leaf: int
+    start: int | None
+
+
+def owners_in(
+    structure: TreeStructure, state: StateOfTree, update: Callable[[], TreeProgram]
+) -> list[StateOwner | None]:
+    """For each leaf of the state whose it is; ``update`` gives the tree's program.
+
+    Where the state has a subtree of the tree's structure (moments do), its leaves
+    belong to those of the tree; any other belongs to the one leaf that it has to do
+    with. A count that lies where a leaf of such a subtree would is told by what looks
+    at it: it is made of no gradient, and several leaves are moved with it.
+    """
+    leaves, count = len(structure), len(state.leaves)
+    found = places_in(structure, state)
+    if leaves == 1:
+        return [found.get(n, StateOwner(0, None)) for n in range(count)]
+    touched = _touched(update())
+    owners: list[StateOwner | None] = []
+    for number in range(count):
+        owner, (made, used) = found.get(number), touched[number]
+        if owner is not None and not made and used - {owner.leaf}:
+            owner = None  # where it is named after the leaf, all the same
+        both = made | used
+        if owner is None and number not in found and len(both) == 1:
+            owner = StateOwner(next(iter(both)), None)
+        owners.append(owner)
+    return owners
+
+
+def places_in(structure: TreeStructure, state: StateOfTree) -> dict[int, StateOwner]:
+    """The leaves of the state that lie in copies of the structure of the tree."""
+    numbered = state.treedef.unflatten(list(range(len(state.leaves))))
+    found: dict[int, StateOwner] = {}
+    _match(structure.treedef, numbered, 0, found)
+    return found
+
+
+def _match(treedef: Any, node: Any, depth: int, found: dict[int, StateOwner]) -> bool:
+    """Finds the innermost subtrees of a structure among numbered leaves."""
+    if isinstance(node, int):
+        return False
+    children = jax.tree.leaves(node, is_leaf=lambda other: other is not node)
+    inside = [_match(treedef, child, depth + 1, found) for child in children]
+    if any(inside):
+        return True
+    try:
+        parts = treedef.flatten_up_to(node)
+    except ValueError:
+        return False
+    for leaf, part in enumerate(parts):
+        for number in jax.tree.leaves(part):
+            found[number] = StateOwner(leaf, depth)
+    return True
+
+
+def _touched(program: TreeProgram) -> list[tuple[set[int], set[int]]]:
+    """For each leaf of the state the leaves of the tree whose gradient or value it is
+    made of, and those whose new value is made of it."""
+    leaves, _, states, _ = program.counts
+    made: list[set[int]] = [set() for _ in range(states)]
+    used: list[set[int]] = [set() for _ in range(states)]
+    for number, var in enumerate(program.outputs):
+        mask = mask_of(program.mask, var)
+        if number >= leaves:
+            made[number - leaves] |= leaves_in(mask, leaves)
+            continue
+        for state in range(states):
+            if mask >> (2 * leaves + state) & 1:
+                used[state].add(number)
+    return list(zip(made, used, strict=True))
+
+
+def leaves_in(mask: int, leaves: int) -> set[int]:
+    """The leaves of the tree whose gradient or value is in a set of inputs."""
+    both = (mask | mask >> leaves) & ((1 << leaves) - 1)
+    return {n for n in range(leaves) if both >> n & 1}

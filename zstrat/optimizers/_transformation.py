@@ -1,0 +1,180 @@
+"""An optax transformation and the tree that it is for, called as optax calls it.
+
+Nothing is traced here, and nothing remembered: `zstrat.optimizers._tree` does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from zstrat.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ._structure import TreeStructure
+
+Shape = jax.ShapeDtypeStruct
+Sizes = tuple[int | None, ...]
+"""For each leaf the length of its first axis, None for its own."""
+
+
+def checked(transformation: Any) -> Any:
+    """The optax transformation itself: of an object that makes one, what it makes.
+
+    Raises:
+        TypeError: It is none.
+    """
+    make = getattr(transformation, "gradient_transformation", None)
+    made = make() if callable(make) else transformation
+    if not all(callable(getattr(made, name, None)) for name in ("init", "update")):
+        raise TypeError(
+            f"zs.Optimizer takes an optax GradientTransformation, as "
+            f"zs.Optimizer(optax.adam(1e-3)); got {transformation!r:.100}"
+        )
+    return made
+
+
+def takes_extras(transformation: Any) -> bool:
+    """Whether its update may want further arguments."""
+    return isinstance(transformation, optax.GradientTransformationExtraArgs)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Further arguments of ``update``: a pytree of arrays by name, and what is no
+    array, as it is."""
+
+    treedef: Any
+    kinds: tuple[Shape, ...]
+    static: tuple[tuple[str, Any], ...] = ()
+
+    @staticmethod
+    def none() -> Extras:
+        """Those of an update that takes none."""
+        return Extras(jax.tree.structure({}), ())
+
+    def arguments(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """As ``update`` takes them."""
+        return {**self.treedef.unflatten(list(arrays)), **dict(self.static)}
+
+
+@dataclass(frozen=True, eq=False)
+class TreeTransformation:
+    """A transformation, the structure of its tree, and what its leaves look like.
+
+    ``kinds`` are shape and dtype of each leaf, ``gradients`` the dtype of its gradient.
+    ``wide``: it is traced with 64 bits, whatever the process computes with. ``early``:
+    what is made of one gradient alone, as its norm, is an operand, too, so that the
+    rows of that leaf can be moved one by one. ``grows``: its first update adds leaves
+    to its state, as ``optax.monitor`` does, and it has them from the start here, zeros
+    at first. ``examples``: for how many examples there is a gradient of each leaf,
+    along an axis before its own; 0 for one gradient of its shape. Empty: 0 for all.
+    """
+
+    name: str
+    transformation: Any
+    structure: TreeStructure
+    kinds: tuple[Shape, ...]
+    gradients: tuple[Any, ...]
+    extras: Extras = field(default_factory=Extras.none)
+    wide: bool = False
+    early: bool = False
+    grows: bool = False
+    examples: tuple[int, ...] = ()
+
+    def applied(
+        self,
+        gradients: Sequence[Any],
+        values: Sequence[Any],
+        before: Any,
+        extras: Sequence[Any],
+    ) -> tuple[Any, Any]:
+        """New values and new state, as optax has them."""
+        unflatten = self.structure.treedef.unflatten
+        params, further = unflatten(list(values)), self.extras.arguments(extras)
+        given = unflatten(list(gradients))
+        updates, after = self.transformation.update(given, before, params, **further)
+        return optax.apply_updates(params, updates), after
+
+    def initial(self, *values: Any) -> Any:
+        """A new state, as optax has it."""
+        return self.transformation.init(self.structure.treedef.unflatten(list(values)))
+
+    def fitting(self, moved: Any, values: Sequence[Any]) -> list[Any]:
+        """The leaves of new values in place of others.
+
+        Raises:
+            InvalidArgumentError: They have another structure, or other shapes.
+        """
+        found, treedef = jax.tree.flatten(moved)
+        if treedef != self.structure.treedef:
+            raise InvalidArgumentError(
+                f"optimizer {self.name!r} gives updates of another structure than its "
+                f"tree, which is {self.structure.treedef}: {treedef}"
+            )
+        for leaf, (new, old) in enumerate(zip(found, values, strict=True)):
+            if new.shape != old.shape:
+                raise InvalidArgumentError(self._misshapen(leaf, new.shape))
+        return found
+
+    def _misshapen(self, leaf: int, shape: tuple[int, ...]) -> str:
+        words, kind = self.structure.words(leaf), self.kinds[leaf]
+        if self.examples and self.examples[leaf]:
+            return (
+                f"shape mismatch. {words} has shape {kind.shape}, and its gradient "
+                f"{(self.examples[leaf], *kind.shape)}; expected {kind.shape}. "
+                f"Optimizer {self.name!r} does not bring gradients of single examples "
+                "together, as optax.contrib.dpsgd does: give it their sum or their mean"
+            )
+        return (
+            f"optimizer {self.name!r} gives {words}, of shape {kind.shape}, an update "
+            f"that makes it {shape}: give the variable that shape, or leave it to "
+            "another optimizer"
+        )
+
+    @contextlib.contextmanager
+    def precision(self) -> Iterator[None]:
+        """In which it is traced and runs: with 64 bits if it has some, and by jax's own
+        rules of dtypes, which optax is written for, whatever the user has set."""
+        with (
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+            jax.enable_x64(True) if self.wide else contextlib.nullcontext(),
+        ):
+            yield
+
+    def values_at(self, sizes: Sizes | None) -> list[Shape]:
+        """What the leaves look like in these sizes."""
+        if sizes is None:
+            return list(self.kinds)
+        return [
+            kind if size is None else shaped((size, *kind.shape[1:]), kind.dtype)
+            for kind, size in zip(self.kinds, sizes, strict=True)
+        ]
+
+    def gradients_at(self, sizes: Sizes | None) -> list[Shape]:
+        """What the gradients look like in these sizes."""
+        counts = self.examples or (0,) * len(self.kinds)
+        return [
+            shaped((count, *kind.shape) if count else kind.shape, dtype)
+            for count, kind, dtype in zip(
+                counts, self.values_at(sizes), self.gradients, strict=True
+            )
+        ]
+
+    def sizes(self, size: int) -> Sizes:
+        """All leaves that have rows, with this number of them."""
+        return tuple([size if kind.shape else None for kind in self.kinds])
+
+
+def shaped(dims: Sequence[int], dtype: Any) -> Shape:
+    """An array without a value."""
+    made: Any = jax.ShapeDtypeStruct  # untyped
+    found: Shape = made(tuple(dims), dtype)
+    return found
