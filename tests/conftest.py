@@ -41,8 +41,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+pytest_plugins = ["parts"]
+
+
 SLOWEST = (
-    "test_strategy_eight_devices.py",
     "test_system_tables.py",
     "test_optax_quick.py",
     "test_system_collectives_faults.py",
