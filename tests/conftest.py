@@ -66,7 +66,6 @@ SLOWEST = (
     "test_program_embedding.py",
     "test_system_zombies.py",
     "test_chaos_short.py",
-    "test_strategy_devices.py",
 )
 """Files of some ten seconds or more: none of them begins when the others have ended."""
 

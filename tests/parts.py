@@ -60,7 +60,7 @@ def _configure_alone(config):
             f"{EIGHT}* need a process with eight devices, other files one with one: "
             "name them in a call of their own, or have several processes (-n 2)"
         )
-    else:
+    elif any(_has_some("eight", arg, config) for arg in config.args):
         config.pluginmanager.register(OnePart("one"))
 
 
@@ -85,20 +85,21 @@ class OnePart:
 
     def __init__(self, part):
         self._part = part
-        self._left_out = 0
+        self._left_out = set()
 
     def pytest_ignore_collect(self, collection_path):
         if collection_path.is_dir():
             ignored = self._part == "eight" and not _is_above(collection_path)
         else:
             ignored = _is_for_eight(collection_path) != (self._part == "eight")
-            self._left_out += ignored and self._part == "one"
+            if ignored and self._part == "one":
+                self._left_out.add(collection_path)
         return ignored or None
 
     def pytest_terminal_summary(self, terminalreporter):
         if self._left_out:
             terminalreporter.write_line(
-                f"left out: {self._left_out} files {EIGHT}*, which need eight devices; "
+                f"left out: {len(self._left_out)} files {EIGHT}*, for eight devices; "
                 "name them alone, or have several processes (-n 2)"
             )
 
