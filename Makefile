@@ -2,6 +2,7 @@
 #
 #   make run      train the digits example on 2 ps + 2 workers on this machine
 #   make test     lint, type-check, test
+#   make test-fast   the tests of each package by itself, without clusters; three minutes
 #   make chaos    ten minutes of faults on local clusters, with every update counted
 #   make soak     200 sessions and 1,000,000 closures on the same daemons, which stay flat
 #   make test-accelerator   the tests that compute on this machine's GPUs or TPUs, too
@@ -16,7 +17,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest cluster bench api units clean
+.PHONY: help run test chaos soak attack test-accelerator test-optax optimizers lint pytest test-fast cluster bench api units clean
 .DELETE_ON_ERROR:
 
 # Where this is set, each of the hundreds of processes that the tests start would compile
@@ -48,6 +49,11 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Without daemons, systems, and files of ten seconds or more (tests/conftest.py).
+test-fast: $(VENV)/.dev
+	@$(PY) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder \
+	  -m 'not (optax or processes or slow)' $(ARGS)
 
 attack: $(VENV)/.dev
 	@ZSTRAT_ATTACK=hard $(PY) -m pytest -q -s -o faulthandler_timeout=0 tests/attack $(ARGS)

@@ -41,14 +41,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("repeatable")
 
 
+pytest_plugins = ["parts"]
+
+
 SLOWEST = (
-    "test_strategy_eight_devices.py",
     "test_system_tables.py",
     "test_optax_quick.py",
     "test_system_collectives_faults.py",
     "test_examples_together.py",
     "test_system_faults.py",
     "test_strategy_multi_worker_processes.py",
+    "test_program_embedding.py",
+    "test_architecture.py",
     "test_collectives_hosts.py",
     "test_launch_local.py",
     "test_examples_devices.py",
@@ -61,17 +65,38 @@ SLOWEST = (
     "test_system_collectives.py",
     "test_system_network.py",
     "test_system_checkpoints.py",
-    "test_program_embedding.py",
     "test_system_zombies.py",
     "test_chaos_short.py",
-    "test_strategy_devices.py",
+    "test_collectives_progress.py",
+    "test_collectives_onehost.py",
+    "test_strategy_local_new_steps.py",
+    "test_strategy_local_variables.py",
+    "test_strategy_local_ranks_uneven.py",
+    "test_daemons_life.py",
+    "test_strategy_local_integer_rows.py",
+    "test_strategy_local_examples.py",
+    "test_collectives_faults_shm.py",
+    "test_strategy_on_read_integer_means.py",
+    "test_coordinator_exit.py",
+    "test_transport_close.py",
+    "test_transport_loss.py",
+    "test_strategy_multi_worker.py",
+    "test_packaging.py",
 )
 """Files of some ten seconds or more: none of them begins when the others have ended."""
 
+WHOLE = {"accelerator", "attack", "chaos", "examples", "optax", "system"}
+"""Folders of tests of the whole: clusters, faults, programs of users."""
 
+
+@pytest.hookimpl(tryfirst=True)  # pytest selects by marks in this hook, too
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The slowest files first, all others in the order of the folders."""
+    """The slowest files first, all others in the order of the folders. `make test-fast`
+    leaves out what is marked here."""
     places = {name: place for place, name in enumerate(SLOWEST)}
+    for item in items:
+        if item.path.name in places or item.path.parent.name in WHOLE:
+            item.add_marker("slow")
     items.sort(key=lambda item: places.get(item.path.name, len(SLOWEST)))
 
 

@@ -142,6 +142,7 @@ def good(tmp_path):
     return path, dict(zip(arrays, written(path, arrays), strict=True))
 
 
+@pytest.mark.slow
 def test_every_cut_is_found(good):
     path, _ = good
     data = path.read_bytes()
@@ -159,6 +160,7 @@ def test_every_cut_is_found(good):
     assert caught.value.file == str(path)
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_found(good):
     path, digests = good
     data = path.read_bytes()

@@ -136,6 +136,7 @@ def test_keygen_per_task(tmp_path):
     assert there == ["chief", "evaluator", "observer", "ps-0", "worker-0", "worker-1"]
 
 
+@pytest.mark.processes
 def test_status_of_a_cluster_with_keys(tmp_path):
     keys, file = tmp_path / "keys", tmp_path / "cluster.toml"
     zstrat("keygen", str(keys))
@@ -165,6 +166,7 @@ def test_units(tmp_path):
     assert len(ran.output.splitlines()) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("lane", "with_keys", "warned"),
     [("tcp", False, True), ("tcp", True, False), ("auto", False, False)],
@@ -258,6 +260,7 @@ def test_sizes(number, words):
     assert size(number) == words
 
 
+@pytest.mark.processes
 def test_bench_collectives_prints_what_it_measures_and_writes_a_table(tmp_path):
     file = tmp_path / "choices.toml"
     options = ("--sizes", "400,40", "-n", "2", "--lane", "ipc")

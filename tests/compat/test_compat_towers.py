@@ -1,9 +1,9 @@
-"""The tests of towers, in a process with two devices; and one tower, in this one."""
+"""One tower, and what there is outside of every strategy. More than one tower are in
+`test_strategy_local_two_towers`."""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,28 +12,7 @@ import zstrat as zs
 from zstrat.contrib import distribute
 from zstrat.contrib.distribute._strategy import _faces, face_of
 
-HERE = Path(__file__).parent
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
-
-CHECK = """
-import sys, jax, pytest
-assert jax.local_device_count() == 2
-sys.exit(pytest.main(sys.argv[1:]))
-"""
-
-
-def test_two_towers_on_devices_of_their_own():
-    tests = HERE / "two_devices.py"
-    done = subprocess.run(
-        [sys.executable, "-c", CHECK, "-q", "-p", "no:cacheprovider", str(tests)],
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu"},
-        cwd=HERE.parents[1],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 @pytest.fixture

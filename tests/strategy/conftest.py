@@ -2,7 +2,6 @@
 
 import secrets
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,9 +12,6 @@ from zstrat.program import digest, dump_code, load, prepare, rebuild
 from zstrat.strategy import ParameterServerStrategy
 from zstrat.variables import apply
 from zstrat.wire import UpdateOp
-
-# Run by test_strategy_eight_devices, in processes of their own.
-collect_ignore_glob = [] if jax.device_count() == 8 else ["test_strategy_local_*.py"]
 
 
 class FakeSession:

@@ -1,7 +1,7 @@
 """strategy.run over several local devices, against plain jax on the whole batch.
 
-Where there is one device, it computes all the replicas; `test_strategy_devices` runs
-this file again in a process with four devices. The results must be the same.
+Where there is one device, it computes all the replicas; `test_strategy_local_replicas`
+is this file once more in a process with eight. The results must be the same.
 """
 
 import jax

@@ -1,5 +1,4 @@
-"""Distributed datasets of the local strategies, in a process that has four devices: run
-by `test_strategy_inputs_devices`."""
+"""Distributed datasets of the local strategies, on four of the devices."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import zstrat as zs
 from zstrat.data import Dataset
 
 R = 4
+FOUR = [f"CPU:{n}" for n in range(R)]
 X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=24).astype(np.float32)
 
@@ -42,7 +42,7 @@ def test_the_example_of_the_documentation():
 
 
 def test_a_batch_that_splits_is_one_array_over_the_devices():
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     data = {"x": X, "y": Y}
     dataset = Dataset.from_tensor_slices(data).batch(8)
     found = list(strategy.experimental_distribute_dataset(dataset))
@@ -51,12 +51,12 @@ def test_a_batch_that_splits_is_one_array_over_the_devices():
         mine = slice(8 * number, 8 * number + 8)
         for name in data:
             np.testing.assert_array_equal(element[name].whole, data[name][mine])
-            assert devices_of(element[name]) == jax.local_devices()
+            assert devices_of(element[name]) == jax.local_devices()[:R]
         assert [part.shape for part in element["x"].values] == [(2, 3)] * R
 
 
 def test_the_last_batch_comes_in_parts():
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     dataset = Dataset.from_tensor_slices((X[:9], Y[:9])).batch(8)
     *_, (x, y) = strategy.experimental_distribute_dataset(dataset)
     assert [part.shape for part in x.values] == [(1, 3), (0, 3), (0, 3), (0, 3)]
@@ -66,7 +66,7 @@ def test_the_last_batch_comes_in_parts():
 
 
 def test_the_spec_has_the_dtypes_that_elements_have():
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     data = {"n": np.arange(8), "x": np.ones((8, 2), np.float16)}
     distributed = strategy.experimental_distribute_dataset(
         Dataset.from_tensor_slices(data).batch(8)
@@ -81,7 +81,7 @@ def test_the_spec_has_the_dtypes_that_elements_have():
 
 @pytest.mark.parametrize("policy", ["dataset", "function"])
 def test_a_step_trains_as_one_device_does(policy):
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     with strategy.scope():
         w = zs.Variable(np.zeros(3, np.float32))
         optimizer = zs.Optimizer(optax.sgd(0.1))
@@ -126,7 +126,7 @@ def test_a_step_trains_as_one_device_does(policy):
 
 
 def test_one_input_function_for_each_replica():
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     options = zs.InputOptions(
         experimental_replication_mode=zs.InputReplicationMode.PER_REPLICA,
         experimental_fetch_to_device=False,
@@ -172,7 +172,7 @@ def test_other_strategies_put_elements_on_their_devices(make):
 
 
 def test_elements_may_stay_on_the_host():
-    strategy = zs.MirroredStrategy()
+    strategy = zs.MirroredStrategy(FOUR)
     options = zs.InputOptions(experimental_fetch_to_device=False)
     (element,) = strategy.experimental_distribute_dataset(
         Dataset.from_tensor_slices(X).batch(24), options

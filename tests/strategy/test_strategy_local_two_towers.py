@@ -1,5 +1,5 @@
-"""TF 1.12's towers on two devices: run by `test_compat_towers` in a process that has
-them. The examples are those of TF's documentation, with jax in place of TF."""
+"""TF 1.12's towers on two devices: the examples are those of TF's documentation, with
+jax in place of TF."""
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ def test_values_of_towers_are_reduced(distribution, aggregation, wanted):
         assert plain(distribution.unwrap(one)) == [wanted]
         assert plain(distribution.unwrap(two)) == [wanted] * 2
         places = [x.devices() for x in two.values]
-        assert places == [{device} for device in jax.devices()]
+        assert places == [{device} for device in jax.devices()[:2]]
 
 
 def test_values_that_are_the_same_in_all_towers(distribution):
@@ -207,7 +207,7 @@ def test_a_broadcast_goes_to_all_towers(distribution):
     with distribution.scope():
         found = distribution.broadcast(jnp.arange(2.0))
         assert plain(distribution.unwrap(found)) == [[0, 1], [0, 1]]
-        assert [x.devices() for x in found.values] == [{d} for d in jax.devices()]
+        assert [x.devices() for x in found.values] == [{d} for d in jax.devices()[:2]]
         (one,) = distribution.unwrap(distribution.broadcast(jnp.ones(1), CPUS[1]))
         assert one.devices() == {jax.devices()[1]}
         assert distribution.broadcast(3) == 3
@@ -359,7 +359,7 @@ def test_what_is_for_the_cross_tower_context(distribution):
 
 
 def test_there_must_be_so_many_devices():
-    with pytest.raises(ValueError, match="num_gpus_per_worker=3, but jax has"):
-        distribute.ParameterServerStrategy(num_gpus_per_worker=3)
+    with pytest.raises(ValueError, match="num_gpus_per_worker=9, but jax has"):
+        distribute.ParameterServerStrategy(num_gpus_per_worker=9)
     with pytest.raises(ValueError, match="expected 0 or more"):
         distribute.ParameterServerStrategy(num_gpus_per_worker=-1)
