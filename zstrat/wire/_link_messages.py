@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-PROTOCOL: Final = 6
+PROTOCOL: Final = 7
 """Version of the protocol; HELLO refuses any other."""
 
 
