@@ -8,7 +8,6 @@ with them: a task learns what it is before it loads what it needs.
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 import tomllib
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -207,17 +206,18 @@ def test_no_cycles() -> None:
     """Imports in functions count: they would only hide a cycle. So do those for types:
     whoever reads one file of a circle has to read all. But a strategy and the contexts
     that it hands out know each other, as TF's do."""
+    alone = "zstrat.strategy"
+    every = _circles(_graph(edges()))
+    assert [found for found in every if {*map(floor_of, found)} != {alone}] == []
+    assert len(every) <= 1
+    assert not _circles(_graph(edge for edge in edges() if not edge.for_types))
+
+
+def _graph(some: Iterable[Import]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
-    for edge in edges():
+    for edge in some:
         graph.setdefault(edge.module, set()).add(edge.target)
-    circles = [
-        each for each in _circles(graph) if "zstrat.strategy._strategy" not in each
-    ]
-    assert not circles
-    for edge in edges():
-        if edge.for_types and floor_of(edge.module) == "zstrat.strategy":
-            graph[edge.module].discard(edge.target)
-    assert not _circles(graph)
+    return graph
 
 
 def _circles(graph: dict[str, set[str]]) -> list[set[str]]:
@@ -389,60 +389,6 @@ def test_a_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert not {name: found for name, found in places.items() if len(found) > 1}
-
-
-def test_modules_that_are_named_in_words_exist() -> None:
-    """In docstrings, comments and messages: by the dotted name from anywhere, by the
-    last part of it from the same folder, and not by the module itself."""
-    wrong = [
-        f"{module}:{line} names {reference}"
-        for module, path in modules()
-        for line, text in enumerate(path.read_text().splitlines(), start=1)
-        for reference in REFERENCE.findall(text)
-        if not _is_there(reference, module)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-REFERENCE = re.compile(r"`(zstrat(?:\.\w+)+|_[a-z][a-z0-9_]*(?:\.[A-Za-z]\w*)*)`")
-"""What is in backticks, and is or may be the name of a module, or of a thing in one."""
-
-
-def _is_there(reference: str, module: str) -> bool:
-    """A module, or what it has; a name of one's own is no reference."""
-    parts = reference.split(".")
-    if not ours(reference):
-        if parts[0] in _own_names(module):
-            return True
-        folder = module if module in PACKAGES else module.rpartition(".")[0]
-        parts = [*folder.split("."), *parts]
-        if ".".join(parts[: folder.count(".") + 2]) not in trees():
-            return False
-    found = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in trees())
-    owner, rest = ".".join(parts[:found]), parts[found:]
-    return owner != module and (not rest or rest[0] in _own_names(owner))
-
-
-@cache
-def _own_names(module: str) -> set[str]:
-    """All that a module defines, imports, or uses as an attribute or a parameter; of
-    `zstrat` itself, whose names are fetched late, the words of its table, too."""
-    names = set()
-    for node in ast.walk(trees()[module]):
-        match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                names.add(node.name)
-            case ast.Name():
-                names.add(node.id)
-            case ast.Attribute():
-                names.add(node.attr)
-            case ast.arg() | ast.keyword():
-                names.add(node.arg or "")
-            case ast.alias():
-                names.add(node.asname or node.name)
-            case ast.Constant(value=str(word)) if module == "zstrat":
-                names.add(word)
-    return names
 
 
 def test_nothing_sleeps_and_every_task_has_a_name() -> None:

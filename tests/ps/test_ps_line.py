@@ -10,6 +10,7 @@ from zstrat.errors import (
     DeadlineExceededError,
     NotFoundError,
     PeerLostError,
+    ProtocolError,
     PSUnavailableError,
 )
 from zstrat.ps import EagerRun, PsClient, PsUpdate, Ref
@@ -298,3 +299,11 @@ async def test_who_does_not_own_the_link_hears_of_its_loss_at_once():
     link.cut()
     with pytest.raises(PSUnavailableError, match="its connection broke"):
         await pull
+
+
+async def test_parts_that_are_told_in_circles_are_an_error_that_names_the_server(rig):
+    asking = asyncio.ensure_future(rig.client.applied_parts(EagerRun(3, 2, 0)))
+    await turns()
+    rig.answer(AppliedParts([], -1))
+    with pytest.raises(ProtocolError, match=r"/job:ps/task:0 .* more from -1"):
+        await asking

@@ -218,7 +218,10 @@ class PsClient(SnapshotCalls):
 
         def take(ps: int, answer: AppliedParts) -> None:
             found.update((part, tuple(names)) for part, names in answer.parts)
-            if answer.more > open_.pop(ps):
+            asked = open_.pop(ps)
+            if answer.more and answer.more <= asked:
+                raise ValueError(f"parts from {asked} on, and more from {answer.more}")
+            if answer.more:
                 open_[ps] = answer.more
 
         while open_:
