@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from zstrat.cluster import TPUClusterResolver
-from zstrat.cluster._tpu_place import devices_per_host, local_devices
+from zstrat.cluster._tpu import local_devices
+from zstrat.cluster._tpu_place import devices_per_host
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, final
 
 from ._google import build_service
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 
 
 @final
-class GCEClusterResolver(ClusterResolver):
+class GCEClusterResolver(SourceResolver):
     """Asks Compute Engine for the running instances of a group, at each question.
 
     All are tasks of one job, in the order of their addresses, which are internal ones.
@@ -37,9 +37,9 @@ class GCEClusterResolver(ClusterResolver):
         credentials: Any = "default",
         service: Any = None,
     ) -> None:
+        super().__init__(task_id=task_id, rpc_layer=rpc_layer)
         self._project, self._zone, self._group = project, zone, instance_group
         self._port, self._job = port, task_type
-        self._task_id, self._rpc_layer = task_id, rpc_layer
         self._credentials, self._service = credentials, service
 
     def cluster_spec(self) -> ClusterSpec:
@@ -57,25 +57,6 @@ class GCEClusterResolver(ClusterResolver):
             f"{self._internal_ip(name)}:{self._port}" for name in self._running()
         ]
         return ClusterSpec({self._job: sorted(addresses)})
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Address of the task, by default of this one; "" if this one is not known.
-
-        Raises:
-            ValueError: The cluster has no such task.
-            Also what `cluster_spec` raises.
-        """
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if index is None:
-            return ""
-        address = self.cluster_spec().task_address(job, index)
-        return with_scheme(address, rpc_layer or self.rpc_layer)
 
     @property
     def task_type(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
 
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ExecutableLocation(enum.Enum):
 
 
 @final
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(SourceResolver):
     """Asks Kubernetes for the pods with given labels, in all namespaces.
 
     The address of a task is that of the *host* of its pod, so pods need
@@ -60,13 +60,13 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: Any = None,
         executable_location: ExecutableLocation | None = None,
     ) -> None:
+        super().__init__(rpc_layer=rpc_layer)
         self._selectors = dict(job_to_label_mapping or _DEFAULT)
         self._port, self._client = tf_server_port, override_client
         if executable_location is None:
             within = _SERVICE in config.environment()
             executable_location = ExecutableLocation(0 if within else 1)
         self._location = ExecutableLocation(executable_location)
-        self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """The pods that are there now.
@@ -85,25 +85,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
                 cluster[job] += _addresses(pods.items, self._port)
         return ClusterSpec(cluster)
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Address of the task, by default of this one; "" if this one is not known.
-
-        Raises:
-            ValueError: The cluster has no such task.
-            RuntimeError, ImportError: As `cluster_spec`.
-        """
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        address = self.cluster_spec().task_address(job, index)
-        return with_scheme(address, rpc_layer or self.rpc_layer)
 
 
 def _addresses(pods: Sequence[Any], port: int) -> list[str]:

@@ -9,7 +9,7 @@ that knows, with a deadline. It never connects to the tasks themselves.
 from __future__ import annotations
 
 import abc
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from ._spec import ClusterSpec
 
@@ -85,13 +85,132 @@ class ClusterResolver(abc.ABC):
         self._rpc_layer = rpc_layer
 
 
+class SourceResolver(ClusterResolver):
+    """Base of the resolvers of this package: each has its own source of the cluster.
+
+    What the program says, to the constructor or to a setter, goes before what the
+    source says; None leaves the answer to the source, and 0 and "" are values.
+
+    A subclass writes `cluster_spec`, and those of the methods ``_found_...`` and
+    `_accelerators` whose answers its source knows. They are called at each question, so
+    a source that changes is read anew, and a mistake in one of its answers is raised by
+    the question for that answer alone.
+    """
+
+    _empty_layer_counts: ClassVar[bool] = False
+    """Whether ``rpc_layer=""`` asks `master` for an address without a scheme. It does
+    by TensorFlow's rules for TF_CONFIG and SageMaker, and for our own files; the other
+    resolvers of TensorFlow take "" like None."""
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        self._environment = environment
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Address of the task, by default of this one; "" if this one is not known.
+
+        Raises:
+            ValueError: The cluster has no such task.
+            Also what `cluster_spec` raises.
+        """
+        job, index = self._asked(task_type, task_id)
+        if job is None or index is None:
+            return ""
+        return self._with_layer(self.cluster_spec().task_address(job, index), rpc_layer)
+
+    def num_accelerators(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        config_proto: object = None,
+    ) -> dict[str, int]:
+        """Kind -> count, the same for every task; empty if the source does not know."""
+        return dict(self._accelerators())
+
+    @property
+    def environment(self) -> str:
+        said = self._environment
+        return (self._found_environment() or "") if said is None else said
+
+    @property
+    def task_type(self) -> str | None:
+        """The job that this process is a task of: as it was set, else as the source
+        says; None if neither says."""
+        said = self._task_type
+        return self._found_task_type() if said is None else str(said)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """The number of this process in its job: as it was set, else as the source
+        says; None if neither says."""
+        said = self._task_id
+        # Programs say what they find in their environment, which is a text: "1" is 1.
+        return self._found_task_id() if said is None else int(said)
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        said = self._rpc_layer
+        return self._found_rpc_layer() if said is None else said
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+    def _found_task_type(self) -> str | None:
+        return None
+
+    def _found_task_id(self) -> int | None:
+        return None
+
+    def _found_rpc_layer(self) -> str | None:
+        return None
+
+    def _found_environment(self) -> str | None:
+        return None
+
+    def _accelerators(self) -> Mapping[str, int]:
+        return {}
+
+    def _asked(
+        self, task_type: str | None, task_id: int | None
+    ) -> tuple[str | None, int | None]:
+        """The task that is meant: this one, in what is None."""
+        job = self.task_type if task_type is None else task_type
+        return job, self.task_id if task_id is None else task_id
+
+    def _with_layer(self, address: str, rpc_layer: str | None) -> str:
+        """The address with the scheme that was asked for, else with this resolver's."""
+        given = rpc_layer is not None if self._empty_layer_counts else bool(rpc_layer)
+        layer = rpc_layer if given else self.rpc_layer
+        return with_scheme(address, layer)
+
+
 def with_scheme(address: str, rpc_layer: str | None) -> str:
     """The address behind ``rpc_layer://``, or as it is without one."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 @final
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(SourceResolver):
     """Answers with what it was given.
 
     Args:
@@ -119,9 +238,9 @@ class SimpleClusterResolver(ClusterResolver):
             )
         if not isinstance(master, str):
             raise TypeError(f"master must be a string, got {type(master).__name__}")
-        self._spec, self._master, self._environment = cluster_spec, master, environment
-        self._accelerators = dict(num_accelerators or {})
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        super().__init__(task_type, task_id, rpc_layer, environment)
+        self._spec, self._master = cluster_spec, master
+        self._given = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
@@ -137,19 +256,9 @@ class SimpleClusterResolver(ClusterResolver):
         Raises:
             ValueError: The cluster has no such task.
         """
-        address = self._master
-        if task_type is not None and task_id is not None:
-            address = self._spec.task_address(task_type, task_id)
-        return with_scheme(address, rpc_layer or self.rpc_layer)
+        if task_type is None or task_id is None:
+            return self._with_layer(self._master, rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        return dict(self._accelerators)
-
-    @property
-    def environment(self) -> str:
-        return self._environment
+    def _accelerators(self) -> Mapping[str, int]:
+        return self._given

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, final
 
 from zstrat import config
 
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _GPUS: Final = "SM_NUM_GPUS"
 
 
 @final
-class SageMakerClusterResolver(ClusterResolver):
+class SageMakerClusterResolver(SourceResolver):
     """Answers from ``SM_HOSTS`` and ``SM_CURRENT_HOST``, read at each question.
 
     Every host is a worker, in the order of their names.
@@ -32,6 +32,8 @@ class SageMakerClusterResolver(ClusterResolver):
     variable cannot be read; both name the variable.
     """
 
+    _empty_layer_counts = True
+
     def __init__(
         self,
         port: int | str = 2223,
@@ -40,8 +42,8 @@ class SageMakerClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        self._port, self._environment = port, environment
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
+        super().__init__(task_type, task_id, rpc_layer, environment)
+        self._port = port
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = _hosts(config.environment())
@@ -58,53 +60,23 @@ class SageMakerClusterResolver(ClusterResolver):
         Raises:
             ValueError: The cluster has no such task.
         """
-        spec = self.cluster_spec()
-        if spec.num_tasks("worker") == 1:
+        if self.cluster_spec().num_tasks("worker") == 1:
             return ""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        return with_scheme(spec.task_address(job, index), layer)
+        return super().master(task_type, task_id, rpc_layer)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
+    def _found_task_type(self) -> str:
+        return "worker"
+
+    def _found_task_id(self) -> int:
+        return _index(config.environment())
+
+    def _accelerators(self) -> Mapping[str, int]:
         """``{"GPU": n}`` by ``SM_NUM_GPUS``: hosts of one job are alike. Empty if n is
         0 or not known."""
         text = config.environment().get(_GPUS, "0")
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise ValueError(f"{_GPUS}: expected a number, got {text!r:.80}")
         return {"GPU": int(text)} if int(text) else {}
-
-    @property
-    def environment(self) -> str:
-        return self._environment or ""
-
-    @property
-    def task_type(self) -> str:
-        """The job that this process is a task of: "worker" unless it was set."""
-        return "worker" if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int:
-        """The number of this host among the sorted ones, unless it was set.
-
-        Raises:
-            RuntimeError: This is no SageMaker environment.
-            ValueError: Its variables do not fit together.
-        """
-        return _index(config.environment()) if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
 
 
 def _hosts(env: Mapping[str, str]) -> list[str]:

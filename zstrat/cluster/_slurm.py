@@ -15,7 +15,7 @@ from ._hostlist import (
     expand_tasks_per_node,
     natural_order,
 )
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class _Slot:
 
 
 @final
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(SourceResolver):
     """Answers from the environment of a task that ``srun`` started.
 
     Hosts are taken in the order in which Slurm numbers nodes, each with its tasks one
@@ -94,8 +94,7 @@ class SlurmClusterResolver(ClusterResolver):
         if rank >= len(slots):
             raise RuntimeError(f"SLURM_PROCID={rank}, and there are {len(slots)} tasks")
         _check_place(env, rank, slots)
-        self._task_type, self._task_id = names[rank]
-        self._rpc_layer = rpc_layer
+        super().__init__(*names[rank], rpc_layer)
         share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)
         if auto_set_gpu and share:
             take_share(env, share)
@@ -107,32 +106,7 @@ class SlurmClusterResolver(ClusterResolver):
         """Job and index of this process."""
         return self.task_type, self.task_id
 
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Address of the task, by default of this one; "" if the program has taken
-        away this one's type or id.
-
-        Raises:
-            ValueError: The cluster has no such task.
-        """
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        address = self._spec.task_address(job, index)
-        return with_scheme(address, rpc_layer or self.rpc_layer)
-
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
-        """``{"GPU": GPUs per task}``, the same for all tasks; empty without GPUs."""
+    def _accelerators(self) -> Mapping[str, int]:
         return {"GPU": self._gpus_per_task} if self._gpus_per_task else {}
 
 

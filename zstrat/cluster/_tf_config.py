@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
 
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import spec_from
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ VARIABLE: Final = "TF_CONFIG"
 
 
 @final
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(SourceResolver):
     """Answers from TF_CONFIG: ``{"cluster": {job: [address, ...]}, "task": {"type":,
     "index":}}``, each part optional, as are "rpc_layer", "session_master" and
     "environment".
@@ -33,15 +33,7 @@ class TFConfigClusterResolver(ClusterResolver):
     which key is wrong, what was expected there and what was found.
     """
 
-    def __init__(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-        environment: str | None = None,
-    ) -> None:
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
-        self._environment = environment
+    _empty_layer_counts = True
 
     def cluster_spec(self) -> ClusterSpec:
         return spec_from(_read().get("cluster", {}), VARIABLE)
@@ -64,59 +56,25 @@ class TFConfigClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         if not spec or (len(spec.jobs) == 1 and spec.task_indices(*spec.jobs) == [0]):
             return ""
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
+        job, index = self._asked(task_type, task_id)
         if job is None or index is None:
             missing = "task.type" if job is None else "task.index"
             raise ValueError(f"{VARIABLE}: {missing} is missing: who is this process?")
-        layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        return with_scheme(spec.task_address(job, index), layer)
+        return self._with_layer(spec.task_address(job, index), rpc_layer)
 
-    @property
-    def environment(self) -> str:
-        if self._environment is not None:
-            return self._environment
-        return _text("environment") or ""
-
-    @property
-    def task_type(self) -> str | None:
-        """The type of the task in TF_CONFIG, unless it was set; None if neither says.
-
-        Raises:
-            ValueError: TF_CONFIG is not what it should be.
-        """
-        if self._task_type is not None:
-            return str(self._task_type)
+    def _found_task_type(self) -> str | None:
         task = _task()
         return str(task["type"]) if "type" in task else None
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The index of the task in TF_CONFIG, unless it was set; None if neither says.
-
-        Raises:
-            ValueError: TF_CONFIG is not what it should be, or the index no number.
-        """
-        if self._task_id is not None:
-            return int(self._task_id)
+    def _found_task_id(self) -> int | None:
         task = _task()
         return _integer(task["index"]) if "index" in task else None
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _found_rpc_layer(self) -> str | None:
+        return _text("rpc_layer")
 
-    @property
-    def rpc_layer(self) -> str | None:
-        return _text("rpc_layer") if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _found_environment(self) -> str | None:
+        return _text("environment")
 
 
 def _read() -> Mapping[str, Any]:

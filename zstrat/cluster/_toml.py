@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from zstrat import config
 
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import TASK_TYPES, spec_from
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _TABLES: Final = ("cluster", "task")
 
 
 @final
-class TomlClusterResolver(ClusterResolver):
+class TomlClusterResolver(SourceResolver):
     """Answers from a TOML file, which is read once::
 
         [cluster]
@@ -41,6 +41,8 @@ class TomlClusterResolver(ClusterResolver):
         ValueError: Names the file, the key, what was expected and what was found.
     """
 
+    _empty_layer_counts = True
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -56,30 +58,14 @@ class TomlClusterResolver(ClusterResolver):
         self._spec = spec_from(tables["cluster"], self._path)
         _check_keys(self._spec.jobs, TASK_TYPES, f"{self._path}: cluster", "job")
         kind, index = _task(tables.get("task", {}), self._path)
-        self._task_type = kind if task_type is None else task_type
-        self._task_id = index if task_id is None else task_id
-        self._rpc_layer = rpc_layer
+        super().__init__(
+            kind if task_type is None else task_type,
+            index if task_id is None else task_id,
+            rpc_layer,
+        )
 
     def cluster_spec(self) -> ClusterSpec:
         return self._spec
-
-    def master(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        rpc_layer: str | None = None,
-    ) -> str:
-        """Address of the task, by default of this one; "" if this one is not known.
-
-        Raises:
-            ValueError: The cluster has no such task.
-        """
-        job = self.task_type if task_type is None else task_type
-        index = self.task_id if task_id is None else task_id
-        if job is None or index is None:
-            return ""
-        layer = self.rpc_layer if rpc_layer is None else rpc_layer
-        return with_scheme(self._spec.task_address(job, index), layer)
 
 
 def _check_keys(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, assert_never, final
 
 from zstrat import config
 
 from ._google import ask_metadata, build_service, metadata_host
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import SourceResolver
 from ._spec import ClusterSpec
 from ._tpu_place import (
     LOCAL_NAME,
@@ -20,7 +21,6 @@ from ._tpu_place import (
     find_place,
     hosts_of_machine,
     hosts_of_node,
-    local_devices,
 )
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class TPUSystemMetadata:
 
 
 @final
-class TPUClusterResolver(ClusterResolver):
+class TPUClusterResolver(SourceResolver):
     """Says where the hosts of a TPU are.
 
     Which TPU: ``tpu``, if it is given. Else the variables
@@ -96,10 +96,9 @@ class TPUClusterResolver(ClusterResolver):
         self._place: Local | TpuNode | TpuHosts = (
             _this_machine(env) if isinstance(place, Unsaid) else place
         )
-        self._job, self._task_type = job_name, job_name
-        self._task_id, self._rpc_layer = 0, "grpc"
-        if isinstance(self._place, TpuHosts):
-            self._task_id, self._rpc_layer = self._place.own, self._place.scheme
+        known = self._place if isinstance(self._place, TpuHosts) else TpuHosts(())
+        super().__init__(job_name, known.own, known.scheme)
+        self._job = job_name
         self._coordinator = {}
         if coordinator_name is not None and coordinator_address is not None:
             self._coordinator = {coordinator_name: [coordinator_address]}
@@ -149,7 +148,7 @@ class TPUClusterResolver(ClusterResolver):
         job = task_type if task_type is not None else self.task_type or self._job
         index = task_id if task_id is not None else self.task_id or 0
         address = self._spec_of(hosts).task_address(job, index)
-        return with_scheme(address, rpc_layer or self.rpc_layer)
+        return self._with_layer(address, rpc_layer)
 
     def get_master(self) -> str:
         """As `master` without arguments."""
@@ -163,12 +162,7 @@ class TPUClusterResolver(ClusterResolver):
         """Keep what is known of the mesh of this TPU, for its metadata."""
         self._topology = bytes(serialized_tpu_topology)
 
-    def num_accelerators(
-        self,
-        task_type: str | None = None,
-        task_id: int | None = None,
-        config_proto: object = None,
-    ) -> dict[str, int]:
+    def _accelerators(self) -> Mapping[str, int]:
         """``{"TPU": devices per host}``; empty where only addresses are known.
 
         Raises:
@@ -274,3 +268,32 @@ def _this_machine(env: Mapping[str, str]) -> TpuHosts:
         raise ValueError(f"{words}. This machine is no host of one")
     sources = f"{host}: worker-network-endpoints", f"{host}: agent-worker-number"
     return hosts_of_machine(workers, own, accelerator, sources)
+
+
+_BUS: Final = Path("/sys/bus/pci/devices")
+_GOOGLE: Final = "0x1ae0"
+_DEVICES_OF_A_CHIP: Final = {
+    "0x0027": 2,  # v2, v3
+    "0x005e": 1,  # v4
+    "0x0062": 1,  # v5p
+    "0x0063": 1,  # v5e
+    "0x006f": 1,  # v6e
+    "0x0076": 2,  # 7x
+}
+"""By PCI device id. Google has other devices on this bus, such as network cards."""
+
+
+def local_devices(bus: Path = _BUS) -> int:
+    """Devices in this machine; 0 where there are none, or no such bus."""
+    return sum(
+        _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)
+        for path in bus.glob("*")
+        if _read(path / "vendor") == _GOOGLE
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

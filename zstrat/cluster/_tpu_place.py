@@ -4,8 +4,8 @@ What was said and what was found tell which TPU it is. Devices are counted as ja
 them: a device is one core of a v2, v3 or 7x chip, and one chip of the other
 generations, where both cores work as one.
 
-Law of the file: who decides does no I/O, the environment and the answers of services
-come in as values. `local_devices` alone looks, at the bus of this machine.
+Law of the file: it decides and does no I/O; the environment and the answers of services
+come in as values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -205,18 +204,6 @@ def _with_port(address: str) -> str:
     return address if re.search(r":[0-9]+$", address) else f"{address}:{PORT}"
 
 
-_BUS: Final = Path("/sys/bus/pci/devices")
-_GOOGLE: Final = "0x1ae0"
-_DEVICES_OF_A_CHIP: Final = {
-    "0x0027": 2,  # v2, v3
-    "0x005e": 1,  # v4
-    "0x0062": 1,  # v5p
-    "0x0063": 1,  # v5e
-    "0x006f": 1,  # v6e
-    "0x0076": 2,  # 7x
-}
-"""By PCI device id. Google has other devices on this bus, such as network cards."""
-
 _DEVICES_OF_A_COUNT: Final = {
     "v2": 1.0,
     "v3": 1.0,
@@ -227,15 +214,6 @@ _DEVICES_OF_A_COUNT: Final = {
 }
 """By the word before the number in the name of an accelerator. The number counts cores
 up to v5p, where two make a device since v4, and chips since v5e."""
-
-
-def local_devices(bus: Path = _BUS) -> int:
-    """Devices in this machine; 0 where there are none, or no such bus."""
-    return sum(
-        _DEVICES_OF_A_CHIP.get(_read(path / "device"), 0)
-        for path in bus.glob("*")
-        if _read(path / "vendor") == _GOOGLE
-    )
 
 
 def devices_per_host(accelerator: str, hosts: int) -> int | None:
@@ -255,10 +233,3 @@ def devices_per_host(accelerator: str, hosts: int) -> int | None:
             f"{hosts} hosts. Are all of its hosts listed?"
         )
     return devices // hosts
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
-from ._resolver import ClusterResolver, with_scheme
+from ._resolver import ClusterResolver, SourceResolver, with_scheme
 from ._spec import ClusterSpec
 
 
 @final
-class UnionResolver(ClusterResolver):
+class UnionResolver(SourceResolver):
     """The union of the clusters of other resolvers.
 
     A job that is a list in all of them is their concatenation, in the order of the
@@ -40,8 +40,8 @@ class UnionResolver(ClusterResolver):
                     "All arguments must be a sub-class of `ClusterResolver`, "
                     f"got {type(resolver).__name__}"
                 )
+        super().__init__(task_type, task_id, rpc_layer)
         self._resolvers = resolvers
-        self._task_type, self._task_id, self._rpc_layer = task_type, task_id, rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
         """
@@ -78,38 +78,17 @@ class UnionResolver(ClusterResolver):
     ) -> dict[str, int]:
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
-    @property
-    def environment(self) -> str:
+    def _found_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
+
+    def _found_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
+
+    def _found_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
+
+    def _found_environment(self) -> str | None:
         return self._resolvers[0].environment
-
-    @property
-    def task_type(self) -> str | None:
-        """As the first resolver says, unless it was set."""
-        own = self._task_type
-        return self._resolvers[0].task_type if own is None else own
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """As the first resolver says, unless it was set."""
-        own = self._task_id
-        return self._resolvers[0].task_id if own is None else own
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        own = self._rpc_layer
-        return self._resolvers[0].rpc_layer if own is None else own
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
 
 
 def _merge(
