@@ -7,7 +7,6 @@ below reads a clock's patience or an environment variable by itself.
 from __future__ import annotations
 
 import os
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -132,6 +131,8 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     Raises:
         ValueError: The file is missing or is no TOML; names the file and the place.
     """
+    import tomllib  # few processes read a file, and all of them import this module
+
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except OSError as error:

@@ -6,10 +6,9 @@ carries another one is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, PlainTree  # noqa: TC001
+from ._schema import Arrays, PlainTree, message
 
 
 class MemberEntry(NamedTuple):
@@ -26,7 +25,7 @@ class MemberEntry(NamedTuple):
     word: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class JoinGroup:
     """A rank asks rank 0 to form a generation of a group; answered by `GroupFormed`
     once all ``size`` ranks have asked, or by the error that names who did not within
@@ -42,7 +41,7 @@ class JoinGroup:
     patience: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class GroupFormed:
     """``ticket`` is drawn at random: what carries another one is of another generation
     and is refused. ``members`` in the order of ranks. ``choices`` is rank 0's table of
@@ -55,7 +54,7 @@ class GroupFormed:
     choices: dict[str, PlainTree]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Hop:
     """A notice: part of one call of a collective, from one rank to another.
 
@@ -72,7 +71,7 @@ class Hop:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class AbortCall:
     """A notice: the sender gave a call up, for this reason (`to_wire` of an error), and
     the generation with it. ``lost``: ranks that are gone for good."""
@@ -84,7 +83,7 @@ class AbortCall:
     lost: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class AskCall:
     """How far are you with this call? Answered by `CallState`."""
 
@@ -93,7 +92,7 @@ class AskCall:
     call: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class CallState:
     """``about``: what the rank calls in words, "" if it has not called yet; ``waits``:
     the ranks that it waits for. ``is_over``: the call has ended there. ``is_broken``:
@@ -106,7 +105,7 @@ class CallState:
     is_broken: bool
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class LeaveGroup:
     """A notice: the sender leaves this generation on purpose. ``calls``: how many it
     has made, those with a tag not counted."""

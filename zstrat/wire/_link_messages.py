@@ -7,8 +7,10 @@ they leave. Nobody above a connection ever sees one of these but `Hello`.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import ClassVar, Final
+
+from ._schema import message
 
 PROTOCOL: Final = 7
 """Version of the protocol; HELLO refuses any other."""
@@ -24,7 +26,7 @@ class Job(enum.StrEnum):
     OBSERVER = "observer"
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Hello:
     """First message of a connection, and its answer: who I am and what I run.
 
@@ -45,7 +47,7 @@ class Hello:
     link: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Beat:
     """I am alive, said by the event loop itself. Answered with a Beat if ``wanted``."""
 
@@ -53,7 +55,7 @@ class Beat:
     wanted: bool
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Chunk:
     """The next part of the body of a message announced before (one raw frame)."""
 
@@ -62,7 +64,7 @@ class Chunk:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Credit:
     """So many more chunks of the stream may be sent."""
 
@@ -71,7 +73,7 @@ class Credit:
     chunks: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Goodbye:
     """I leave on purpose."""
 
@@ -79,7 +81,7 @@ class Goodbye:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Offer:
     """This process has memory for bodies that the peer may map, if it is on this host:
     the anonymous file ``descriptor`` of the process in its HELLO. It begins with
@@ -91,7 +93,7 @@ class Offer:
     word: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Mapped:
     """``proof`` is what the offered memory says behind the word of the offer: only who
     has mapped it can tell. Empty: it cannot be mapped."""
@@ -100,7 +102,7 @@ class Mapped:
     proof: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Placed:
     """The body of the message announced before lies in the sender's memory."""
 
@@ -109,7 +111,7 @@ class Placed:
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Released:
     """The bodies at these offsets of the peer's memory are not read any more."""
 
@@ -117,7 +119,7 @@ class Released:
     offsets: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Again:
     """In place of the outcome of a request whose body came in chunks: nothing was done,
     the body was not kept, send the same once more. The connection does that by itself.

@@ -19,11 +19,21 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Final,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
+T = TypeVar("T")
 Check = Callable[[Any], Any]
 Column = Callable[[Sequence[Any]], bool]
 
@@ -48,6 +58,40 @@ _ROWS: Final = 2
 """Rows up to which going through them one by one is quicker than by columns."""
 
 _PLAIN: Final = frozenset({types.NoneType, bool, int, float, str, bytes})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def message(cls: type[T]) -> type[T]:
+    """Makes a class of messages: a frozen dataclass with slots.
+
+    All of them compare and show themselves by the same three functions. A dataclass
+    compiles its own ones, half a millisecond for each of the sixty messages, which
+    every process would pay before it says a word.
+    """
+    made: Any = dataclass(frozen=True, slots=True, eq=False, repr=False)(cls)
+    made.__eq__, made.__hash__, made.__repr__ = _equal, _hash, _shown
+    made_class: type[T] = made
+    return made_class
+
+
+def _values(message: Any) -> tuple[Any, ...]:
+    return tuple([getattr(message, name) for name in message.__match_args__])
+
+
+def _equal(message: Any, other: Any) -> Any:
+    if type(other) is not type(message):
+        return NotImplemented
+    return _values(message) == _values(other)
+
+
+def _hash(message: Any) -> int:
+    return hash(_values(message))
+
+
+def _shown(message: Any) -> str:
+    names = message.__match_args__
+    shown = ", ".join(f"{name}={getattr(message, name)!r}" for name in names)
+    return f"{type(message).__qualname__}({shown})"
 
 
 class Mismatch(Exception):

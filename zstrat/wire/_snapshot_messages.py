@@ -6,10 +6,9 @@ a file or read, and released. Loading goes the other way, from files or from mes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays  # noqa: TC001
+from ._schema import Arrays, message
 
 
 class TensorEntry(NamedTuple):
@@ -27,7 +26,7 @@ class TensorEntry(NamedTuple):
     rows: bool
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PinSnapshot:
     """Keeps values and slots of variables as they are now, until `ReleaseSnapshot`;
     updates go on beside. ``optimizers``: whose slots. Answered by `SnapshotPinned`.
@@ -43,7 +42,7 @@ class PinSnapshot:
     first: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class SnapshotPinned:
     """Tensors from ``first`` on, and how many there are in all."""
 
@@ -52,7 +51,7 @@ class SnapshotPinned:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class WriteSnapshot:
     """Writes tensors of a snapshot (by their place in `SnapshotPinned`) to the new file
     ``path`` under these names, and syncs it. Answered by `SnapshotWritten`."""
@@ -65,7 +64,7 @@ class WriteSnapshot:
     names: list[str]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class SnapshotWritten:
     """Digests in the order of the names; ``size`` of the file in bytes."""
 
@@ -74,7 +73,7 @@ class SnapshotWritten:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ReadSnapshot:
     """Asks for ``size`` bytes of a tensor of a snapshot; answered by `SnapshotPart`."""
 
@@ -86,7 +85,7 @@ class ReadSnapshot:
     size: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class SnapshotPart:
     """One array of bytes."""
 
@@ -94,8 +93,10 @@ class SnapshotPart:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ReleaseSnapshot:
+    """Nobody reads the snapshot any more: the old values that it kept may go."""
+
     kind: ClassVar = 46
     session: int
     snapshot: int
@@ -122,7 +123,7 @@ class LoadEntry(NamedTuple):
     rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class LoadTensors:
     """Reads values and slots from files that this ps can see. Answered by `Done`."""
 
@@ -141,7 +142,7 @@ class StoreEntry(NamedTuple):
     rows: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class StoreTensors:
     """Values and slots that were read elsewhere. Answered by `Done`."""
 

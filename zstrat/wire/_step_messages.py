@@ -7,10 +7,9 @@ answered by `Completions`, many in one message.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, PlainTree  # noqa: TC001
+from ._schema import Arrays, PlainTree, message
 
 
 class Outcome(enum.IntEnum):
@@ -21,7 +20,7 @@ class Outcome(enum.IntEnum):
     CANCELLED = 2
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PutCode:
     """Ships a pickled object (a step function, a dataset function) once, named by its
     digest. Taken from a coordinator alone. Answered by `Done`."""
@@ -32,7 +31,7 @@ class PutCode:
     code: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PutArguments:
     """Ships the pickled ``(args, kwargs)`` of closures; large arrays travel beside it
     (pickle protocol 5, out of band, in order). A notice: order on the link suffices."""
@@ -44,8 +43,10 @@ class PutArguments:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class DropArguments:
+    """No closure with these arguments is left. A notice: order on the link suffices."""
+
     kind: ClassVar = 50
     session: int
     arguments: list[int]
@@ -61,7 +62,7 @@ class Batch(NamedTuple):
     steps: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Dispatch:
     """Runs the closures in order. A notice, answered by `Completions` as they end."""
 
@@ -93,7 +94,7 @@ class LayoutMessage(NamedTuple):
     structure: PlainTree
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Completions:
     """Closures that ended; a notice from worker to coordinator. ``results`` is the
     little-endian C-order bytes of all small results, leaf after leaf."""
@@ -105,7 +106,7 @@ class Completions:
     results: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class CancelSteps:
     """Drops every closure that has not begun; each one is answered in `Completions` as
     cancelled. What runs, runs to its end."""
@@ -114,7 +115,7 @@ class CancelSteps:
     session: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fetch:
     """Asks for a result that stayed on the worker; answered by `Fetched`."""
 
@@ -123,20 +124,24 @@ class Fetch:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fetched:
+    """The leaves of the result that `Fetch` asked for."""
+
     kind: ClassVar = 55
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class DropResults:
+    """The program holds no value of these steps any more. A notice."""
+
     kind: ClassVar = 56
     session: int
     steps: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class BuildResource:
     """Builds (again) a per-worker resource from shipped code; answered by
     `ResourceBuilt` or by the `Failure` that the code raised. ``maker`` is the digest of
@@ -150,7 +155,7 @@ class BuildResource:
     arguments: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class ResourceBuilt:
     """``layout`` describes the elements of an iterator (its first one)."""
 
@@ -158,8 +163,10 @@ class ResourceBuilt:
     layout: LayoutMessage
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class DropResources:
+    """The program holds these resources no more; the worker closes them. A notice."""
+
     kind: ClassVar = 59
     session: int
     resources: list[int]

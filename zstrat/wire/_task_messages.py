@@ -6,13 +6,12 @@ asked, and what belongs to it is dropped with it (`_session`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._schema import PlainTree  # noqa: TC001
+from ._schema import PlainTree, message
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Failure:
     """The outcome of a request that failed: `zstrat.errors.to_wire` of the error."""
 
@@ -20,27 +19,29 @@ class Failure:
     error: PlainTree
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Done:
     """The outcome of a request that has nothing to say but that it succeeded."""
 
     kind: ClassVar = 7
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Inspect:
     """Asks a task for its statistics; any role may."""
 
     kind: ClassVar = 8
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Statistics:
+    """What `Inspect` is answered with: values by the part of the task they tell of."""
+
     kind: ClassVar = 9
     values: dict[str, PlainTree]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class OpenSession:
     """A coordinator takes this task. Answered by `SessionOpened`, or by a `BusyError`
     while another coordinator that is alive holds it.
@@ -60,7 +61,7 @@ class OpenSession:
     prefetch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class SessionOpened:
     """``devices``: platform ("cpu", "gpu", "tpu") and number of local devices.
 
@@ -91,7 +92,7 @@ class AwaitedOptimizer(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class JoinSession:
     """A worker that runs a program of its own asks a ps for the session of the program
     that creates the variables. Answered by `SessionOpened` once ``session`` is open (0:
@@ -106,7 +107,7 @@ class JoinSession:
     patience: float
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class CloseSession:
     """Drop all of the session; with ``exit`` the process drains and ends."""
 

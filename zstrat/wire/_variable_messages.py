@@ -6,10 +6,9 @@ Variables are created, read, and pushed to; a push applies as a whole and at mos
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from ._schema import Arrays, PlainTree  # noqa: TC001
+from ._schema import Arrays, PlainTree, message
 
 
 class UpdateOp(enum.IntEnum):
@@ -39,7 +38,7 @@ class VariableEntry(NamedTuple):
     sharded: bool
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class CreateVariables:
     """Creates all or none; answered by `Done`. The same key, shape and dtype again is
     no error and keeps the value that is there."""
@@ -64,7 +63,7 @@ class InitialEntry(NamedTuple):
     offset: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class InitializeVariables:
     """Creates all or none, as `CreateVariables`, from one shipped initializer:
     ``(shape, dtype, partition_shape=, partition_offset=) -> array``. Taken from a
@@ -76,14 +75,16 @@ class InitializeVariables:
     code: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class DeleteVariables:
+    """Frees the variables of these keys, and their slots. Answered by `Done`."""
+
     kind: ClassVar = 33
     session: int
     keys: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class CreateOptimizer:
     """``code`` is a shipped optax transformation: taken from a coordinator alone."""
 
@@ -94,7 +95,7 @@ class CreateOptimizer:
     code: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class BindOptimizer:
     """Which variables an optimizer moves, and what their tree looks like. One array of
     bytes: data, never code, so that whoever applies gradients may send it. Answered by
@@ -106,7 +107,7 @@ class BindOptimizer:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Withdraw:
     """A creation has failed, and its numbers will be given to others: drops what is
     there of these variables and optimizers. Answered by `Done`, also if nothing is."""
@@ -124,7 +125,7 @@ class Read(NamedTuple):
     known: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Pull:
     """Reads several variables; answered by `Pulled`. Each one is untorn; together they
     are not a snapshot."""
@@ -134,7 +135,7 @@ class Pull:
     reads: list[Read]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PullRows:
     """`Pull`, and rows of variables besides; answered by `Pulled`.
 
@@ -149,7 +150,7 @@ class PullRows:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Pulled:
     """One version per read, in order. ``arrays`` holds the values of those reads whose
     version differs from the one that the reader knew, in order, and behind them the
@@ -172,7 +173,7 @@ class Update(NamedTuple):
     operands: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Push:
     """Applies all the updates or none; answered by `Pushed`.
 
@@ -194,7 +195,7 @@ class Push:
     writer: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class RaiseMark:
     """All closures below ``low_water`` are over: pushes of them that still come are
     duplicates, and none has to be remembered. A notice, from a coordinator alone."""
@@ -204,7 +205,7 @@ class RaiseMark:
     low_water: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class PushPart:
     """`Push` of an eager step, whose parts are numbered in the order of its run.
 
@@ -224,7 +225,7 @@ class PushPart:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class AskParts:
     """An eager step is about to run again: what of it was applied, from the part with
     the number ``first`` on? Answered by `AppliedParts`; what runs before ``attempt``
@@ -244,7 +245,7 @@ class PartEntry(NamedTuple):
     names: list[str]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class AppliedParts:
     """Those of one server, in order; ``more`` is where to go on, 0 if these are all."""
 
@@ -260,7 +261,7 @@ class StepRun(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fence:
     """All steps below ``low_water``, and those of ``over``, are over, whoever still
     works on one: what they push from now on is answered as a duplicate. Answered by
@@ -274,7 +275,7 @@ class Fence:
     asked: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Fenced:
     """Which of the steps that were ``asked`` about have applied something here."""
 
@@ -282,7 +283,7 @@ class Fenced:
     applied: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Pushed:
     """``applied`` is false for a duplicate; versions are those after the push."""
 
@@ -291,7 +292,7 @@ class Pushed:
     versions: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Exchange:
     """`Push`, and behind it `PullRows`, which reads what the push wrote: what training
     needs of a ps per step, in one message. Answered by `Exchanged`.
@@ -311,7 +312,7 @@ class Exchange:
     arrays: Arrays
 
 
-@dataclass(frozen=True, slots=True)
+@message
 class Exchanged:
     """``applied`` as in `Pushed`, ``versions`` and ``arrays`` as in `Pulled`.
 
