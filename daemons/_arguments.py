@@ -1,5 +1,5 @@
-"""What the daemons are told: arguments, TF_CONFIG, a cluster file; each wrong value
-ends with a message that names it and with exit code 2."""
+"""Which task a daemon is and how it serves: its arguments, TF_CONFIG, a cluster file.
+A wrong value ends the daemon with a message that names it and with exit code 2."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParser:
     """The arguments that every daemon takes; fewer of one that binds no address."""
-    told = (
+    sources = (
         "TF_CONFIG, or by --cluster and --index, or by --bind and --index alone."
         if binds
         else "TF_CONFIG, or by --index; the first one otherwise."
     )
     made = argparse.ArgumentParser(
-        prog=f"zstrat-{job}", description=f"{what} Told which task it is by {told}"
+        prog=f"zstrat-{job}", description=f"{what} Told which task it is by {sources}"
     )
     add = made.add_argument
     add("--index", type=int, metavar="N", help="task index within the job")
@@ -43,7 +43,7 @@ def parser(job: str, what: str, *, binds: bool = True) -> argparse.ArgumentParse
     add("--bind", metavar="HOST:PORT", help="bind this, not the address of the task")
     add("--keys", metavar="DIR", type=Path, help="key folder (or ZSTRAT_KEYS)")
     add("--insecure", action="store_true", help="serve other machines without keys")
-    # For LocalCluster: who must not be outlived, and where the address is told.
+    # For LocalCluster: who must not be outlived, and where the address is reported.
     add("--parent", type=int, default=0, help=argparse.SUPPRESS)
     add("--report", type=int, default=-1, help=argparse.SUPPRESS)
     return made
@@ -104,10 +104,10 @@ def _place(parsed: argparse.Namespace, job: str, env: Mapping[str, str]) -> Task
 
 
 def _check_job(resolver: ClusterResolver, job: str, source: str) -> None:
-    told = resolver.task_type
-    if told is not None and told != job:
+    said = resolver.task_type
+    if said is not None and said != job:
         raise ValueError(
-            f"{source}: task.type is {told!r}; zstrat-{job} runs tasks of type {job!r}"
+            f"{source}: task.type is {said!r}; zstrat-{job} runs tasks of type {job!r}"
         )
 
 

@@ -31,9 +31,9 @@ from zstrat.launch import Task, TaskPlace
 from zstrat.transport import new_incarnation
 from zstrat.transport import run as run_loop
 
-from ._leash import tie, watch
 from ._log import start_logging
 from ._notify import Notifier
+from ._parent_watch import die_with, watch_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +69,7 @@ def run(order: Order) -> int:
     """Serves the task of the order until it is told to end; returns the exit code."""
     incarnation = new_incarnation()
     start_logging(order.place.task, incarnation, as_json=order.settings.log_json)
-    if order.parent and not tie(order.parent):
+    if order.parent and not die_with(order.parent):
         log.error("the program that started me is gone already")
         return CRASHED
     _take_descriptors()
@@ -172,7 +172,7 @@ async def _live(order: Order, incarnation: int, notifier: Notifier) -> int:
         return TRY_AGAIN if _may_pass(error) else MISTAKEN
     _listen_to_signals(loop, task.end)
     if order.parent:
-        watch(loop, lambda: task.end("the program that started me is gone"))
+        watch_parent(loop, lambda: task.end("the program that started me is gone"))
     _settle()
     _report(order.report, task)
     log.info("ready at %s, pid %d", task.address, os.getpid())

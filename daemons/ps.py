@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point; ends the process with the exit codes of `_main`."""
     parsed = parser("ps", "A parameter server of zstrat.").parse_args(argv)
     try:
-        told = order(parsed, "ps")
+        asked = order(parsed, "ps")
     except ValueError as error:
         print(f"zstrat-ps: {error}", file=sys.stderr)
         leave(MISTAKEN)
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # processor time of the arithmetic (Adagrad on 8192 rows of 16: 340 us against
     # 230), and milliseconds where all cores are busy.
     os.environ.setdefault("NPROC", "1")
-    leave(run(told))
+    leave(run(asked))
 
 
 if __name__ == "__main__":

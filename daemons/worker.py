@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parsed = arguments.parse_args(argv)
     try:
-        told = order(parsed, "worker")
+        asked = order(parsed, "worker")
         choice = devices(parsed.platform, parsed.devices)
     except ValueError as error:
         print(f"zstrat-worker: {error}", file=sys.stderr)
         leave(MISTAKEN)
     # jax reads these once, when it is imported: by the service, later.
     os.environ.update(choice)
-    leave(run(told))
+    leave(run(asked))
 
 
 def devices(platform: str | None, given: str | None) -> dict[str, str]:

@@ -17,9 +17,9 @@ from zstrat.errors import ZstratError
 from zstrat.launch import SIZES, Calibration, calibrate, calibrate_tasks
 from zstrat.transport import run as run_loop
 
+from ._options import fail, settings
 from ._signals import as_interrupts, interruptible
 from ._tables import size
-from ._told import fail, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -124,17 +124,17 @@ def _among_tasks(
     file: Path | None,
 ) -> int:
     """This task's part; the first one has the results."""
-    told = settings(None)
+    chosen = settings(None)
     click.echo("waiting for all tasks of the cluster", err=True)
     try:
         with (
             as_interrupts(),
-            Group(resolver, name="calibration", lane=lane, settings=told) as whole,
+            Group(resolver, name="calibration", lane=lane, settings=chosen) as whole,
         ):
             plan = Calibration(ranks or whole.size, sizes, lane)
             if whole.rank == 0 and file is not None:
                 _check_writable(file)
-            found = calibrate_tasks(whole, plan, resolver, told, _begins)
+            found = calibrate_tasks(whole, plan, resolver, chosen, _begins)
             if whole.rank == 0:
                 _tell(found, file)
             else:

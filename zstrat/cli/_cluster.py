@@ -18,9 +18,9 @@ from zstrat.errors import ZstratError
 from zstrat.launch import LocalCluster, Observer
 from zstrat.transport import run as run_loop
 
+from ._options import fail, settings
 from ._signals import as_interrupts, heard_by
 from ._tables import lines, table
-from ._told import fail, settings
 
 if TYPE_CHECKING:
     from zstrat.cluster import ClusterSpec
@@ -51,7 +51,7 @@ def cluster(
     ps: int, workers: int, lane: str, worker_devices: int | None, directory: Path | None
 ) -> None:
     """Run local daemons in the foreground; Ctrl-C ends them all."""
-    told = settings(None)
+    chosen = settings(None)
     try:
         with (
             as_interrupts(),
@@ -61,15 +61,15 @@ def cluster(
                 lane=lane,
                 worker_devices=worker_devices,
                 directory=directory,
-                settings=told,
+                settings=chosen,
             ) as running,
         ):
             file = running.directory / "cluster.toml"
             file.write_text(toml(running.spec), "utf-8")
             click.echo(how_to_connect(running.spec, file))
-            if told.keys is None and has_ports(running.spec):
+            if chosen.keys is None and has_ports(running.spec):
                 click.echo(OPEN_PORTS, err=True)
-            run_loop(_watch(running, told))
+            run_loop(_watch(running, chosen))
             click.echo("ending all tasks")
     except KeyboardInterrupt:
         click.echo("interrupted; all tasks ended")
@@ -77,15 +77,15 @@ def cluster(
         fail(error)
 
 
-async def _watch(running: LocalCluster, told: Settings) -> None:
+async def _watch(running: LocalCluster, settings: Settings) -> None:
     """Draws the table until interrupted; plain lines when nobody can see a table."""
     interrupted, console = asyncio.Event(), Console()
     with heard_by(lambda number: interrupted.set()):
-        async with Observer(running.spec, told) as observer:
+        async with Observer(running.spec, settings) as observer:
             if console.is_terminal:
                 await _draw(console, observer, interrupted)
                 return
-            seen = await observer.look(told.timeouts.connect)
+            seen = await observer.look(settings.timeouts.connect)
             click.echo("\n".join(lines(seen)))
             await interrupted.wait()
 

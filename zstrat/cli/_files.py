@@ -12,7 +12,7 @@ from zstrat.launch import write_units
 from zstrat.transport import generate_keys
 from zstrat.wire import Job
 
-from ._told import fail
+from ._options import fail
 
 _COUNT = click.IntRange(min=1)
 

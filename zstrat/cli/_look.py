@@ -15,8 +15,8 @@ from zstrat.errors import ZstratError
 from zstrat.launch import examine, observe
 from zstrat.transport import run as run_loop
 
+from ._options import cluster_options, fail, settings, spec
 from ._tables import lines, table
-from ._told import cluster_options, fail, settings, spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,18 +31,18 @@ def status(
     cluster: str | None, keys: Path | None, timeout: float, as_json: bool
 ) -> None:
     """Show the tasks of a running cluster. Exit code 1 if one does not answer."""
-    told = settings(keys)
+    chosen = settings(keys)
     try:
-        seen = run_loop(observe(spec(cluster), told, timeout))
+        seen = run_loop(observe(spec(cluster), chosen, timeout))
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(sight) for sight in seen], indent=2))
+        click.echo(json.dumps([dataclasses.asdict(task) for task in seen], indent=2))
     elif sys.stdout.isatty():
         Console().print(table(seen))
     else:
         click.echo("\n".join(lines(seen)))
-    sys.exit(any(sight.problem for sight in seen))
+    sys.exit(any(task.problem for task in seen))
 
 
 @click.command()
@@ -50,10 +50,10 @@ def status(
 def doctor(cluster: str | None, keys: Path | None, timeout: float) -> None:
     """Check versions, keys, addresses and clocks. Exit code 1 if something is wrong."""
     try:
-        told = settings(keys)
+        chosen = settings(keys)
         known = cluster is not None or environment().get("TF_CONFIG")
         tasks = spec(cluster) if known else None
-        findings = run_loop(examine(tasks, told, timeout))
+        findings = run_loop(examine(tasks, chosen, timeout))
     except (ZstratError, ValueError, OSError) as error:
         fail(error)
     for finding in findings:

@@ -10,8 +10,8 @@ import click
 from zstrat.launch import Copies, run_copies
 from zstrat.transport import run as run_loop
 
+from ._options import fail, settings
 from ._signals import interruptible
-from ._told import fail, settings
 
 _WORDS: Final = 2.0
 """Seconds in which a program that heard of a loss may say so, and end."""

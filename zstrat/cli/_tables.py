@@ -22,24 +22,19 @@ COLUMNS: Final = (
 )
 
 
-def row(sight: TaskStatus) -> list[str]:
+def row(status: TaskStatus) -> list[str]:
     """The cells of one task, as people read them."""
-    if sight.problem:
-        return [sight.task, sight.address, f"unreachable: {sight.problem}", *[""] * 4]
-    number = sight.number
-    variables = (
-        ""
-        if sight.task.startswith("worker")
-        else f"{number('service', 'variables'):.0f}"
-    )
-    held = (
-        ""
-        if sight.task.startswith("worker")
-        else size(number("service", "bytes") + number("service", "slot_bytes"))
-    )
+    if status.problem:
+        problem = f"unreachable: {status.problem}"
+        return [status.task, status.address, problem, *[""] * 4]
+    number = status.number
+    variables = held = ""
+    if not status.task.startswith("worker"):  # a worker holds no variables
+        variables = f"{number('service', 'variables'):.0f}"
+        held = size(number("service", "bytes") + number("service", "slot_bytes"))
     return [
-        sight.task,
-        sight.address,
+        status.task,
+        status.address,
         f"{int(number('task', 'incarnation')):016x}"[:8],
         span(number("task", "uptime")),
         size(number("task", "memory_bytes")),
@@ -53,14 +48,14 @@ def table(seen: Sequence[TaskStatus]) -> Table:
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in COLUMNS:
         made.add_column(name, justify="left" if name in COLUMNS[:3] else "right")
-    for sight in seen:
-        made.add_row(*row(sight), style="red" if sight.problem else None)
+    for status in seen:
+        made.add_row(*row(status), style="red" if status.problem else None)
     return made
 
 
 def lines(seen: Sequence[TaskStatus]) -> list[str]:
     """The tasks for a file or a pipe."""
-    rows = [row(sight) for sight in seen]
+    rows = [row(status) for status in seen]
     return [
         " ".join(
             f"{name}={cell}" for name, cell in zip(COLUMNS, cells, strict=True) if cell

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import IO, TYPE_CHECKING, Final
 
+from zstrat.config import environment
 from zstrat.errors import DeadlineExceededError, UnavailableError
 
 if TYPE_CHECKING:
@@ -25,6 +26,15 @@ if TYPE_CHECKING:
 
 TAIL: Final = 20
 """Lines of a log that an error quotes: a traceback's end and what came before it."""
+
+_OF_THIS_PROCESS: Final = ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC")
+"""Variables that speak of one process: what they say of us is not so of a child."""
+
+
+def inherited() -> dict[str, str]:
+    """What a child finds of our environment."""
+    found = environment().items()
+    return {name: value for name, value in found if name not in _OF_THIS_PROCESS}
 
 
 class Child:

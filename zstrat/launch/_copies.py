@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 from zstrat.cluster import free_ports
-from zstrat.config import environment
+
+from ._child import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,13 +34,13 @@ if TYPE_CHECKING:
     Write = Callable[[str], None]
     """Takes one line of output, without its end."""
 
-_LEASH: Final = """
+_WATCH_PARENT: Final = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG
 os.execvp(sys.argv[1], sys.argv[1:])
 """
-_LEASHED: Final = (sys.executable, "-I", "-S", "-c", _LEASH)
+_WATCHING_PARENT: Final = (sys.executable, "-I", "-S", "-c", _WATCH_PARENT)
 """Asks the kernel to end the process when we are gone, then becomes the command: a
 program that has threads must run nothing between fork and exec. The kernel means our
 *thread*, so the loop's has to live as long as the copies do."""
@@ -174,11 +175,8 @@ class _CopiesRun:
     def _environment(self, index: int) -> Mapping[str, str]:
         task = {"type": "worker", "index": index}
         config = json.dumps({"cluster": self._cluster, "task": task})
-        inherited = dict(environment())
-        for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC"):
-            inherited.pop(name, None)  # they speak of this process
         # Whoever watches wants lines when they are printed.
-        return {"PYTHONUNBUFFERED": "1", **inherited, "TF_CONFIG": config}
+        return {"PYTHONUNBUFFERED": "1", **inherited(), "TF_CONFIG": config}
 
 
 def _started(
@@ -186,7 +184,7 @@ def _started(
 ) -> subprocess.Popen[bytes]:
     """Not by the loop: uvloop forks, with the hooks of all that is loaded here."""
     return subprocess.Popen(
-        [*_LEASHED, *command],
+        [*_WATCHING_PARENT, *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

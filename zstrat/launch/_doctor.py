@@ -53,10 +53,10 @@ async def examine(
         hint = "set TF_CONFIG or give --cluster FILE.toml to check the tasks as well"
         return [*findings, Finding("cluster", None, "none given", hint)]
     try:
-        sights = await observe(spec, settings, timeout)
+        found = await observe(spec, settings, timeout)
     except ZstratError as error:
         return [*findings, Finding("cluster", False, str(error))]
-    return [*findings, *(f for sight in sights for f in _task(sight))]
+    return [*findings, *(f for status in found for f in _task(status))]
 
 
 def judge_versions(mine: dict[str, str], theirs: dict[str, str]) -> list[str]:
@@ -107,30 +107,30 @@ def _keys(settings: Settings) -> Finding:
     )
 
 
-def _task(sight: TaskStatus) -> Iterator[Finding]:
-    if sight.problem:
+def _task(status: TaskStatus) -> Iterator[Finding]:
+    if status.problem:
         advice = "is it running, is the address right, does the firewall let it pass?"
-        yield Finding(sight.task, False, sight.problem, advice)
+        yield Finding(status.task, False, status.problem, advice)
         return
     yield Finding(
-        sight.task,
+        status.task,
         True,
-        f"{sight.address} answers in {sight.round_trip * 1e3:.1f} ms, "
-        f"up for {sight.number('task', 'uptime'):.0f} s",
+        f"{status.address} answers in {status.round_trip * 1e3:.1f} ms, "
+        f"up for {status.number('task', 'uptime'):.0f} s",
     )
-    told = sight.values.get("task")
-    versions = told.get("versions") if isinstance(told, dict) else None
+    task = status.values.get("task")
+    versions = task.get("versions") if isinstance(task, dict) else None
     theirs = (
         {k: str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
     )
     different = judge_versions(_mine(theirs), theirs)
     if different:
         advice = "install the same versions on all machines"
-        yield Finding(f"{sight.task} versions", False, "; ".join(different), advice)
-    skew = sight.number("task", "time") - time.time()
+        yield Finding(f"{status.task} versions", False, "; ".join(different), advice)
+    skew = status.number("task", "time") - time.time()
     if abs(skew) > SKEW:
         words = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this one"
-        yield Finding(f"{sight.task} clock", False, words, "set up NTP or chrony")
+        yield Finding(f"{status.task} clock", False, words, "set up NTP or chrony")
 
 
 def _mine(names: dict[str, str]) -> dict[str, str]:

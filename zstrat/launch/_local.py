@@ -22,7 +22,7 @@ from zstrat.config import environment, settings_from
 from zstrat.errors import DeadlineExceededError
 
 from ._child import Child, wait_ready
-from ._runtime_dir import RuntimeDir, share, told, virtual
+from ._runtime_dir import RuntimeDir, daemon_environment, share, virtual
 from ._task import GRACE
 
 if TYPE_CHECKING:
@@ -119,26 +119,26 @@ class LocalCluster:
             raise ValueError(f"logs={logs!r}: expected 'files' or 'terminal'")
         self._settings = settings or settings_from(environment())
         self.lane = lane or self._settings.lane
-        nest = RuntimeDir.made(self.lane, directory)
-        self.directory = nest.folder
+        place = RuntimeDir.made(self.lane, directory)
+        self.directory = place.folder
         self._extra = () if worker_devices is None else virtual(worker_devices)
-        daemons = told(self._settings, self.lane, env or {})
+        daemons = daemon_environment(self._settings, self.lane, env or {})
         workers = {"NPROC": str(share(max(1, num_workers))), **daemons}
         self._children: dict[str, Child] = {}
         jobs = ("ps", num_ps, daemons), ("worker", num_workers, workers)
         for job, count, variables in jobs:
             for index in range(count):
                 name = f"{job}-{index}"
-                log = nest.folder / f"{name}.log" if logs == "files" else None
-                child = Child(job, index, nest.address(name), log, variables)
+                log = place.folder / f"{name}.log" if logs == "files" else None
+                child = Child(job, index, place.address(name), log, variables)
                 self._children[child.task] = child
-        keeper = ChildThread("zstrat local cluster")
-        self._keeper = keeper
+        thread = ChildThread("zstrat local cluster")
+        self._thread = thread
         self._end = weakref.finalize(
             self,
             _end,
             tuple(self._children.values()),
-            keeper,
+            thread,
             self._settings.timeouts.drain,
             self.directory if directory is None else None,
         )
@@ -247,7 +247,7 @@ class LocalCluster:
         fresh = list(children)
         for child in fresh:
             extra = self._extra if child.job == "worker" else ()
-            self._keeper.call(partial(child.start, extra))
+            self._thread.call(partial(child.start, extra))
         wait_ready(fresh, time.monotonic() + self._settings.timeouts.connect)
 
     def _child(self, task: str) -> Child:
@@ -261,7 +261,7 @@ class LocalCluster:
 
 
 def _end(
-    children: tuple[Child, ...], keeper: ChildThread, drain: float, folder: Path | None
+    children: tuple[Child, ...], thread: ChildThread, drain: float, folder: Path | None
 ) -> None:
     """Workers first: what they still push needs the parameter servers."""
     for job in ("worker", "ps"):
@@ -273,6 +273,6 @@ def _end(
         for child in group:
             child.wait(deadline)
             child.close()
-    keeper.close()
+    thread.close()
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where the daemons of a local cluster live, and what they are told: their folder,
+"""Where the daemons of a local cluster live and what they find there: their folder,
 their sockets, their environment."""
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from zstrat.config import LANES, environment
+from zstrat.config import LANES
+
+from ._child import inherited
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -68,7 +70,9 @@ def share(workers: int) -> int:
     return max(1, cores // workers)
 
 
-def told(settings: Settings, lane: str, extra: Mapping[str, str]) -> dict[str, str]:
+def daemon_environment(
+    settings: Settings, lane: str, extra: Mapping[str, str]
+) -> dict[str, str]:
     """What the daemons find: our environment, our settings, then the caller's words."""
     timeouts = dataclasses.asdict(settings.timeouts)
     ours = {
@@ -79,13 +83,11 @@ def told(settings: Settings, lane: str, extra: Mapping[str, str]) -> dict[str, s
         # Several jax processes share this machine's accelerator if there is one.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    inherited = {**environment()}
-    for name in ("TF_CONFIG", "NOTIFY_SOCKET", "WATCHDOG_USEC"):
-        inherited.pop(name, None)  # they speak of this process, not of its children
-    preallocate = inherited.get("XLA_PYTHON_CLIENT_PREALLOCATE")
+    found = inherited()
+    preallocate = found.get("XLA_PYTHON_CLIENT_PREALLOCATE")
     if preallocate is not None:
         ours["XLA_PYTHON_CLIENT_PREALLOCATE"] = preallocate
-    return {**inherited, **ours, **extra}
+    return {**found, **ours, **extra}
 
 
 def _folder(directory: str | os.PathLike[str] | None) -> Path:

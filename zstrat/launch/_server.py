@@ -11,13 +11,15 @@ from zstrat.cluster import ClusterSpec
 from zstrat.config import environment, settings_from
 from zstrat.transport import run as run_loop
 
-from ._task import Task, TaskPlace
+from ._task import TaskPlace, serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from types import TracebackType
 
     from zstrat.config import Settings
+
+    from ._task import Task
 
 PROTOCOLS: Final = ("tcp", "zmq", "grpc")
 """Words for the wire; "grpc" is what programs that come from TensorFlow say. They all
@@ -143,16 +145,11 @@ class Server:
             self._ready.set_exception(error)
 
     async def _serve(self) -> None:
-        task = Task(self._place(), self._settings)
-        try:
-            await task.start()
+        mine = self._def
+        place = TaskPlace(mine.job_name, mine.task_index, mine.address)
+        async with serve(place, self._settings) as task:
             self._ready.set_result(task)
             await task.wait_end()
-        finally:
-            await task.stop()
-
-    def _place(self) -> TaskPlace:
-        return TaskPlace(self._def.job_name, self._def.task_index, self._def.address)
 
 
 def _define(

@@ -216,7 +216,7 @@ class Task:
             settings=self._settings,
             task=f"/job:ps/task:{self.place.index}",
             incarnation=self.hello.incarnation,
-            on_exit=self._told_to_exit,
+            on_exit=self._shut_down,
         )
         return service, _nothing, service.absorb
 
@@ -227,7 +227,7 @@ class Task:
             self._settings,
             self.hello,
             self._link_to_ps,
-            on_exit=self._told_to_exit,
+            on_exit=self._shut_down,
             on_crash=self._crashed,
             is_alone=self._is_alone,
         )
@@ -257,7 +257,7 @@ class Task:
         if not self._end.done():
             self._end.set_exception(error)
 
-    def _told_to_exit(self) -> None:
+    def _shut_down(self) -> None:
         self.end("the coordinator shut the cluster down")
 
 

@@ -64,6 +64,8 @@ class ShmBarrier:
         self._deadline = math.inf
         self._error: Exception | None = None
         self._asleep: ControlWords | None = None
+        self._has_heard = threading.Event()
+        """Set when a call that slept has seen the error of `abort`."""
 
     @contextmanager
     def call(self, about: int, deadline: float) -> Iterator[None]:
@@ -138,10 +140,9 @@ class ShmBarrier:
         Between its last look at the error and its sleep nobody can reach it: the word
         is another rank's, and only a change of it would keep it awake.
         """
-        heard = threading.Event()  # nobody sets it: a pause that needs no clock
         while self._asleep is line:
             wake(line.address)
-            heard.wait(_RING_AGAIN)
+            self._has_heard.wait(_RING_AGAIN)
 
     def _wait_for(self, line: ControlWords) -> None:
         looks = self._patience.looks()
@@ -152,6 +153,7 @@ class ShmBarrier:
             while (posted := words[0]) < step:
                 self._asleep = line  # before the look at the error: see `abort`
                 if self._error is not None:
+                    self._has_heard.set()
                     raise self._error
                 now = time.monotonic()
                 if now >= self._deadline:

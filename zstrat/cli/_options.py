@@ -1,5 +1,5 @@
-"""What a command is told: which cluster, with which settings; and how one ends that was
-told something that cannot be."""
+"""The options that commands share: which cluster, with which settings; and how a
+command ends whose options cannot be."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Ties a daemon to the program that started it, so that it never outlives it.
+"""Watches the program that started a daemon, so that the daemon never outlives it.
 
-Two ropes, because each one alone can slip: the kernel kills us when the parent's
-thread ends (even while we are stopped), and the end of the pipe at standard input says
-so where the kernel's rope was not tied in time or does not exist.
+There are two ways to learn of its end, because each alone can fail: the kernel kills
+the daemon when the parent's thread ends (even while the daemon is stopped), and the
+pipe at standard input ends. The pipe is for parents that were gone before the kernel
+was asked, and for systems whose kernel cannot be asked.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG = 1
 
 
-def tie(parent: int) -> bool:
+def die_with(parent: int) -> bool:
     """Asks the kernel to kill us when ``parent`` dies; false if it is dead already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Looked at after the rope is tied: a parent that died before would not pull it.
+    # After the request: of a parent that died before it the kernel says nothing.
     return os.getppid() == parent
 
 
-def watch(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None]) -> None:
+def watch_parent(loop: asyncio.AbstractEventLoop, on_gone: Callable[[], None]) -> None:
     """Calls ``on_gone`` once when the other end of standard input is closed."""
     stdin = sys.stdin.fileno()
     os.set_blocking(stdin, False)
