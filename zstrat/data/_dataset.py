@@ -80,9 +80,9 @@ class Dataset:
                 )
         lengths = {path: len(array) for path, array in found}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{path} has {size}" for path, size in lengths.items())
+            sizes = ", ".join(f"{path} has {size}" for path, size in lengths.items())
             raise ValueError(
-                f"Dimensions are not compatible: first axes differ: {told}"
+                f"Dimensions are not compatible: first axes differ: {sizes}"
             )
         return Dataset(passes.Rows(arrays, len(found[0][1])))
 

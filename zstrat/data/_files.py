@@ -10,7 +10,6 @@ TFRecord files are read by grain, which is optional.
 
 from __future__ import annotations
 
-import abc
 import os
 import zipfile
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ import numpy as np
 
 from ._elements import ending
 from ._passes import UNKNOWN, Recipe
-from ._tree import as_element, kind_of, leaves, mapped, own
+from ._tree import kind_of, leaves, mapped, owned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,13 +37,10 @@ class Files(Recipe):
 
     paths: tuple[str, ...]
 
-    @abc.abstractmethod
-    def of(self, paths: tuple[str, ...]) -> Recipe:
-        """The same of other files."""
-
-    def every(self, step: int, start: int) -> Recipe:
+    def every(self, step: int, start: int) -> Self:
         """The same of files ``start``, ``start + step``, … alone."""
-        return self.of(self.paths[start::step])
+        fewer: Self = replace(self, paths=self.paths[start::step])  # type: ignore[type-var]
+        return fewer
 
     def size(self) -> int:
         return UNKNOWN
@@ -57,9 +53,6 @@ class Records(Files):
 
     paths: tuple[str, ...]
     read: Read
-
-    def of(self, paths: tuple[str, ...]) -> Self:
-        return replace(self, paths=paths)
 
     def items(self) -> Iterator[Element]:
         for path in self.paths:
@@ -74,9 +67,6 @@ class Tables(Files):
 
     paths: tuple[str, ...]
     load: Callable[[str], Element]
-
-    def of(self, paths: tuple[str, ...]) -> Self:
-        return replace(self, paths=paths)
 
     def items(self) -> Iterator[tuple[_Table, int]]:
         for path in self.paths:
@@ -217,7 +207,7 @@ class _Owned:
     def __call__(self, path: str) -> Iterator[Element]:
         with ending(iter(self.read(path))) as source:
             for element in source:
-                yield mapped(own, as_element(element))
+                yield owned(element)
 
 
 _MISSING: Final = (
@@ -251,9 +241,9 @@ def _rows(arrays: Element, path: str) -> int:
     if not found:
         raise ValueError(f"{path} has no arrays in it")
     if len(set(found.values())) > 1 or () in found.values():
-        told = ", ".join(f"{k} has {v[0] if v else 'none'}" for k, v in found.items())
+        rows = ", ".join(f"{k} has {v[0] if v else 'none'}" for k, v in found.items())
         raise ValueError(
-            f"{path}: the arrays of a file must have as many rows each: {told}"
+            f"{path}: the arrays of a file must have as many rows each: {rows}"
         )
     return int(next(iter(found.values()))[0])
 
@@ -270,8 +260,8 @@ def _require_alike(tables: Sequence[_Table]) -> None:
     for other in others:
         if (found := other.columns()) != wanted:
             raise ValueError(
-                f"Cannot batch rows of {other.path}, which has {_told(found)}, with "
-                f"those of {first.path}, which has {_told(wanted)}: write the files "
+                f"Cannot batch rows of {other.path}, which has {_worded(found)}, with "
+                f"those of {first.path}, which has {_worded(wanted)}: write the files "
                 "alike, or map the rows of each file to one structure before `batch`"
             )
 
@@ -281,7 +271,7 @@ def _column(array: np.ndarray) -> str:
     return f"{shape}" if kind == "an array" else f"{shape} of {kind}"
 
 
-def _told(columns: dict[str, str]) -> str:
+def _worded(columns: dict[str, str]) -> str:
     return ", ".join(f"{name} {column}" for name, column in columns.items())
 
 

@@ -136,12 +136,12 @@ def _require_dense(element: Element, why: str) -> None:
 
 def _no_data(leaf: object, path: str) -> TypeError:
     return TypeError(
-        f"component {path or 'of the dataset'} is {_told(leaf)}, and {_DATA}. "
+        f"component {path or 'of the dataset'} is {_worded(leaf)}, and {_DATA}. "
         f"{_advice(leaf)}"
     )
 
 
-def _told(leaf: object) -> str:
+def _worded(leaf: object) -> str:
     if isinstance(leaf, int):
         return "an int of more than 64 bits"
     if not isinstance(leaf, np.ndarray | list):

@@ -46,9 +46,6 @@ class Hinted(Reordered):
     def items(self) -> Iterator[Any]:
         _refuse_hint()
 
-    def size(self) -> int:
-        return self.source.size()
-
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -60,9 +57,6 @@ class Opted(Reordered):
 
     def items(self) -> Iterator[Any]:
         return self.source.items()
-
-    def size(self) -> int:
-        return self.source.size()
 
     def elements(self) -> Iterator[Any]:
         return self.source.elements()

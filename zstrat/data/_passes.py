@@ -23,7 +23,7 @@ import numpy as np
 
 from ._elements import ending
 from ._prefetch import Prefetcher
-from ._tree import as_element, mapped, own, stacked
+from ._tree import mapped, owned, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,11 +75,15 @@ class Recipe(abc.ABC):
 
 
 class Derived(Recipe):
-    """Made of one other recipe."""
+    """Made of one other recipe; has as many items, unless the subclass says another
+    number."""
 
     __slots__ = ()
 
     source: Recipe
+
+    def size(self) -> int:
+        return self.source.size()
 
     def of(self, source: Recipe) -> Self:
         """The same of another recipe."""
@@ -163,7 +167,7 @@ class Generated(Recipe):
     def items(self) -> Iterator[Element]:
         with ending(iter(self.generator(*self.args))) as source:
             for element in source:
-                yield mapped(own, as_element(element))
+                yield owned(element)
 
     def size(self) -> int:
         return UNKNOWN
@@ -180,10 +184,7 @@ class MappedPass(Derived):
             for element in elements:
                 # As in TF the components of a plain tuple are the arguments.
                 args = element if type(element) is tuple else (element,)
-                yield mapped(own, as_element(self.function(*args)))
-
-    def size(self) -> int:
-        return self.source.size()
+                yield owned(self.function(*args))
 
 
 @final
@@ -196,9 +197,6 @@ class Enumerated(Derived):
         with ending(self.source.elements()) as elements:
             for number, element in enumerate(elements, self.start):
                 yield np.int64(number), element
-
-    def size(self) -> int:
-        return self.source.size()
 
 
 @final
@@ -282,6 +280,3 @@ class Prefetched(Derived):
 
     def items(self) -> Iterator[Element]:
         return Prefetcher(self.source.elements(), self.buffer_size)
-
-    def size(self) -> int:
-        return self.source.size()

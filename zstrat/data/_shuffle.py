@@ -99,6 +99,3 @@ class Shuffled(Reordered):
                 buffer[place] = item
         chance.shuffle(buffer)
         yield from buffer
-
-    def size(self) -> int:
-        return self.source.size()

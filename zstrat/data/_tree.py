@@ -61,12 +61,16 @@ def _converted(value: object, path: str) -> np.ndarray:
         raise TypeError(f"{where}: {error}") from error
 
 
-def own(leaf: Any) -> Any:
-    """The leaf, or a copy of an array that whoever made it could still write to.
+def owned(value: object) -> Element:
+    """`as_element`, but with copies of the arrays that their maker may still write to.
 
     A generator or a mapped function may fill one buffer again and again, while the
     elements wait in a shuffle's buffer, a batch, or a step that has not run.
     """
+    return mapped(own, as_element(value))
+
+
+def own(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray):
         return leaf
     memory: object = leaf
