@@ -16,6 +16,7 @@ from ._manifest import MANIFEST as MANIFEST
 from ._manifest import Manifest as Manifest
 from ._manifest import StoredPiece as StoredPiece
 from ._manifest import StoredTensor as StoredTensor
+from ._reader import CheckpointFiles as CheckpointFiles
 from ._reader import TensorReader as TensorReader
 from ._reader import verify as verify
 from ._writer import TensorWriter as TensorWriter

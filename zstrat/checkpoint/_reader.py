@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.errors import DataLossError, NotFoundError
+from zstrat.wire import DTYPES
 
 from ._digest import Digest
 from ._disk import blamed
@@ -182,6 +183,50 @@ class TensorReader:
                         self.path, name, f"cut short: it ends at byte {at}"
                     )
                 out, at = out[got:], at + got
+
+
+class CheckpointFiles:
+    """The files of a checkpoint, each opened when it is first needed; a context manager
+    that closes them. For one thread at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._open: dict[str, TensorReader] = {}
+
+    def __getitem__(self, file: str) -> TensorReader:
+        """The reader of a file. Raises: As `TensorReader`."""
+        if file not in self._open:
+            self._open[file] = TensorReader(os.path.join(self._folder, file))
+        return self._open[file]
+
+    def read(self, tensor: StoredTensor) -> np.ndarray:
+        """All of a tensor that is whole, in memory. Raises: As `TensorReader`."""
+        out = np.empty(tensor.shape, DTYPES[tensor.dtype])
+        self.fill(out, tensor, 0)
+        return out
+
+    def fill(self, out: np.ndarray, tensor: StoredTensor, start: int) -> None:
+        """Writes the rows from ``start`` on of a tensor, as many as ``out`` has; rows
+        that no file has stay as they are. Raises: As `TensorReader`."""
+        if not (tensor.by_rows and tensor.shape):
+            piece, _, _ = tensor.within(start, start)[0]
+            self[piece.file].read_into(piece.name, 0, out)
+            return
+        for piece, first, last in tensor.within(start, start + len(out)):
+            at = piece.start + first - start
+            part = out[at : at + last - first]
+            self[piece.file].read_into(piece.name, first, part)
+
+    def close(self) -> None:
+        """May be called again."""
+        for reader in self._open.values():
+            reader.close()
+
+    def __enter__(self) -> CheckpointFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def verify(

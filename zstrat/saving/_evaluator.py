@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import numpy as np
 
-from zstrat.checkpoint import MANIFEST, Manifest, TensorReader
+from zstrat.checkpoint import MANIFEST, CheckpointFiles, Manifest
 from zstrat.errors import DataLossError, NotFoundError
 
 from ._graph import graph_of
@@ -165,9 +165,8 @@ def _stored_iterations(path: str, manifest: Manifest) -> int:
     for node in nodes:
         if node.kind == "optimizer" and "iterations" in node.children:
             tensor = manifest.tensors[nodes[node.children["iterations"]].tensor]
-            piece = tensor.pieces[0]
-            with TensorReader(os.path.join(path, piece.file)) as reader:
-                return int(reader.read(piece.name))
+            with CheckpointFiles(path) as files:
+                return int(files.read(tensor))
     raise RuntimeError(
         f"checkpoint {path} does not say at which step it was written: give the "
         "training's CheckpointManager a step_counter, its optimizer "

@@ -9,16 +9,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from zstrat.checkpoint import (
     MANIFEST,
+    CheckpointFiles,
     Manifest,
     TensorInfo,
-    TensorReader,
     TensorWriter,
     sync_folder,
 )
@@ -31,7 +29,9 @@ from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import logical_tensors, stored_graph
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Iterator
+
+    import numpy as np
 
     from zstrat.checkpoint import StoredTensor
 
@@ -114,32 +114,16 @@ async def _stream(graph: Graph, path: str) -> None:
             for each in logicals
         ]
         pieces = [piece.pinned for each in logicals for piece in each.pieces]
+        finish = partial(_finish, path=path)
         with ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress:
-
-            async def fill(writer: TensorWriter) -> None:
-                await stream(writer, pieces, disk, progress.add)
-
-            await _replace(path, infos, fill, disk)
+            await stream(_temporary(path), infos, pieces, disk, progress.add, finish)
 
 
-async def _replace(
-    path: str,
-    infos: list[TensorInfo],
-    fill: Callable[[TensorWriter], Awaitable[None]],
-    disk: FileThread,
-) -> None:
-    writer = await disk.make(TensorWriter.abort, TensorWriter, _temporary(path), infos)
-    try:
-        await fill(writer)
-        await disk(_finish, writer, path)
-    finally:
-        await disk(writer.abort)
-
-
-def _finish(writer: TensorWriter, path: str) -> None:
-    writer.finish()
+def _finish(writer: TensorWriter, path: str) -> list[str]:
+    digests = writer.finish()
     os.replace(writer.path, path)
     sync_folder(os.path.dirname(path))
+    return digests
 
 
 def _temporary(path: str) -> str:
@@ -159,15 +143,14 @@ def _copy(folder: str, path: str) -> None:
     stored = _stored_values(folder)
     infos = [TensorInfo(name, each.dtype, each.shape) for name, each in stored]
     with (
+        CheckpointFiles(folder) as files,
         TensorWriter(_temporary(path), infos) as writer,
         ProgressBar(f"exporting {path}", sum(i.nbytes for i in infos)) as progress,
     ):
-        for _, tensor in stored:
-            for piece in tensor.pieces:
-                with TensorReader(os.path.join(folder, piece.file)) as reader:
-                    for part in reader.parts(piece.name):
-                        writer.write(part)
-                        progress.add(len(part))
+        for piece in (piece for _, tensor in stored for piece in tensor.pieces):
+            for part in files[piece.file].parts(piece.name):
+                writer.write(part)
+                progress.add(len(part))
         _finish(writer, path)
 
 
@@ -176,14 +159,10 @@ def _arrays(source: Any) -> Iterator[tuple[str, np.ndarray]]:
         for node in _values_graph(source).variables:
             yield node.path or node.value.name, node.value.numpy()
         return
-    folder = Path(source)
-    for name, tensor in _stored_values(os.fspath(folder)):
-        value = np.empty(tensor.shape, tensor.info(tensor.pieces[0]).numpy_dtype)
-        for piece in tensor.pieces:
-            out = value[piece.start : piece.stop] if tensor.shape else value
-            with TensorReader(os.fspath(folder / piece.file)) as reader:
-                reader.read_into(piece.name, 0, out)
-        yield name, value
+    folder = os.fspath(source)
+    with CheckpointFiles(folder) as files:
+        for name, tensor in _stored_values(folder):
+            yield name, files.read(tensor)
 
 
 def _plain(part: str) -> str:

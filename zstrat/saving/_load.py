@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from zstrat.checkpoint import TensorReader, verify
+from zstrat.checkpoint import CheckpointFiles, verify
 from zstrat.errors import InvalidArgumentError
 from zstrat.ps import Ref
 from zstrat.variables import Beside, InProcess
@@ -29,7 +29,7 @@ from ._servers import cluster_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from zstrat.checkpoint import Manifest, StoredTensor
+    from zstrat.checkpoint import Manifest, TensorReader
     from zstrat.variables import OptimizerHandle, VariableHandle
 
     from ._blocking import FileThread
@@ -50,23 +50,6 @@ class _Server:
     ps: int
     entries: list[LoadEntry] = field(default_factory=list)
     resets: list[LoadEntry] = field(default_factory=list)
-
-
-class _Files:
-    """The open files of a checkpoint."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = folder
-        self._open: dict[str, TensorReader] = {}
-
-    def __getitem__(self, file: str) -> TensorReader:
-        if file not in self._open:
-            self._open[file] = TensorReader(os.path.join(self._folder, file))
-        return self._open[file]
-
-    def close(self) -> None:
-        for reader in self._open.values():
-            reader.close()
 
 
 async def check(folder: str, manifest: Manifest, disk: FileThread) -> None:
@@ -105,7 +88,7 @@ async def load(folder: str, loads: Sequence[Load], disk: FileThread) -> None:
                 mine = servers.setdefault((id(cluster), ps), _Server(cluster, ps))
                 _ask(mine, folder, component, each, start)
             start += component.shape[0] if component.shape else 0
-    files = _Files(folder)
+    files = CheckpointFiles(folder)
     try:
         async with contextlib.AsyncExitStack() as resting:
             for cluster in {
@@ -151,7 +134,9 @@ def _ask(
         )
 
 
-async def _load_server(server: _Server, files: _Files, disk: FileThread) -> None:
+async def _load_server(
+    server: _Server, files: CheckpointFiles, disk: FileThread
+) -> None:
     client, run = server.cluster.client, server.cluster.run_async
     if server.resets and (resets := await _existing(server)):
         await run(client.load(server.ps, resets), "resetting optimizers")
@@ -184,7 +169,7 @@ async def _existing(server: _Server) -> list[LoadEntry]:
 
 
 def _batches(
-    entries: Iterable[LoadEntry], files: _Files
+    entries: Iterable[LoadEntry], files: CheckpointFiles
 ) -> Iterator[tuple[list[StoreEntry], list[np.ndarray]]]:
     """What the entries ask for, read here; each batch fits one message."""
     some: list[StoreEntry] = []
@@ -218,7 +203,7 @@ def _cut(entry: LoadEntry, reader: TensorReader) -> Iterator[tuple[int, np.ndarr
 
 
 def _load_local(
-    local: Sequence[tuple[VariableHandle, Load, int]], files: _Files
+    local: Sequence[tuple[VariableHandle, Load, int]], files: CheckpointFiles
 ) -> None:
     """Each variable gets its value and slots at once."""
     mine: dict[int, list[tuple[Load, int]]] = defaultdict(list)
@@ -231,7 +216,7 @@ def _load_local(
         for each, start in mine[number]:
             if each.optimizer is None and each.tensor is not None:
                 value = np.empty(variable.shape, variable.dtype)
-                _fill(value, each.tensor, start, files)
+                files.fill(value, each.tensor, start)
             elif each.optimizer is not None:
                 slots.setdefault(each.optimizer, None)
                 if each.tensor is not None:
@@ -248,7 +233,7 @@ def _load_local(
 
 
 def _slot(
-    variable: VariableHandle, load: Load, start: int, files: _Files
+    variable: VariableHandle, load: Load, start: int, files: CheckpointFiles
 ) -> np.ndarray:
     """An array that an optimizer keeps beside a variable of this process.
 
@@ -272,16 +257,5 @@ def _slot(
         rule = optimizer.slot_rule(variable)
         initial = zip(rule.names, rule.initial(variable.numpy()), strict=True)
         out[...] = np.asarray(dict(initial)[load.leaf])
-    _fill(out, tensor, start, files)
+    files.fill(out, tensor, start)
     return out
-
-
-def _fill(out: np.ndarray, tensor: StoredTensor, start: int, files: _Files) -> None:
-    """Writes the rows from ``start`` on of a stored tensor, as many as ``out`` has."""
-    if not (tensor.by_rows and tensor.shape):
-        piece, _, _ = tensor.within(start, start)[0]
-        files[piece.file].read_into(piece.name, 0, out)
-        return
-    for piece, first, last in tensor.within(start, start + len(out)):
-        at = piece.start + first - start
-        files[piece.file].read_into(piece.name, first, out[at : at + last - first])

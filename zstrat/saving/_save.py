@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat import __version__
-from zstrat.checkpoint import CheckpointFolder, Manifest, TensorInfo, TensorWriter
+from zstrat.checkpoint import CheckpointFolder, Manifest
 
 from ._blocking import FileThread
 from ._progress import ProgressBar
-from ._snapshot_sources import PinnedSnapshot, Written, stream
+from ._snapshot_sources import PinnedSnapshot, stream
 from ._tensors import WrittenPlace, logical_tensors, plain_graph
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
     from ._graph import Graph
     from ._servers import SessionCut
-    from ._snapshot_sources import SnapshotSource, SourceTensor
+    from ._snapshot_sources import SnapshotSource, SourceTensor, Written
     from ._tensors import Logical
 
 log = logging.getLogger("zstrat.saving")
 
 PART: Final = 4 * 2**30
-"""Bytes after which a shelf begins another file, between two tensors: one request to a
+"""Bytes after which a source begins another file, between two tensors: one request to a
 server is over in a time that a person would wait."""
 
 NAMES: Final = 100_000
@@ -116,8 +116,8 @@ async def _write(
     total = sum(logical.nbytes for logical in logicals)
     with ProgressBar(f"saving {folder.path}", total) as progress:
         writing = [
-            _write_part(shelf, folder, number, pieces, seen, disk, progress)
-            for number, (shelf, pieces) in enumerate(parts)
+            _write_part(source, folder, number, pieces, seen, disk, progress)
+            for number, (source, pieces) in enumerate(parts)
         ]
         # All of them to their end, also when one fails: none writes any more when the
         # snapshot is let go and the folder is swept.
@@ -148,10 +148,10 @@ def _parts(
             if id(pinned) in done:  # a component that is also held by itself
                 continue
             done.add(id(pinned))
-            part = open_.get(id(pinned.shelf))
+            part = open_.get(id(pinned.source))
             if part is None or part.is_full:
-                part = open_[id(pinned.shelf)] = _FilePart()
-                parts.append((pinned.shelf, part.pieces))
+                part = open_[id(pinned.source)] = _FilePart()
+                parts.append((pinned.source, part.pieces))
             part.add(pinned, name)
     return parts
 
@@ -175,7 +175,7 @@ class _FilePart:
 
 
 async def _write_part(
-    shelf: SnapshotSource,
+    source: SnapshotSource,
     folder: CheckpointFolder,
     number: int,
     pieces: Sequence[tuple[SourceTensor, str]],
@@ -183,27 +183,13 @@ async def _write_part(
     disk: FileThread,
     progress: ProgressBar,
 ) -> tuple[str, Written]:
-    file = folder.part(f"{shelf.name}-{number}")
+    file = folder.part(f"{source.name}-{number}")
     path = folder.path_of(file)
-    if await shelf.shares(seen):
+    if await source.shares(seen):
         places, names = [each.place for each, _ in pieces], [name for _, name in pieces]
-        written = await shelf.write(path, places, names)
+        written = await source.write(path, places, names)
         progress.add(written.size)
         return file, written
     infos = [each.info._replace(name=name) for each, name in pieces]
-    return file, await _stream_part(path, infos, pieces, disk, progress)
-
-
-async def _stream_part(
-    path: str,
-    infos: Sequence[TensorInfo],
-    pieces: Sequence[tuple[SourceTensor, str]],
-    disk: FileThread,
-    progress: ProgressBar,
-) -> Written:
-    writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
-    try:
-        await stream(writer, [each for each, _ in pieces], disk, progress.add)
-        return Written(await disk(writer.finish), writer.size)
-    finally:
-        await disk(writer.abort)
+    tensors = [each for each, _ in pieces]
+    return file, await stream(path, infos, tensors, disk, progress.add)

@@ -1,8 +1,8 @@
 """Where pinned tensors lie, and how their bytes get into files.
 
-A *shelf* is a parameter server, or this process for variables of its own. A server that
-shares the folder writes its own file; the tensors of one that does not are fetched in
-pieces of a bounded size and written here.
+A *source* is a parameter server, or this process for variables of its own. A server
+that shares the folder writes its own file; the tensors of one that does not are fetched
+in pieces of a bounded size and written here.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ AHEAD: Final = 4
 
 
 class SourceTensor(NamedTuple):
-    """A tensor that stays as it is. ``place`` on its shelf."""
+    """A tensor that stays as it is. ``place`` is its number there."""
 
-    shelf: SnapshotSource
+    source: SnapshotSource
     place: int
     entry: TensorEntry
 
@@ -123,7 +123,7 @@ class LocalSnapshotSource:
     async def write(
         self, path: str, places: Sequence[int], names: Sequence[str]
     ) -> Written:
-        raise NotImplementedError  # `shares` says no: `stream` writes for it
+        raise NotImplementedError  # `shares` says no, so `stream` writes for it
 
     async def fetch(self, place: int, offset: int, size: int) -> Buffer:
         return raw(self._arrays[place])[offset : offset + size]
@@ -223,13 +223,38 @@ class PinnedSnapshot:
         self._clusters.append(cluster)
         pin = cluster.client.pin(self._number, refs, optimizers)
         found = await cluster.run_async(pin, "pinning a snapshot")
-        shelves = {
+        sources = {
             ps: ServerSnapshotSource(cluster, self._number, ps) for ps, _, _ in found
         }
-        return [SourceTensor(shelves[ps], place, entry) for ps, place, entry in found]
+        return [SourceTensor(sources[ps], place, entry) for ps, place, entry in found]
 
 
 async def stream(
+    path: str,
+    infos: Sequence[TensorInfo],
+    tensors: Iterable[SourceTensor],
+    disk: FileThread,
+    on_bytes: Callable[[int], None],
+    finish: Callable[[TensorWriter], list[str]] = TensorWriter.finish,
+) -> Written:
+    """Fetches tensors and writes them here, to a new file.
+
+    Args:
+        infos: What the file is to hold: the tensors, one after the other.
+        on_bytes: Told how many bytes more were fetched.
+        finish: Gives the file its place, and returns the digests.
+
+    Cancellation, and all errors: there is no file.
+    """
+    writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
+    try:
+        await _fill(writer, tensors, disk, on_bytes)
+        return Written(await disk(finish, writer), writer.size)
+    finally:
+        await disk(writer.abort)
+
+
+async def _fill(
     writer: TensorWriter,
     tensors: Iterable[SourceTensor],
     disk: FileThread,
@@ -240,7 +265,7 @@ async def stream(
     try:
         for batch in _batches(tensors):
             pieces = await asyncio.gather(
-                *(each.shelf.fetch(each.place, *part) for each, *part in batch)
+                *(each.source.fetch(each.place, *part) for each, *part in batch)
             )
             if writing is not None:
                 await writing
