@@ -1,4 +1,5 @@
-"""A small HTTP server that answers as a test says, in place of a service's."""
+"""A small HTTP server that answers as a test says, in place of a service's, and
+machines of which that is the metadata server."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from tpu_service import ATTRIBUTES, tell
 
 from zstrat.cluster import _gpus
 
@@ -75,3 +77,37 @@ def web() -> Iterator[Web]:
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test is a process that has not taken a share of its node's GPUs."""
     monkeypatch.setattr(_gpus._memory, "taken", None)
+
+
+TPU_VARIABLES = (
+    "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS",
+    "TPU_NAME",
+    "TPU_CONFIG",
+    "TPU_WORKER_HOSTNAMES",
+    "TPU_WORKER_ID",
+    "TPU_ACCELERATOR_TYPE",
+    "TPU_API_DISCOVERY_URL",
+    "GCE_METADATA_HOST",
+)
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is no TPU's, and has no metadata server."""
+    for name in TPU_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
+
+
+@pytest.fixture
+def metadata(web: Web, monkeypatch: pytest.MonkeyPatch) -> Web:
+    """A machine with a metadata server, which marks its answers as Google's."""
+    monkeypatch.delenv("TPU_SKIP_MDS_QUERY")
+    monkeypatch.setenv("GCE_METADATA_HOST", web.host)
+    for entry in (
+        "worker-network-endpoints",
+        "agent-worker-number",
+        "accelerator-type",
+    ):
+        tell(web, f"{ATTRIBUTES}/{entry}", "<!DOCTYPE html><title>404</title>", 404)
+    return web

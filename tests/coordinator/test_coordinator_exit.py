@@ -130,7 +130,7 @@ def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
-from conftest import World
+from coordinator_fakes import World
 import zstrat.program as zs
 
 @zs.function

@@ -208,3 +208,9 @@ def make_cluster():
 @pytest.fixture
 def cluster():
     return FakeCluster()
+
+
+@pytest.fixture
+def four(make_cluster):
+    """A cluster whose workers have four replicas, as `replicated_steps` has them."""
+    return make_cluster(devices=4)

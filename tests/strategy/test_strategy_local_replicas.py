@@ -1,8 +1,9 @@
 """The tests of replicas once more, where each replica has a device of its own."""
 
 import jax
+from replicated_steps import R
+from test_strategy_replica_updates import *  # noqa: F403
 from test_strategy_replicas import *  # noqa: F403
-from test_strategy_replicas import R
 
 
 def test_each_replica_has_a_device():

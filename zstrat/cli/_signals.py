@@ -1,4 +1,4 @@
-"""What ends a program in the foreground, and how work hears of it."""
+"""The signals that end a command in the foreground, and how they end its work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def endings() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def as_interrupts() -> Iterator[None]:
-    """They raise KeyboardInterrupt inside; afterwards all is as it was."""
+    """The signals raise KeyboardInterrupt in the block; their handlers are restored
+    behind it."""
     before = {number: signal.signal(number, _interrupt) for number in endings()}
     try:
         yield
@@ -37,8 +38,8 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 
 @contextlib.contextmanager
 def heard_by(hear: Callable[[signal.Signals], object]) -> Iterator[None]:
-    """The running loop calls ``hear`` with each of them; it has none afterwards, but
-    the next one ends the program as it would any."""
+    """The running loop calls ``hear`` with each of the signals in the block. Behind it
+    a signal ends the program, as it ends any program without handlers."""
     loop, numbers = asyncio.get_running_loop(), endings()
     for number in numbers:
         loop.add_signal_handler(number, hear, number)

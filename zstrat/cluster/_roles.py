@@ -46,7 +46,10 @@ def worker_count(cluster_spec: object, task_type: str) -> int:
     indices = spec.task_indices(task_type) if task_type in spec.jobs else []
     validate_cluster_spec(spec, task_type, min(indices, default=0))
     if task_type not in ("chief", "worker", "evaluator"):
-        raise ValueError(f"Unexpected `task_type` {task_type!r}")
+        raise ValueError(
+            f"Unexpected `task_type` {task_type!r}: expected chief, worker or "
+            "evaluator, a ps does not train"
+        )
     jobs = ("evaluator",) if task_type == "evaluator" else ("chief", "worker")
     return sum(task_count(spec, job) for job in jobs)
 
@@ -64,7 +67,10 @@ def id_in_cluster(cluster_spec: object, task_type: str, task_id: int) -> int:
         return task_count(spec, "chief") + spec.task_indices("worker").index(task_id)
     if task_type in ("chief", "evaluator"):
         return task_id
-    raise ValueError(f"There is no id for task_type {task_type!r}")
+    raise ValueError(
+        f"There is no id for task_type {task_type!r}: expected chief, worker or "
+        "evaluator"
+    )
 
 
 def collective_leader(cluster_spec: object, task_type: str, task_id: int) -> str:

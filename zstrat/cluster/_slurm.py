@@ -92,7 +92,10 @@ class SlurmClusterResolver(SourceResolver):
         slots = _slots(layout)
         self._spec, names = _cluster(jobs, slots, port_base)
         if rank >= len(slots):
-            raise RuntimeError(f"SLURM_PROCID={rank}, and there are {len(slots)} tasks")
+            raise RuntimeError(
+                f"SLURM_PROCID={rank}, and there are {len(slots)} tasks: expected a "
+                f"lower rank; check tasks_per_node, or {_TASKS_PER_NODE[0]}"
+            )
         _check_place(env, rank, slots)
         super().__init__(*names[rank], rpc_layer)
         share = share_of(env, per_node, self._gpus_per_task, slots[rank].local)

@@ -40,16 +40,20 @@ def latest_checkpoint(
 
 
 @final
-class _About:
-    """What a manifest says besides, asked when training stands still. ``look`` asks a
-    variable anew; a callable of the user's might wait for a step, and none begins."""
+class _StepNote:
+    """The step for the manifest, called while training stands still.
 
-    def __init__(self, step: int | None, look: Callable[[], int | None] | None) -> None:
-        self.step, self._look = step, look
+    A step counter that is a variable is read again then (``read``), so that the number
+    fits the values. A callable of the user's is not: it might wait for a step, and none
+    begins before the checkpoint is pinned.
+    """
+
+    def __init__(self, step: int | None, read: Callable[[], int | None] | None) -> None:
+        self.step, self._read = step, read
 
     def __call__(self) -> Mapping[str, Any]:
-        if self._look is not None:
-            self.step = self._look()
+        if self._read is not None:
+            self.step = self._read()
         return {} if self.step is None else {"step": self.step}
 
 
@@ -167,9 +171,9 @@ class CheckpointManager:
             number = count if checkpoint_number is None else int(checkpoint_number)
             name = f"{self._name}-{number}"
             path = os.path.join(self._directory, name)
-            about = _About(step, None if callable(self._counter) else self._step)
-            await self._checkpoint._write(path, count, about)
-            self._last_step = about.step
+            note = _StepNote(step, None if callable(self._counter) else self._step)
+            await self._checkpoint._write(path, count, note)
+            self._last_step = note.step
             self._damaged.discard(name)
             await disk(self._rotate, name)
         return path

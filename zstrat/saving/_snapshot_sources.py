@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from zstrat.checkpoint import TensorInfo, TensorWriter
@@ -235,21 +236,22 @@ async def stream(
     tensors: Iterable[SourceTensor],
     disk: FileThread,
     on_bytes: Callable[[int], None],
-    finish: Callable[[TensorWriter], list[str]] = TensorWriter.finish,
+    finish: Callable[[TensorWriter], list[str]] | None = None,
 ) -> Written:
     """Fetches tensors and writes them here, to a new file.
 
     Args:
         infos: What the file is to hold: the tensors, one after the other.
         on_bytes: Told how many bytes more were fetched.
-        finish: Gives the file its place, and returns the digests.
+        finish: Ends the file and returns its digests. None: `TensorWriter.finish`.
 
     Cancellation, and all errors: there is no file.
     """
     writer = await disk.make(TensorWriter.abort, TensorWriter, path, infos)
     try:
         await _fill(writer, tensors, disk, on_bytes)
-        return Written(await disk(finish, writer), writer.size)
+        end = writer.finish if finish is None else partial(finish, writer)
+        return Written(await disk(end), writer.size)
     finally:
         await disk(writer.abort)
 

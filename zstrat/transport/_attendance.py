@@ -1,14 +1,14 @@
 """Which tasks are here, and which of two that claim to be one is the one.
 
-`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once:
-who is here and answers stays, whoever else claims to be the same task, and a newcomer
-has to wait until he is missed. One whose connection broke is replaced by a newcomer,
-and his incarnation refused from then on, so that a process which wakes up from the dead
-does not push the living aside. Coordinators and observers may be several; whose word
-counts among coordinators, the session decides.
+`Roster` decides, without I/O, who may be here. A worker, ps or evaluator exists once.
+The process that is here and answers stays; another one that claims to be the same task
+is refused until the first is lost. A process whose connection broke is replaced by the
+newcomer, and its incarnation is refused from then on, so that a process which was
+frozen and wakes up does not push its successor aside. There may be several coordinators
+and observers; which coordinator is obeyed, the session decides.
 
-Who greets and may be here becomes a `Remote`, and is lost once. A remote outlives its
-connection: the same task may come back on another one before it is missed.
+A task that greets and may be here becomes a `Remote`, and is lost once. A remote
+outlives its connection: the same task may come back on another one before it is lost.
 
 Law of the file: it alone makes remotes and ends them.
 """
@@ -63,6 +63,8 @@ def identity_of(hello: Hello) -> Identity:
 
 
 class Roster:
+    """The tasks that are here, and the incarnations that were replaced."""
+
     def __init__(self) -> None:
         self._present: dict[Identity, Hello] = {}
         self._fenced: OrderedDict[tuple[str, int, int], str] = OrderedDict()
@@ -125,7 +127,7 @@ be read, and would be taken for the words of as many strangers."""
 
 
 class Attendance:
-    """Of the endpoint of ``task``.
+    """The tasks that are connected to the endpoint of ``task``, as remotes.
 
     Args:
         connections: Of that endpoint, by routing id; those that end are taken out.

@@ -1,8 +1,8 @@
 """Sockets to one address, one after the other: each stands for one connection.
 
-When a connection ends, its socket goes with all that libzmq still held for it, and the
-next one is made after a pause that grows with every attempt. What a socket says goes to
-whoever dials.
+When a connection ends, its socket is closed with all that libzmq still held for it, and
+the next one is made after a pause that grows with every attempt. Events and messages of
+the present socket go to the owner of the `Dial`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What becomes of a request: it is handed on, and its outcome is said, once.
+"""Hands each request to the handler of its endpoint, and sends its outcome, once.
 
-A handler answers at once, later by a future, or as a coroutine, which is a task of this
-file until it has ended. Whatever it raises is the outcome of a request, and a line in
-the log if nobody waits for one.
+A handler answers at once, later by a future, or by a coroutine, which this file runs as
+a task. What it raises is the outcome of the request; of a notice, for whose outcome
+nobody waits, it becomes a line in the log.
 """
 
 from __future__ import annotations

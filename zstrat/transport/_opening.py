@@ -1,9 +1,9 @@
-"""The task at the far end of a link: who waits for it to greet, and when it is lost.
+"""The task at the far end of a link: who waits for its greeting, and when it is lost.
 
-Who waits for it to greet is told what is known of why it does not. A broken connection
-is not yet a lost task: it may come back within ``reconnect`` seconds, if it is the same
-incarnation. Everything else is a loss at once. `Continuity` decides that, once per
-loss, without I/O.
+Callers that wait in vain for the greeting get an error that says what is known of the
+cause. A broken connection is not yet a lost task: the same incarnation may come back
+within ``reconnect`` seconds. Every other end is a loss at once. `Continuity` decides
+that, once for each loss, without I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Opening:
-    """Of a link to ``target`` ("/job:ps/task:0 at 10.0.0.1:2222")."""
+    """Callers that wait until a task greets. ``target`` is how errors call the task:
+    "/job:ps/task:0 at 10.0.0.1:2222"."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -84,6 +85,8 @@ def again(error: Exception) -> Exception:
 
 
 class Continuity:
+    """Whether the task behind the connections of one link is still the same one."""
+
     def __init__(self, reconnect: float) -> None:
         self._reconnect = reconnect
         self._hello: Hello | None = None

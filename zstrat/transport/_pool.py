@@ -69,8 +69,8 @@ def trim() -> None:
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """Idle memory of one size, and when somebody asked for that size."""
+class _IdleMemory:
+    """What lies idle of one size, and when somebody asked for that size."""
 
     memories: list[np.ndarray] = field(default_factory=list)
     is_used: bool = True
@@ -82,7 +82,7 @@ class Pool:
 
     def __init__(self, kept: int = KEPT) -> None:
         self._kept, self._idle_bytes, self._leases = kept, 0, 0
-        self._idle: dict[int, _Shelf] = {}
+        self._idle: dict[int, _IdleMemory] = {}
         self._now, self._full_at = 0.0, -1.0
         # Re-entrant: a collection that starts inside the lock may end a lease.
         self._lock = threading.RLock()
@@ -116,10 +116,10 @@ class Pool:
         if not self._idle:
             return
         with self._lock:
-            for size, shelf in list(self._idle.items()):
-                if shelf.is_used:
-                    shelf.is_used, shelf.used_at = False, now
-                elif now - shelf.used_at > SPARE:
+            for size, idle in list(self._idle.items()):
+                if idle.is_used:
+                    idle.is_used, idle.used_at = False, now
+                elif now - idle.used_at > SPARE:
                     self._drop(size)
 
     def statistics(self) -> dict[str, int]:
@@ -129,12 +129,12 @@ class Pool:
     def _take(self, size: int) -> np.ndarray:
         with self._lock:
             self._leases += 1
-            shelf = self._idle.get(size)
-            if shelf is not None:
-                shelf.is_used = True
-                if shelf.memories:
+            idle = self._idle.get(size)
+            if idle is not None:
+                idle.is_used = True
+                if idle.memories:
                     self._idle_bytes -= size
-                    return shelf.memories.pop()
+                    return idle.memories.pop()
         fresh = np.empty(size + ALIGNMENT, np.uint8)
         start = -fresh.ctypes.data % ALIGNMENT
         return fresh[start : start + size]
@@ -145,10 +145,10 @@ class Pool:
             self._leases -= 1
             if self._idle_bytes + size > self._kept and not self._make_room(size):
                 return
-            shelf = self._idle.get(size)
-            if shelf is None:
-                shelf = self._idle[size] = _Shelf()
-            shelf.memories.append(memory)
+            idle = self._idle.get(size)
+            if idle is None:
+                idle = self._idle[size] = _IdleMemory()
+            idle.memories.append(memory)
             self._idle_bytes += size
 
     def _make_room(self, size: int) -> bool:
@@ -156,9 +156,9 @@ class Pool:
         if self._full_at == self._now:
             return False  # what was stale by then has gone
         stale = [
-            (shelf.used_at, other)
-            for other, shelf in self._idle.items()
-            if not shelf.is_used and self._now - shelf.used_at > STALE
+            (idle.used_at, other)
+            for other, idle in self._idle.items()
+            if not idle.is_used and self._now - idle.used_at > STALE
         ]
         for _, other in sorted(stale):
             self._drop(other)

@@ -1,8 +1,9 @@
-"""A task that is connected to an endpoint: its connection, and the last words to it.
+"""A task that is connected to an endpoint, and how an endpoint takes leave of it.
 
-The connection is the one that the task has just now. The last words of an endpoint are
-said, and waited for until they were heard: a socket that is closed with unread data
-resets its connection, and a goodbye may be lost with it. So the peers hang up first.
+A `Remote` is the task, and a `Connection` is how it is reached at present. When an
+endpoint closes, it says goodbye and lets the peers hang up first: a socket that is
+closed while data of a peer is unread resets the connection, and the goodbye may be lost
+with it.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Remote:
 
 
 class Connection:
-    """``accepted`` is what carries it, ``user`` the key that it has proved."""
+    """One connection of a peer. ``accepted`` is the descriptor that carries it,
+    ``user`` the key that the peer has proved to have."""
 
     __slots__ = ("accepted", "catches_up", "outlet", "remote", "routing", "user")
 
@@ -97,7 +99,7 @@ class Connection:
 
 
 class Parting:
-    """Waits for connections, by their descriptors, to be gone."""
+    """Says goodbye to connections, and waits until their descriptors are gone."""
 
     def __init__(self) -> None:
         self._left: set[int] = set()

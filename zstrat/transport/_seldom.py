@@ -1,4 +1,4 @@
-"""How often something may be said in a log that strangers can make it say."""
+"""Bounds how often a line is logged that strangers can provoke at will."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PAUSE: Final = 10.0
 
 
 class Seldom:
-    """``count`` is how often there was something to say."""
+    """Lets one line pass in `PAUSE` seconds. ``count`` is how often a line was due."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._said_at = clock, -PAUSE
         self.count = 0
 
     def may_say(self) -> bool:
-        """There is something to say. Whether it is time to."""
+        """Counts one more line that is due; true if it is to be written now."""
         self.count += 1
         now = self._clock()
         if now - self._said_at < PAUSE:

@@ -152,6 +152,8 @@ _HEAD: Final = struct.Struct("=HI")
 
 
 class Happening(enum.Enum):
+    """What libzmq says of a connection of a socket."""
+
     ACCEPTED = zmq.EVENT_ACCEPTED
     READY = zmq.EVENT_HANDSHAKE_SUCCEEDED
     BROKEN = zmq.EVENT_DISCONNECTED

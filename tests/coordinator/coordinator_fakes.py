@@ -1,0 +1,495 @@
+"""A cluster of fakes in one process: links without sockets, workers that obey the test.
+
+Everything of a fake runs on the session's own loop thread; a test tells it what to do
+with `World.on_loop` and waits with `World.until`. Messages pass through the codec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+
+import jax
+import numpy as np
+
+from zstrat.cluster import ClusterSpec
+from zstrat.config import Limits, Settings, Timeouts
+from zstrat.coordinator import ClusterCoordinator, ClusterSession, CoordinatedStrategy
+from zstrat.errors import (
+    BusyError,
+    ClosedError,
+    DeadlineExceededError,
+    PeerLostError,
+    to_wire,
+)
+from zstrat.program import StepIterator, load
+from zstrat.program.trace._structure import encode as encode_structure
+from zstrat.wire import (
+    PROTOCOL,
+    BuildResource,
+    CancelSteps,
+    CloseSession,
+    Completion,
+    Completions,
+    Dispatch,
+    Done,
+    DropArguments,
+    DropResources,
+    DropResults,
+    Fence,
+    Fenced,
+    Fetch,
+    Fetched,
+    Hello,
+    LayoutMessage,
+    OpenSession,
+    Outcome,
+    Push,
+    Pushed,
+    PutArguments,
+    PutCode,
+    ResourceBuilt,
+    SessionOpened,
+    decode,
+    encode,
+)
+
+LIMITS = Limits()
+INLINE = 1024
+"""Larger results stay on the fake worker."""
+
+
+def through_the_wire(message):
+    header, arrays = encode(message)
+    return decode(header, [a.tobytes() for a in arrays], LIMITS)[1]
+
+
+class FakeLink:
+    """The coordinator's end; the task is found by its address in the world."""
+
+    def __init__(self, world, address, *, name, expect, on_notice, on_open, on_lost):
+        self.world, self.address, self.name = world, address, name
+        self.on_notice, self.on_open, self.on_lost = on_notice, on_open, on_lost
+        self.is_open, self.closed, self.peer = False, False, None
+        self.is_refused = False
+        self.open_requests = set()
+        self.waiters = []
+        self.task = world.tasks[address]
+
+    def start(self):
+        self.loop = asyncio.get_running_loop()
+        self.task.link = self
+        if self.task.alive:
+            self.connect()
+
+    def connect(self):
+        self.is_open, self.peer = True, self.task.hello
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(self.task.hello)
+        self.on_open(self.task.hello)
+        self.world.changed()
+
+    def cut(self, reason, left=False):
+        """The connection is lost: nothing of it arrives any more."""
+        if not self.is_open:
+            return
+        self.is_open, self.peer = False, None
+        error = PeerLostError(self.name, reason, left)
+        for future in list(self.open_requests):
+            if not future.done():
+                future.set_exception(error)
+        self.on_lost(error)
+        self.world.changed()
+
+    async def wait_open(self, deadline):
+        if self.is_open:
+            return self.task.hello
+        waiter = self.loop.create_future()
+        self.waiters.append(waiter)
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await waiter
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"{self.name} at {self.address} did not answer"
+            ) from None
+
+    def submit(self, message, *, deadline=None):
+        future = self.loop.create_future()
+        if not self.is_open:
+            future.set_exception(PeerLostError(self.name, "it is not connected"))
+            return future
+        self.open_requests.add(future)
+        future.add_done_callback(self.open_requests.discard)
+        self.loop.call_soon(self._deliver, through_the_wire(message), future, self.peer)
+        return future
+
+    def notify(self, message):
+        if self.closed:
+            raise ClosedError(self.name)
+        if not self.is_open:
+            raise PeerLostError(self.name, "it is not connected")
+        self.loop.call_soon(self._deliver, through_the_wire(message), None, self.peer)
+
+    def _deliver(self, message, future, peer):
+        if self.peer is not peer:
+            return
+        try:
+            answer = self.task.handle(message)
+        except Exception as error:  # the outcome of the request
+            answer = error
+        if future is not None and not future.done() and answer is not None:
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(through_the_wire(answer))
+        self.world.changed()
+
+    def say(self, message):
+        """A notice of the task."""
+        if self.is_open:
+            peer = self.peer
+            message = through_the_wire(message)
+            self.loop.call_soon(
+                lambda: self.on_notice(message) if self.peer is peer else None
+            )
+
+    async def close(self):
+        self.closed, self.is_open = True, False
+        for future in list(self.open_requests):
+            if not future.done():
+                future.set_exception(ClosedError(self.name))
+
+
+class FakeTask:
+    """What a worker and a parameter server have in common."""
+
+    job = ""
+
+    def __init__(self, world, index):
+        self.world, self.index = world, index
+        self.link = None
+        self.alive = True
+        self.busy = False
+        self.devices = 2
+        self.sessions, self.exited = [], False
+        self.born()
+
+    def born(self):
+        incarnation, self.session = next(self.world.numbers), None
+        """Whose it is: none after it was born."""
+        self.hello = Hello(PROTOCOL, self.job, self.index, incarnation, "test", 1, {})
+
+    def handle(self, message):
+        match message:
+            case OpenSession():
+                if self.busy:
+                    raise BusyError(f"{self.job}:{self.index} is taken")
+                resumed, self.session = self.session == message.session, message.session
+                self.sessions.append(message)
+                return SessionOpened("cpu", self.devices, resumed)
+            case CloseSession():
+                self.exited = message.exit
+                return Done()
+        raise AssertionError(message)
+
+    def kill(self, reason="killed"):
+        self.alive = False
+        self.link.cut(reason)
+
+    def leave(self):
+        """Ends on purpose, with a goodbye."""
+        self.alive = False
+        self.link.cut("it left: it was shut down", left=True)
+
+    def come_back(self, *, same=False):
+        if not same:
+            self.born()
+        self.alive = True
+        self.link.connect()
+
+
+class FakePs(FakeTask):
+    job = "ps"
+
+    def __init__(self, world, index):
+        super().__init__(world, index)
+        self.applied = set()
+        """Steps of which it has applied a push."""
+        self.fences = []
+        self.silent = False
+        """It answers no fence."""
+        self.pushes, self.reads = [], True
+        """Pushes that came; it answers them at once if it reads."""
+
+    def handle(self, message):
+        if isinstance(message, Fence):
+            if self.silent:
+                return None
+            self.fences.append(message)
+            return Fenced([step for step in message.asked if step in self.applied])
+        if isinstance(message, Push):
+            self.pushes.append(message)
+            return Pushed(True, [1]) if self.reads else None
+        return super().handle(message)
+
+    def answer_pushes(self):
+        """On the loop: what waits is answered."""
+        for future in self.link.open_requests:
+            if not future.done():
+                future.set_result(Pushed(True, [1]))
+
+
+class FakeWorker(FakeTask):
+    """Runs the bodies of step functions on numpy arrays, when the test lets it."""
+
+    job = "worker"
+
+    def __init__(self, world, index):
+        super().__init__(world, index)
+        self.held = False
+        """Closures wait for `work`."""
+        self.dies_of = ()
+        """Names of functions that kill it."""
+        self.deaf = False
+        """What it completes is not told."""
+        self.replies = {}
+        self.ran, self.low_waters = [], []
+        self.described = []
+        """Layouts told since the session was opened; each is told once."""
+
+    def born(self):
+        super().born()
+        self.code, self.arguments, self.resources = {}, {}, {}
+        self.queue, self.kept = [], {}
+
+    def handle(self, message):
+        match message:
+            case OpenSession():
+                self.described = []
+            case PutCode():
+                self.code[message.digest] = load(message.code)
+                return Done()
+            case PutArguments():
+                self.arguments[message.arguments] = message
+                return None
+            case DropArguments():
+                for number in message.arguments:
+                    del self.arguments[number]
+                return None
+            case BuildResource():
+                return self._build(message)
+            case DropResources():
+                for number in message.resources:
+                    self.resources.pop(number)
+                return None
+            case DropResults():
+                for step in message.steps:
+                    self.kept.pop(step)
+                return None
+            case Fetch():
+                return Fetched(tuple(self.kept[message.step]))
+            case CancelSteps():
+                dropped, self.queue = self.queue, []
+                self.tell([(step, Outcome.CANCELLED, None) for *_, step in dropped])
+                return None
+            case Dispatch():
+                self.low_waters.append(message.low_water)
+                for batch in message.batches:
+                    for step in batch.steps:
+                        self.queue.append(
+                            (batch.function, batch.arguments, batch.attempt, step)
+                        )
+                if not self.held:
+                    self.work()
+                return None
+        return super().handle(message)
+
+    def _build(self, message):
+        maker = self.code[message.maker]
+        made = maker()
+        if message.purpose == "value":
+            self.resources[message.resource] = made
+            return ResourceBuilt(LayoutMessage(0, [], [], None))
+        elements = iter(made)
+        first = next(elements)
+        self.resources[message.resource] = StepIterator(
+            itertools.chain([first], elements)
+        )
+        leaves, treedef = jax.tree.flatten(first)
+        return ResourceBuilt(layout_of(0, treedef, [np.asarray(x) for x in leaves]))
+
+    def work(self, count=None):
+        """Runs what waits, at most ``count`` closures."""
+        outcomes = []
+        while self.queue and count != 0:
+            count = None if count is None else count - 1
+            digest, arguments, attempt, step = self.queue.pop(0)
+            function = self.code[digest]
+            if function.name.split(".")[-1] in self.dies_of:
+                self.kill("crashed")
+                return
+            self.ran.append((step, attempt))
+            outcomes.append((step, *self._run(function, arguments)))
+        self.tell(outcomes)
+
+    def _run(self, function, arguments):
+        args, kwargs = (), {}
+        if arguments:
+            shipped = self.arguments[arguments]
+            args, kwargs = load(
+                shipped.code, shipped.arrays, self.resources.__getitem__
+            )
+        try:
+            return Outcome.OK, function.body(*args, **kwargs)
+        except Exception as error:  # what the closure raises
+            return Outcome.FAILED, error
+
+    def tell(self, outcomes):
+        completions, layouts, results = [], [], b""
+        for step, outcome, value in outcomes:
+            if outcome is not Outcome.OK:
+                error = None if value is None else to_wire(value)
+                completions.append(Completion(step, outcome, 0, 0, error))
+                continue
+            leaves, treedef = jax.tree.flatten(value)
+            leaves = [np.asarray(leaf) for leaf in leaves]
+            layout = layout_of(0, treedef, leaves)
+            if layout not in self.described:
+                self.described.append(layout)
+                layouts.append(layout._replace(layout=len(self.described)))
+            number = self.described.index(layout) + 1
+            data = b"".join(leaf.tobytes() for leaf in leaves)
+            size = len(data)
+            if size > INLINE:
+                self.kept[step], size, data = leaves, -1, b""
+            completions.append(Completion(step, outcome, number, size, None))
+            results += data
+        if completions and not self.deaf:
+            session = self.sessions[-1].session
+            self.link.say(Completions(session, completions, layouts, results))
+
+
+def layout_of(number, treedef, leaves):
+    return LayoutMessage(
+        number,
+        [leaf.dtype.name for leaf in leaves],
+        [list(leaf.shape) for leaf in leaves],
+        encode_structure(treedef, range(len(leaves))),
+    )
+
+
+class World:
+    """All fake tasks, and the session that was connected to them."""
+
+    def __init__(self, ps=1, workers=2):
+        self.numbers = itertools.count(1)
+        self.ps = [FakePs(self, index) for index in range(ps)]
+        self.workers = [FakeWorker(self, index) for index in range(workers)]
+        self.tasks = {f"ps{t.index}:1": t for t in self.ps}
+        self.tasks |= {f"worker{t.index}:1": t for t in self.workers}
+        self.spec = ClusterSpec(
+            {
+                job: [
+                    address for address, task in self.tasks.items() if task.job == job
+                ]
+                for job in ("ps", "worker")
+            }
+        )
+        self.session = None
+        self.reconnect = 0.0
+        """How long a lost parameter server may come back before that is told."""
+        self._waiting = []
+
+    def make_link(self, address, **events):
+        return FakeLink(self, address, **events)
+
+    def connect(self, connect=30.0, prefetch=None):
+        timeouts = Timeouts(connect=connect, request=20.0, reconnect=self.reconnect)
+        settings = Settings(timeouts=timeouts, prefetch=prefetch)
+        self.session = ClusterSession.connect(
+            self.spec, settings, make_link=self.make_link
+        )
+        return self.session
+
+    def coordinator(self, **options):
+        if self.session is None:
+            self.connect()
+        self.strategy = FakeStrategy(self.session)
+        coordinator = ClusterCoordinator(self.strategy, **options)
+        coordinator._control.engine._watchers = Watchers(self)
+        return coordinator
+
+    def on_loop(self, function, *args, **kwargs):
+        async def call():
+            return function(*args, **kwargs)
+
+        return self.session.portal.run(call(), 20.0, "the test")
+
+    def until(self, predicate):
+        """Blocks until the predicate holds, seen from the loop."""
+
+        async def wait():
+            if predicate():
+                return
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append((predicate, future))
+            await future
+
+        self.session.portal.run(wait(), 20.0, "waiting for the fakes")
+
+    def hold(self):
+        """On the loop: closures that come to a worker wait there."""
+        for worker in self.workers:
+            worker.held = True
+
+    def release(self):
+        """On the loop: they run."""
+        for worker in self.workers:
+            worker.held = False
+            worker.work()
+
+    @property
+    def running(self):
+        return sum(len(worker.queue) for worker in self.workers)
+
+    def changed(self):
+        for predicate, future in self._waiting:
+            if not future.done() and predicate():
+                future.set_result(None)
+
+    def close(self):
+        if self.session is not None:
+            self.session.close()
+
+
+class Watchers(dict):
+    """Those who wait for the engine; a test may wait until somebody does."""
+
+    def __init__(self, world):
+        super().__init__()
+        self.world = world
+
+    def __setitem__(self, bell, ready):
+        super().__setitem__(bell, ready)
+        self.world.session.portal.call_soon(self.world.changed)
+
+
+class FakeStrategy(CoordinatedStrategy):
+    def __init__(self, session):
+        self._session = session
+
+    @property
+    def session(self):
+        return self._session
+
+    def scope(self):
+        return contextlib.nullcontext()
+
+    def require_known(self, plan):
+        pass
+
+    def __reduce__(self):
+        return FakeStrategy, (None,)
