@@ -98,6 +98,30 @@ def test_a_resolver_of_your_own_needs_two_methods() -> None:
         ClusterResolver()  # type: ignore[abstract]
 
 
+@pytest.mark.parametrize("number", [0, "1"])
+def test_what_the_program_says_goes_first_and_a_text_may_be_a_number(
+    tf_config: Callable[[Any], None], number: Any
+) -> None:
+    tf_config({"cluster": CLUSTER, "task": {"type": "ps", "index": 2}})
+    union = UnionResolver(SimpleClusterResolver(SPEC, task_id=7))
+    for resolver in (TFConfigClusterResolver(), SimpleClusterResolver(SPEC), union):
+        resolver.task_type, resolver.task_id = "worker", number
+        assert (resolver.task_type, resolver.task_id) == ("worker", int(number))
+    union.task_id = None
+    assert union.task_id == 7
+
+
+def test_an_empty_layer_takes_the_scheme_away_where_tensorflow_has_it_so(
+    tf_config: Callable[[Any], None], file: Callable[[str], Path]
+) -> None:
+    tf_config({"cluster": CLUSTER, "rpc_layer": "grpc"})
+    assert TFConfigClusterResolver().master("ps", 0, "") == "ps0:2222"
+    assert TomlClusterResolver(file(FILE), rpc_layer="tcp").master("ps", 0, "") == "c:1"
+    simple = SimpleClusterResolver(SPEC, rpc_layer="grpc")
+    assert simple.master("ps", 0, "") == "grpc://ps0:2222"
+    assert UnionResolver(simple, rpc_layer="x").master("ps", 0, "") == "x://ps0:2222"
+
+
 # ---- TFConfigClusterResolver -------------------------------------------------------
 
 

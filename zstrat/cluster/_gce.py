@@ -56,6 +56,7 @@ class GCEClusterResolver(SourceResolver):
         addresses = [
             f"{self._internal_ip(name)}:{self._port}" for name in self._running()
         ]
+        # Sorted, as all tasks have to number each other alike.
         return ClusterSpec({self._job: sorted(addresses)})
 
     @property

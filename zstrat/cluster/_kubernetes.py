@@ -89,6 +89,7 @@ class KubernetesClusterResolver(SourceResolver):
 
 def _addresses(pods: Sequence[Any], port: int) -> list[str]:
     addresses = []
+    # Kubernetes promises no order, and all tasks have to number each other alike.
     for pod in sorted(pods, key=lambda pod: pod.metadata.name):
         if pod.status.phase != "Running":
             raise RuntimeError(

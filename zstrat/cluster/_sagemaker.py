@@ -60,6 +60,7 @@ class SageMakerClusterResolver(SourceResolver):
         Raises:
             ValueError: The cluster has no such task.
         """
+        # As in TensorFlow: the program of a single host has nobody to connect to.
         if self.cluster_spec().num_tasks("worker") == 1:
             return ""
         return super().master(task_type, task_id, rpc_layer)

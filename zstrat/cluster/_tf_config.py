@@ -52,7 +52,7 @@ class TFConfigClusterResolver(SourceResolver):
         """
         master = _text("session_master")
         if master is not None:
-            return master
+            return master  # as it is written there: TensorFlow adds no scheme to it
         spec = self.cluster_spec()
         if not spec or (len(spec.jobs) == 1 and spec.task_indices(*spec.jobs) == [0]):
             return ""

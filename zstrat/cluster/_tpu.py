@@ -96,6 +96,8 @@ class TPUClusterResolver(SourceResolver):
         self._place: Local | TpuNode | TpuHosts = (
             _this_machine(env) if isinstance(place, Unsaid) else place
         )
+        # Of a local TPU, and of one that is still to be looked up, nothing is known:
+        # this is task 0 then, and the scheme is TensorFlow's.
         known = self._place if isinstance(self._place, TpuHosts) else TpuHosts(())
         super().__init__(job_name, known.own, known.scheme)
         self._job = job_name

@@ -68,6 +68,7 @@ class UnionResolver(SourceResolver):
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
         address = self.cluster_spec().task_address(task_type, task_id)
+        # Not the first one's layer: the address may be another resolver's.
         return with_scheme(address, rpc_layer or self._rpc_layer)
 
     def num_accelerators(
