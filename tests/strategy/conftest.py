@@ -5,7 +5,8 @@ import secrets
 import numpy as np
 import pytest
 
-from zstrat.cluster import ClusterSpec, SimpleClusterResolver
+import zstrat as zs
+from zstrat.cluster import ClusterSpec, SimpleClusterResolver, TPUClusterResolver
 from zstrat.errors import InvalidArgumentError
 from zstrat.optimizers import Binding
 from zstrat.program import digest, dump_code, load, prepare, rebuild
@@ -214,3 +215,29 @@ def cluster():
 def four(make_cluster):
     """A cluster whose workers have four replicas, as `replicated_steps` has them."""
     return make_cluster(devices=4)
+
+
+@pytest.fixture
+def tpu_resolver():
+    return TPUClusterResolver("local")
+
+
+@pytest.fixture
+def make_tpu(tpu_resolver):
+    """Makes a TPUStrategy by the first lines of TensorFlow's examples."""
+
+    def make(
+        computation_shape=None, num_replicas=1, mesh_shape=(1, 2, 2, 2), **options
+    ):
+        zs.experimental_connect_to_cluster(tpu_resolver)
+        topology = zs.tpu.experimental.initialize_tpu_system(
+            tpu_resolver, mesh_shape=mesh_shape
+        )
+        assignment = zs.tpu.experimental.DeviceAssignment.build(
+            topology, computation_shape=computation_shape, num_replicas=num_replicas
+        )
+        return zs.TPUStrategy(
+            tpu_resolver, experimental_device_assignment=assignment, **options
+        )
+
+    return make
