@@ -5,7 +5,7 @@ Both are entered: `_frames` keeps the stack.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -13,16 +13,16 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.variables import creator
 
-from ._frames import Frame as Frame
-from ._frames import current as current
-from ._frames import entered as entered
-from ._frames import in_real_replica_context as in_real_replica_context
-from ._frames import pop as pop
-from ._frames import push as push
-from ._frames import refuse_mixing as refuse_mixing
-from ._frames import refuse_replica_context as refuse_replica_context
-from ._frames import require_cross_replica as require_cross_replica
-from ._frames import require_scope as require_scope
+from ._abstract import AbstractReplicaContext, AbstractStrategy
+from ._frames import (
+    Frame,
+    current,
+    entered,
+    pop,
+    push,
+    refuse_mixing,
+    refuse_replica_context,
+)
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduction, require_axes, require_gatherable
 from .replica import _one_replica
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Aside, Creator
 
-    from ._strategy import Strategy
+_Entered = TypeVar("_Entered", bound=AbstractStrategy)
 
 
-class Scope:
+class Scope(Generic[_Entered]):
     """What ``strategy.scope()`` returns: a context manager that yields the strategy.
 
     May be entered again inside itself; creates variables where its strategy says.
     """
 
-    def __init__(self, strategy: Strategy, own: Creator | None) -> None:
+    def __init__(self, strategy: _Entered, own: Creator | None) -> None:
         self._strategy = strategy
         self._creator = own
         self._entered: list[tuple[Frame, Aside]] = []
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> _Entered:
         outer = current()
         if outer is not None and outer.strategy is not self._strategy:
             if outer.replica is None or not outer.strategy.is_default:
@@ -68,7 +68,7 @@ class Scope:
         creator.put_back(before)
 
 
-class ReplicaContext:
+class ReplicaContext(AbstractReplicaContext):
     """What a replica function knows about itself.
 
     Several replicas of a worker are one traced program, in which the id is a traced
@@ -76,14 +76,16 @@ class ReplicaContext:
     each with its id as an int, and meet for what they do together.
     """
 
-    def __init__(self, strategy: Strategy, replica_id: int | jax.Array) -> None:
+    def __init__(self, strategy: AbstractStrategy, replica_id: int | jax.Array) -> None:
         self._strategy = strategy
         self._replica_id = replica_id
         self._entered: list[Frame] = []
 
     @property
-    def strategy(self) -> Strategy:
-        """The one whose replica this is."""
+    def strategy(self) -> Any:
+        """The `Strategy` whose replica this is."""
+        # `Any`, because its class cannot be imported here: it makes these contexts. An
+        # abstract one would refuse what users may do with it.
         return self._strategy
 
     @property

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from zstrat.data import InputContext
 from zstrat.variables import Variable, is_staging, recorder
 
-from . import _context
 from ._context import ReplicaContext, Scope
+from ._frames import require_cross_replica
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
 from .mirrored._copy_home import by_copies, copies_of, reducible
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    import jax
-
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
 
@@ -56,13 +54,6 @@ if TYPE_CHECKING:
 
 class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
-
-    is_default: bool = False
-
-    @property
-    @abc.abstractmethod
-    def num_replicas_in_sync(self) -> int:
-        """Over how many replicas gradients are summed before they leave a worker."""
 
     @property
     @abc.abstractmethod
@@ -77,10 +68,6 @@ class Strategy(FirstVersion):
     @abc.abstractmethod
     def _creator(self) -> Creator | None:
         """Who creates variables in scope; None: they live in this process."""
-
-    @abc.abstractmethod
-    def _devices(self) -> Sequence[jax.Device]:
-        """Devices of this process to run replicas on, one each; fewer is fine."""
 
     def _team(self) -> Team:
         """The replicas that compute together."""
@@ -170,7 +157,7 @@ class Strategy(FirstVersion):
                 f"positional args must be a list or tuple, got {type(args).__name__}: "
                 "write strategy.run(fn, args=(x,))"
             )
-        _context.require_cross_replica(self, "run()")
+        require_cross_replica(self, "run()")
         self._used("run")
         if not (options is None or isinstance(options, RunOptions)):
             raise TypeError(
@@ -195,7 +182,7 @@ class Strategy(FirstVersion):
                 value that is not distributed over several replicas.
             TypeError: ``axis`` is no integer.
         """
-        _context.require_cross_replica(self, "reduce()")
+        require_cross_replica(self, "reduce()")
         self._used("reduce")
         op, team = reduction(reduce_op), self._team()
         value = reducible(op, value)
@@ -217,7 +204,7 @@ class Strategy(FirstVersion):
             NotImplementedError: The value is an IndexedSlices.
             ValueError: Scalars, or shapes that differ in another dimension.
         """
-        _context.require_cross_replica(self, "gather()")
+        require_cross_replica(self, "gather()")
         team, value = self._team(), by_copies(value)
         if team.channel is not None:
             return gather_across(team, value, axis)
@@ -269,7 +256,7 @@ class Strategy(FirstVersion):
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
         """
-        _context.require_cross_replica(self, "experimental_distribute_dataset()")
+        require_cross_replica(self, "experimental_distribute_dataset()")
         return self._inputs().of_dataset(dataset, options)
 
     def distribute_datasets_from_function(
@@ -297,7 +284,7 @@ class Strategy(FirstVersion):
                 strategy.
             Exception: Whatever ``dataset_fn`` raises.
         """
-        _context.require_cross_replica(self, "distribute_datasets_from_function()")
+        require_cross_replica(self, "distribute_datasets_from_function()")
         return self._function_inputs().of_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
@@ -310,9 +297,7 @@ class Strategy(FirstVersion):
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
         """
-        _context.require_cross_replica(
-            self, "experimental_distribute_values_from_function()"
-        )
+        require_cross_replica(self, "experimental_distribute_values_from_function()")
         team = self._team()
         numbers = range(team.first, team.first + team.local)
         values = [value_fn(ValueContext(i, team.size)) for i in numbers]

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from zstrat.program import StepIterator
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import (
         AbstractVariable,
         Creator,
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 
 def in_turns(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     team: Team,
     devices: Sequence[jax.Device],
     fn: Callable[..., Any],

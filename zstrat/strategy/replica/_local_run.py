@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
 
 
 class _Itself:
@@ -124,7 +124,7 @@ class LocalMesh:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: AbstractStrategy,
         devices: Any,
         axes: Sequence[str] = (),
         *,

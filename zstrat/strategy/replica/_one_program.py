@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
 
     from ._collective import Team
 
@@ -34,7 +34,7 @@ _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep
 
 
 def as_one_program(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     team: Team,
     mesh: Mesh | None,
     fn: Callable[..., Any],
@@ -62,7 +62,7 @@ def as_one_program(
 
 
 def needs_turns(
-    strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
+    strategy: AbstractStrategy, team: Team, fn: Callable[..., Any], tree: Any
 ) -> bool:
     """Whether replicas that are given what the first one is given are no one program.
     The step, if there is one, hears nothing of it.
@@ -90,7 +90,10 @@ def needs_turns(
 
 
 def _replica(
-    strategy: Strategy, team: Team, fn: Callable[..., Any], sorted_out: RunArguments
+    strategy: AbstractStrategy,
+    team: Team,
+    fn: Callable[..., Any],
+    sorted_out: RunArguments,
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
         own_args, own_kwargs = sorted_out.of_replica(shared, own)
@@ -101,7 +104,7 @@ def _replica(
 
 
 def alone(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

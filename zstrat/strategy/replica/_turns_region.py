@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from zstrat.program.trace import Element, StepIterator, TraceFeed
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import Recorder, VariableHandle
 
     from ._collective import Team
@@ -52,7 +52,7 @@ _barrier: Final[Any] = jax.lax.optimization_barrier
 
 
 def uneven(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     team: Team,
     devices: Sequence[jax.Device],
     fn: Callable[..., Any],
@@ -114,7 +114,7 @@ class _Region:
     """The replicas as a function of arrays, which is traced for each of its stages."""
 
     def __init__(
-        self, strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
+        self, strategy: AbstractStrategy, team: Team, fn: Callable[..., Any], tree: Any
     ) -> None:
         self.team = team
         self._strategy, self._fn = strategy, fn
