@@ -25,8 +25,8 @@ from ._frames import (
 )
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduction, require_axes, require_gatherable
-from .replica import _one_replica
 from .replica._meetings import gathering, merging, own, reducing
+from .replica._replica_recorder import merged
 from .replica._turns import NeedsTurns, turn
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ class ReplicaContext(AbstractReplicaContext):
             return mine.meet(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
-        with entered(Frame(self._strategy)), _one_replica.merged():
+        with entered(Frame(self._strategy)), merged():
             return merge_fn(self._strategy, *args, **named)
 
     @property

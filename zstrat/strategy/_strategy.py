@@ -31,12 +31,13 @@ from .reduce._values import (
     reduction,
     select_replica,
 )
-from .replica import _one_replica, _spread
+from .replica import _spread
 from .replica._arguments import UnevenParts, require_known
 from .replica._collective import Team
 from .replica._in_turns import in_turns
 from .replica._one_program import as_one_program
 from .replica._regroup import regroup
+from .replica._replica_recorder import as_sole_replica
 from .replica._turns import NeedsTurns
 from .replica._turns_region import uneven
 
@@ -329,8 +330,8 @@ class Strategy(FirstVersion):
             except UnevenParts:
                 return uneven(self, team, devices, fn, args, kwargs)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
-        alone = _one_replica.alone(team) if team.channel else nullcontext()
-        with ReplicaContext(self, team.replica_id()), alone:
+        sole = as_sole_replica(team) if team.channel else nullcontext()
+        with ReplicaContext(self, team.replica_id()), sole:
             return fn(*args, **kwargs)
 
 

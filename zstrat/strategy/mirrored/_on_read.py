@@ -21,6 +21,7 @@ from zstrat.variables import (
     KeepsCopies,
     Variable,
     VariableAggregation,
+    VariableUpdate,
     aggregated,
     mean_of_cut,
     recorder,
@@ -187,7 +188,8 @@ class SyncOnReadVariable(Variable):
                 assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
-        recording.update(self, op, (jnp.asarray(value, self.dtype),), optimizer)
+        operand = jnp.asarray(value, self.dtype)
+        recording.update(VariableUpdate(self, op, (operand,), optimizer))
 
     def _record_rows(
         self,

@@ -16,7 +16,6 @@ from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
 from . import _replicas, _spread
 from ._arguments import RunArguments
-from ._one_replica import discovered
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._turns import NeedsTurns
 
@@ -83,7 +82,7 @@ def needs_turns(
     split = [_spread.Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
     shared = [uncut(x) for x in sorted_out.shared]
     try:
-        discovered(replica, shared, split, team)
+        _replicas.discovered(replica, shared, split, team)
     except NeedsTurns:
         return True
     return False

@@ -15,8 +15,9 @@ of captures hold inside too: a region is a capture of its own.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ import jax.numpy as jnp
 from zstrat.program.gradients import is_live
 from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (
+    Capture,
+    Discovery,
     Flow,
     Immediate,
     Replay,
@@ -38,25 +41,52 @@ from zstrat.program.trace import (
 from zstrat.variables import (
     Recorder,
     VariableHandle,
+    VariableUpdate,
     read_all,
     recorder,
     refuse_read,
     refuse_update,
 )
 
-from ._one_replica import OneReplica, discovered
+from ._collective import AXIS
 from ._region import in_stages
-from ._spread import Spread, mapped_over
+from ._replica_recorder import ReplicaRecorder
+from ._spread import Spread, by_replica, mapped_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import Capture, Recorded, RecordedLookup
+    from zstrat.program.trace import Recorded, RecordedLookup, TraceFeed
 
     from ._collective import Team
-    from ._one_replica import ReplicaFunction
+
+    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
+    own."""
+
+
+@final
+class MappedReplica(ReplicaRecorder):
+    """The recorder inside one of several replicas that are one program: what it is told
+    is noted by a capture of this region."""
+
+    def __init__(self, feed: TraceFeed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        super().__init__(self.capture, team)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording():
+            before = recorder.set(self)
+            try:
+                yield
+            finally:
+                recorder.reset(before)
+
+    def _update_own(self, update: VariableUpdate) -> None:
+        self.capture.update_own(update)
 
 
 def replicate(
@@ -118,7 +148,7 @@ def replicate(
     traced: list[_Traced] = []
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        replica = OneReplica(given.feed(values, mine), team)
+        replica = MappedReplica(given.feed(values, mine), team)
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
         traced[:] = [_Traced(leaves, treedef, replica.capture)]
@@ -150,12 +180,11 @@ def passed_on(
     for update, combined in zip(updates, operands, strict=True):
         if update.call is not None:
             outside.optimize(update.call.with_arrays(combined))
-        elif update.table is not None:
-            index, new = combined
-            outside.update_rows(update.table, update.op, (index, new), update.optimizer)
-        else:
-            (variable,) = update.variables
-            outside.update(variable, update.op, tuple(combined), update.optimizer)
+            continue
+        target = update.variable if update.table is None else update.table
+        outside.update(
+            VariableUpdate(target, update.op, tuple(combined), update.optimizer)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +240,30 @@ class _Traced:
 # ---- what the function wants -----------------------------------------------------
 
 
+def discovered(
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
+) -> Capture:
+    """What the function reads and looks up, and which copies it updates.
+
+    The step itself is not asked inside this trace: what it handed out here would belong
+    to a trace that ends before the step does.
+    """
+    probes: list[MappedReplica] = []
+
+    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
+        probe = MappedReplica(Discovery(seed), team)
+        probes[:] = [probe]
+        with probe.recording():
+            fn(shared, own)
+
+    mapped = jax.vmap(
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
+    )
+    parts = [by_replica(x, team.local) for x in split]
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
+    return probes[0].capture
+
+
 def _refuse_unnoticed(found: Capture) -> None:
     """Refuses what the replicas do to variables where jax traces and no step does."""
     for variable, _ in found.own.values():
@@ -241,7 +294,7 @@ def _looked_up(
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = OneReplica(given.feed(values, mine, rows), team)
+            replica = MappedReplica(given.feed(values, mine, rows), team)
             with replica.recording():
                 fn(shared, given.arguments(mine))
             return [lookup.ids for lookup in replica.capture.lookups]

@@ -41,7 +41,7 @@ from ._replicas import passed_on
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.program.trace import Element, StepIterator, TraceFeed
+    from zstrat.program.trace import TraceFeed
     from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import Recorder, VariableHandle
 
@@ -133,7 +133,7 @@ class _Region:
         """
 
         def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
-            self.traced(Discovery(seed, _no_elements), inputs)
+            self.traced(Discovery(seed), inputs)
 
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
         found = self._last
@@ -183,10 +183,3 @@ class _Region:
     def _last(self) -> Capture:
         assert self._capture is not None
         return self._capture
-
-
-def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
-    raise RuntimeError(
-        f"next() of {iterator.name} inside a replica function: draw before it, and "
-        "give each replica its part with strategy.run(fn, args=(next(iterator),))"
-    )
