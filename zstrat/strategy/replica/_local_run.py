@@ -35,9 +35,8 @@ from ._arguments import (
     require_one_each,
     unwrapped,
 )
-from ._captured import given, run_as
 from ._collective import AXIS, Team
-from ._function_cache import FunctionCache
+from ._function_cache import FunctionCache, given, run_as
 from ._in_turns import in_turns
 from ._layout import MeshLayout
 from ._one_program import alone, as_one_program
