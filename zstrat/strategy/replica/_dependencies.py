@@ -83,8 +83,8 @@ class Watched:
                 return False
         for get, name, known, value in self._names:
             found = get(name, NOT_BOUND)
-            # By its number first, which is the usual case; another object of the same
-            # value is no change either: numbers are made anew by each import, say.
+            # Nearly always it is the very object. Another one is no change either if it
+            # is an equal number or text, as in `_captured`.
             if id(found) != known and not _are_alike(found, value):
                 return False
         for cell, known, value in self._cells:
