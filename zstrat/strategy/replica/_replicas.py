@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import Recorded, RecordedLookup, TraceFeed
+    from zstrat.program.trace import RecordedLookup, TraceFeed
 
     from ._collective import Team
 
@@ -145,16 +145,18 @@ def replicate(
         return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
 
     rows = _looked_up(fn, found, given, mapped, outside, team)
-    traced: list[_Traced] = []
+    traced: list[TracedRegion] = []
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         replica = MappedReplica(given.feed(values, mine), team)
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
-        traced[:] = [_Traced(leaves, treedef, replica.capture)]
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        changed = [value[None] for _, value in replica.capture.own.values()]
-        return [*arrays, *changed], [x.operands for x in replica.capture.updates]
+        capture = replica.capture
+        changed = [variable for variable, _ in capture.own.values()]
+        region = TracedRegion(leaves, treedef, capture, changed)
+        traced[:] = [region]
+        copies = [value[None] for _, value in capture.own.values()]
+        return [*region.arrays, *copies], [x.operands for x in capture.updates]
 
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
@@ -163,28 +165,54 @@ def replicate(
         now = recording is None or is_live(recording)
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     (region,) = traced
-    if region.capture.asked_context and (tell := asked.get()) is not None:
-        tell()
-    changed = list(region.capture.own.values())
-    results = len(arrays) - len(changed)
-    for (variable, _), copy in zip(changed, arrays[results:], strict=True):
-        keep_copies(outside, variable, copy.array)
-    passed_on(region.capture.updates, operands, outside)
-    return region.result(arrays[:results])
+    results = len(region.arrays)
+    made = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
+    return region.told(outside, made, operands)
 
 
-def passed_on(
-    updates: Sequence[Recorded], operands: Sequence[Any], outside: Recorder
-) -> None:
-    """Updates that were made in a region, with operands outside of it."""
-    for update, combined in zip(updates, operands, strict=True):
-        if update.call is not None:
-            outside.optimize(update.call.with_arrays(combined))
-            continue
-        target = update.variable if update.table is None else update.table
-        outside.update(
-            VariableUpdate(target, update.op, tuple(combined), update.optimizer)
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """What the trace of a region left: leaves of its result, its effects, and the
+    variables whose copies it has changed."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    capture: Capture
+    changed: Sequence[VariableHandle]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Those of the result."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
+
+    def told(
+        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
+    ) -> Any:
+        """The result, when the step has been told what was done.
+
+        Args:
+            arrays: What the program made: of the result, then copies of ``changed``.
+            operands: Those of each update.
+        """
+        if self.capture.asked_context and (tell := asked.get()) is not None:
+            tell()
+        made = iter(arrays)
+        result = self.treedef.unflatten(
+            [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
         )
+        for variable, copies in zip(self.changed, made, strict=True):
+            keep_copies(outside, variable, copies)
+        self._pass_on(operands, outside)
+        return result
+
+    def _pass_on(self, operands: Sequence[Any], outside: Recorder) -> None:
+        for update, combined in zip(self.capture.updates, operands, strict=True):
+            if update.call is not None:
+                outside.optimize(update.call.with_arrays(combined))
+                continue
+            target = update.variable if update.table is None else update.table
+            op, optimizer = update.op, update.optimizer
+            outside.update(VariableUpdate(target, op, tuple(combined), optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,22 +247,6 @@ class _Given:
         if rows is None:
             rows = mine[self.before_rows :]
         return Replay("strategy.run", known, (), rows)
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """What the trace of a region left: leaves of its result, and its effects."""
-
-    leaves: list[Any]
-    treedef: Any
-    capture: Capture
-
-    def result(self, arrays: Sequence[Any]) -> Any:
-        """The result, with these in place of its jax arrays."""
-        stacked = iter(arrays)
-        return self.treedef.unflatten(
-            [next(stacked) if isinstance(x, jax.Array) else x for x in self.leaves]
-        )
 
 
 # ---- what the function wants -----------------------------------------------------

@@ -22,11 +22,9 @@ from zstrat.program.trace import (
     Capture,
     Discovery,
     Replay,
-    asked,
     copies_of,
     has_copies,
     joined,
-    keep_copies,
 )
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import recorder
@@ -36,7 +34,7 @@ from ._in_turns import in_turns
 from ._one_program import needs_turns
 from ._region import in_stages
 from ._regroup import regroup
-from ._replicas import passed_on
+from ._replicas import TracedRegion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -107,7 +105,7 @@ def _in_one_region(region: _Region, outside: Recorder) -> Any:
         return jax.jit(together)(held, [*region.inputs, *whole], list(own))
 
     arrays, operands = in_stages(one, mapped, [], len(region.inputs))
-    return region.told(outside, arrays, operands)
+    return region.last.told(outside, arrays, operands)
 
 
 class _Region:
@@ -122,8 +120,8 @@ class _Region:
         self._treedef: Any  # its stubs lack what we call
         self._leaves, self._treedef = joined.flatten(tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
-        self._capture: Capture | None = None
-        self._result: Any = None
+        self.last: TracedRegion
+        """What the last trace left; there is none before the first."""
 
     def variables(self) -> list[VariableHandle]:
         """Those that the replicas use.
@@ -136,7 +134,7 @@ class _Region:
             self.traced(Discovery(seed), inputs)
 
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
-        found = self._last
+        found = self.last.capture
         for lookup in found.lookups:
             raise UnevenParts(
                 f"strategy.run was given parts of different shapes, and looks up rows "
@@ -153,33 +151,12 @@ class _Region:
             next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves
         ]
         args, kwargs = self._treedef.unflatten(leaves)
-        self._capture = Capture(feed, is_region=True)
-        with self._capture.recording():
+        capture = Capture(feed, is_region=True)
+        with capture.recording():
             results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
-        self._result = joined.flatten(regroup(results))
-        arrays = [x for x in self._result[0] if isinstance(x, jax.Array)]
-        changed = [copies for _, copies in self._last.moves.values.values()]
-        updates = [update.operands for update in self._last.updates]
-        return [*arrays, *changed], updates
-
-    def told(
-        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
-    ) -> Any:
-        """The result, when the step has been told what was done."""
-        capture, (leaves, treedef) = self._last, self._result
-        if capture.asked_context and (tell := asked.get()) is not None:
-            tell()
-        changed = [variable for variable, _ in capture.moves.values.values()]
-        results = len(arrays) - len(changed)
-        for variable, copies in zip(changed, arrays[results:], strict=True):
-            keep_copies(outside, variable, copies)
-        passed_on(capture.updates, operands, outside)
-        made = iter(arrays[:results])
-        return treedef.unflatten(
-            [next(made) if isinstance(x, jax.Array) else x for x in leaves]
-        )
-
-    @property
-    def _last(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
+        moves = capture.moves.values.values()
+        leaves, treedef = joined.flatten(regroup(results))
+        changed = [variable for variable, _ in moves]
+        self.last = TracedRegion(leaves, treedef, capture, changed)
+        operands = [update.operands for update in capture.updates]
+        return [*self.last.arrays, *[copies for _, copies in moves]], operands
