@@ -113,8 +113,8 @@ class ReplicaContext(AbstractReplicaContext):
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        if (mine := turn.get()) is not None:
-            return (devices[mine.number],)
+        if (fiber := turn.get()) is not None:
+            return (devices[fiber.number],)
         if self._is_one_of_many:
             raise NeedsTurns("it asks for the device of its replica")
         return (devices[0],)
@@ -153,8 +153,8 @@ class ReplicaContext(AbstractReplicaContext):
         team = called_with(self._strategy._team(), options, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return value
-        if (mine := turn.get()) is not None:
-            return own(mine.meet(reducing(team, op, value)))
+        if (fiber := turn.get()) is not None:
+            return own(fiber.meet(reducing(team, op, value)))
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
@@ -195,8 +195,8 @@ class ReplicaContext(AbstractReplicaContext):
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:
             return value
-        if (mine := turn.get()) is not None:
-            return own(mine.meet(gathering(team, value, along)))
+        if (fiber := turn.get()) is not None:
+            return own(fiber.meet(gathering(team, value, along)))
         return team.all_gather(value, along)
 
     def merge_call(
@@ -219,8 +219,8 @@ class ReplicaContext(AbstractReplicaContext):
         """
         self._require_current()
         named = kwargs or {}
-        if (mine := turn.get()) is not None:
-            return mine.meet(merging(self._strategy, merge_fn, args, named))
+        if (fiber := turn.get()) is not None:
+            return fiber.meet(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
         with entered(Frame(self._strategy)), merged():

@@ -32,7 +32,7 @@ from .reduce._values import (
     select_replica,
 )
 from .replica import _spread
-from .replica._arguments import UnevenParts, require_known
+from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._in_turns import in_turns
 from .replica._one_program import as_one_program
@@ -320,15 +320,15 @@ class Strategy(FirstVersion):
         team = self._team()
         if team.local > 1:
             devices = self._devices()
-            mesh = _spread.mesh_of(devices, team.local)
+            call = ReplicaCall(self, team, fn, args, kwargs)
             try:
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
-                return as_one_program(self, team, mesh, fn, args, kwargs)
+                return as_one_program(call, _spread.mesh_of(devices, team.local))
             except NeedsTurns:
-                return regroup(in_turns(self, team, devices, fn, args, kwargs))
+                return regroup(in_turns(call, devices))
             except UnevenParts:
-                return uneven(self, team, devices, fn, args, kwargs)
+                return uneven(call, devices)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
         sole = as_sole_replica(team) if team.channel else nullcontext()
         with ReplicaContext(self, team.replica_id()), sole:

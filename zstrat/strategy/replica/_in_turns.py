@@ -54,9 +54,8 @@ from ._replica_recorder import ReplicaRecorder
 from ._turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import (
         AbstractVariable,
         Creator,
@@ -70,43 +69,42 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import UpdateOp
 
+    from ._arguments import ReplicaCall
     from ._collective import Team
     from ._turns import ReplicaFiber
 
 
-def in_turns(
-    strategy: AbstractStrategy,
-    team: Team,
-    devices: Sequence[jax.Device],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
+def in_turns(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
     """What each replica of this process returns.
+
+    Args:
+        devices: One for each replica; replicas without one compute where jax does.
 
     Raises:
         RuntimeError: Replicas do different things, or create different variables; or
             they read or update one while jax traces outside of a step.
         ValueError: The rows of what was drawn do not split evenly.
-        Exception: Whatever ``fn`` raises; the other replicas are ended.
+        Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
     is_unnoticed = outer is None and is_staging()
-    made = _Made(creator.get())
-    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
+    made = _FirstCreations(creator.get())
+    team = call.team
+    tree = dealt(unwrapped(call.tree), team.local)
 
-    def body(mine: ReplicaFiber) -> Any:
-        number = mine.number
-        recorder.set(ReplicaInTurns(mine, team, outer, unnoticed=is_unnoticed))
+    def body(fiber: ReplicaFiber) -> Any:
+        number = fiber.number
+        # Nothing is reset: the context is this replica's own, and ends with it.
+        recorder.set(ReplicaInTurns(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
-            creator.set(_Positions(made, number))
+            creator.set(_SameCreations(made, number))
         selected = select_replica(number, tree)
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
         own_args, own_kwargs = selected
-        with ReplicaContext(strategy, team.id_of(number)):
-            return fn(*own_args, **own_kwargs)
+        with ReplicaContext(call.strategy, team.id_of(number)):
+            return call.fn(*own_args, **own_kwargs)
 
     @contextmanager
     def during(number: int) -> Iterator[None]:
@@ -233,7 +231,7 @@ def _own_updates(
     return [tuple(moves) for _, _, moves, _ in found]
 
 
-class _Made:
+class _FirstCreations:
     """What the first replica has created so far, for the others."""
 
     def __init__(self, inner: Creator | None) -> None:
@@ -242,10 +240,10 @@ class _Made:
         self.optimizers: list[int] = []
 
 
-class _Positions:
+class _SameCreations:
     """The creator in one replica: the first one creates, the others find."""
 
-    def __init__(self, made: _Made, number: int) -> None:
+    def __init__(self, made: _FirstCreations, number: int) -> None:
         self._made = made
         self._number = number
         self._variables = 0

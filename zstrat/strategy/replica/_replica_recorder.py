@@ -80,8 +80,9 @@ class ReplicaRecorder(abc.ABC):
     def _is_own(self, update: VariableUpdate) -> bool:
         """Whether it is of a value that this replica has by itself. Asked of updates
         without an optimizer."""
-        is_whole = not isinstance(update.target, Table)
-        return is_whole and updates_copies(update.variable, self._team.local)
+        if isinstance(update.target, Table):
+            return False  # rows over several variables are always brought together
+        return updates_copies(update.variable, self._team.local)
 
     @abc.abstractmethod
     def _update_own(self, update: VariableUpdate) -> None:

@@ -37,26 +37,18 @@ from ._regroup import regroup
 from ._replicas import TracedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from zstrat.program.trace import TraceFeed
-    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import Recorder, VariableHandle
 
-    from ._collective import Team
+    from ._arguments import ReplicaCall
 
 # jax's stubs leave it untyped.
 _barrier: Final[Any] = jax.lax.optimization_barrier
 
 
-def uneven(
-    strategy: AbstractStrategy,
-    team: Team,
-    devices: Sequence[jax.Device],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     """What the replicas of this process return, brought together. Those of other
     processes may be one program.
 
@@ -65,10 +57,11 @@ def uneven(
             one program; or where the replicas look up rows that are not here.
         Exception: As `in_turns`.
     """
-    require_all_one_each((args, kwargs), team.local)
+    team = call.team
+    require_all_one_each(call.tree, team.local)
     outside = recorder.get()
     if team.channel is None or outside is None or is_live(outside):
-        found = regroup(in_turns(strategy, team, devices, fn, args, kwargs))
+        found = regroup(in_turns(call, devices))
         # With the members of a dict in the order that a program gives them: who reduces
         # one after the other does so with other processes.
         return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
@@ -78,10 +71,10 @@ def uneven(
             "implementation=XLA the replicas of all processes run one program. Use "
             "batch(..., drop_remainder=True)"
         )
-    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
-    if needs_turns(strategy, team, fn, tree):  # in the other processes, too
-        return regroup(in_turns(strategy, team, devices, fn, args, kwargs))
-    return _in_one_region(_Region(strategy, team, fn, tree), outside)
+    dealt_out = call.given(dealt(unwrapped(call.tree), team.local))
+    if needs_turns(dealt_out):  # in the other processes, too
+        return regroup(in_turns(call, devices))
+    return _in_one_region(_Region(dealt_out), outside)
 
 
 def _in_one_region(region: _Region, outside: Recorder) -> Any:
@@ -111,14 +104,12 @@ def _in_one_region(region: _Region, outside: Recorder) -> Any:
 class _Region:
     """The replicas as a function of arrays, which is traced for each of its stages."""
 
-    def __init__(
-        self, strategy: AbstractStrategy, team: Team, fn: Callable[..., Any], tree: Any
-    ) -> None:
-        self.team = team
-        self._strategy, self._fn = strategy, fn
+    def __init__(self, call: ReplicaCall) -> None:
+        self.team = call.team
+        self._call = call
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
-        self._leaves, self._treedef = joined.flatten(tree)
+        self._leaves, self._treedef = joined.flatten(call.tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
         self.last: TracedRegion
         """What the last trace left; there is none before the first."""
@@ -150,10 +141,10 @@ class _Region:
         leaves = [
             next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves
         ]
-        args, kwargs = self._treedef.unflatten(leaves)
+        call = self._call.given(self._treedef.unflatten(leaves))
         capture = Capture(feed, is_region=True)
         with capture.recording():
-            results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
+            results = in_turns(call, ())
         moves = capture.moves.values.values()
         leaves, treedef = joined.flatten(regroup(results))
         changed = [variable for variable, _ in moves]
