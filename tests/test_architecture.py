@@ -204,13 +204,8 @@ def test_imports_go_down() -> None:
 
 def test_no_cycles() -> None:
     """Imports in functions count: they would only hide a cycle. So do those for types:
-    whoever reads one file of a circle has to read all. But a strategy and the contexts
-    that it hands out know each other, as TF's do."""
-    alone = "zstrat.strategy"
-    every = _circles(_graph(edges()))
-    assert [found for found in every if {*map(floor_of, found)} != {alone}] == []
-    assert len(every) <= 1
-    assert not _circles(_graph(edge for edge in edges() if not edge.for_types))
+    whoever reads one file of a circle has to read all."""
+    assert _circles(_graph(edges())) == []
 
 
 def _graph(some: Iterable[Import]) -> dict[str, set[str]]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import zstrat.program as zs
-from zstrat.variables import recorder
+from zstrat.variables import VariableUpdate, recorder
 
 MESH = Mesh(np.array(jax.devices()[:1]), ("replica",))
 
@@ -63,7 +63,9 @@ def replicate(fn, x):
     )
     results, operands = mapped(values, x)
     for update, arrays in zip(probe.updates, operands, strict=True):
-        outer.update(update.variable, update.op, tuple(arrays), update.optimizer)
+        outer.update(
+            VariableUpdate(update.variable, update.op, tuple(arrays), update.optimizer)
+        )
     return results
 
 

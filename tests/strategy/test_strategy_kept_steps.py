@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zstrat.strategy.replica import _function_cache
-from zstrat.strategy.replica._captured import given, run_as
-from zstrat.strategy.replica._function_cache import FunctionCache
+from zstrat.strategy.replica._function_cache import FunctionCache, given, run_as
 
 THREADS = 4
 

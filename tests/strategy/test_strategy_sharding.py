@@ -17,7 +17,8 @@ import zstrat.variables as zv
 from zstrat import initializers
 from zstrat.program import load
 from zstrat.strategy.server import _variable_plan
-from zstrat.strategy.server._variable_plan import Placement, PlacementRule, div
+from zstrat.strategy.server._variable_numbers import Placement, PlacementRule
+from zstrat.strategy.server._variable_plan import div
 from zstrat.variables import partitioners
 from zstrat.wire import UpdateOp
 

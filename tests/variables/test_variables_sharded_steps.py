@@ -24,16 +24,16 @@ class Notes:
     def read(self, variable):
         return jnp.asarray(self.values[variable.spec.key])
 
-    def update(self, variable, op, operands, optimizer):
-        self.updates.append((variable.name, op, operands, optimizer))
+    def update(self, update):
+        if isinstance(update.target, zv.Table):
+            self.rows.append(update)
+        else:
+            self.updates.append(update._replace(target=update.variable.name))
 
     def lookup(self, table, ids):
         self.lookups.append((table, ids))
         rows = [self.values[key] for key in table.keys]
         return jnp.take(jnp.concatenate(rows), ids, axis=0)
-
-    def update_rows(self, table, op, operands, optimizer):
-        self.rows.append((table, op, operands, optimizer))
 
     def optimize(self, call):
         for _, target, sparse, arrays in call.leaves():

@@ -24,15 +24,12 @@ class Notes:
         self.reads.append(variable.name)
         return jnp.full(variable.shape, 7, variable.dtype)
 
-    def update(self, variable, op, operands, optimizer):
-        self.updates.append((variable, op, operands, optimizer))
+    def update(self, update):
+        self.updates.append(update)
 
     def lookup(self, table, ids):
         self.lookups.append((table, ids))
         return jnp.full((*ids.shape, *table.shape[1:]), 7, table.dtype)
-
-    def update_rows(self, table, op, operands, optimizer):
-        self.updates.append((table, op, operands, optimizer))
 
     def optimize(self, call):
         for _, target, sparse, arrays in call.leaves():

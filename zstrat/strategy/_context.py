@@ -5,7 +5,7 @@ Both are entered: `_frames` keeps the stack.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
 import numpy as np
@@ -13,20 +13,20 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.variables import creator
 
-from ._frames import Frame as Frame
-from ._frames import current as current
-from ._frames import entered as entered
-from ._frames import in_real_replica_context as in_real_replica_context
-from ._frames import pop as pop
-from ._frames import push as push
-from ._frames import refuse_mixing as refuse_mixing
-from ._frames import refuse_replica_context as refuse_replica_context
-from ._frames import require_cross_replica as require_cross_replica
-from ._frames import require_scope as require_scope
+from ._abstract import AbstractReplicaContext, AbstractStrategy
+from ._frames import (
+    Frame,
+    current,
+    entered,
+    pop,
+    push,
+    refuse_mixing,
+    refuse_replica_context,
+)
 from .reduce._options import called_with
 from .reduce._values import as_axis, reduction, require_axes, require_gatherable
-from .replica import _one_replica
 from .replica._meetings import gathering, merging, own, reducing
+from .replica._replica_recorder import merged
 from .replica._turns import NeedsTurns, turn
 
 if TYPE_CHECKING:
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Aside, Creator
 
-    from ._strategy import Strategy
+_Entered = TypeVar("_Entered", bound=AbstractStrategy)
 
 
-class Scope:
+class Scope(Generic[_Entered]):
     """What ``strategy.scope()`` returns: a context manager that yields the strategy.
 
     May be entered again inside itself; creates variables where its strategy says.
     """
 
-    def __init__(self, strategy: Strategy, own: Creator | None) -> None:
+    def __init__(self, strategy: _Entered, own: Creator | None) -> None:
         self._strategy = strategy
         self._creator = own
         self._entered: list[tuple[Frame, Aside]] = []
 
-    def __enter__(self) -> Strategy:
+    def __enter__(self) -> _Entered:
         outer = current()
         if outer is not None and outer.strategy is not self._strategy:
             if outer.replica is None or not outer.strategy.is_default:
@@ -68,7 +68,7 @@ class Scope:
         creator.put_back(before)
 
 
-class ReplicaContext:
+class ReplicaContext(AbstractReplicaContext):
     """What a replica function knows about itself.
 
     Several replicas of a worker are one traced program, in which the id is a traced
@@ -76,14 +76,16 @@ class ReplicaContext:
     each with its id as an int, and meet for what they do together.
     """
 
-    def __init__(self, strategy: Strategy, replica_id: int | jax.Array) -> None:
+    def __init__(self, strategy: AbstractStrategy, replica_id: int | jax.Array) -> None:
         self._strategy = strategy
         self._replica_id = replica_id
         self._entered: list[Frame] = []
 
     @property
-    def strategy(self) -> Strategy:
-        """The one whose replica this is."""
+    def strategy(self) -> Any:
+        """The `Strategy` whose replica this is."""
+        # `Any`, because its class cannot be imported here: it makes these contexts. An
+        # abstract one would refuse what users may do with it.
         return self._strategy
 
     @property
@@ -111,8 +113,8 @@ class ReplicaContext:
         devices = self._strategy.extended.worker_devices
         if isinstance(self._replica_id, int):
             return (devices[self._replica_id % len(devices)],)
-        if (mine := turn.get()) is not None:
-            return (devices[mine.number],)
+        if (fiber := turn.get()) is not None:
+            return (devices[fiber.number],)
         if self._is_one_of_many:
             raise NeedsTurns("it asks for the device of its replica")
         return (devices[0],)
@@ -151,8 +153,8 @@ class ReplicaContext:
         team = called_with(self._strategy._team(), options, "all_reduce")
         if self.num_replicas_in_sync == 1:
             return value
-        if (mine := turn.get()) is not None:
-            return own(mine.meet(reducing(team, op, value)))
+        if (fiber := turn.get()) is not None:
+            return own(fiber.meet(reducing(team, op, value)))
         return team.all_reduce(value, mean=op is ReduceOp.MEAN)
 
     def all_gather(self, value: Any, axis: Any, options: object = None) -> Any:
@@ -193,8 +195,8 @@ class ReplicaContext:
             require_axes((along,), np.shape(leaf))
         if self.num_replicas_in_sync == 1:
             return value
-        if (mine := turn.get()) is not None:
-            return own(mine.meet(gathering(team, value, along)))
+        if (fiber := turn.get()) is not None:
+            return own(fiber.meet(gathering(team, value, along)))
         return team.all_gather(value, along)
 
     def merge_call(
@@ -217,11 +219,11 @@ class ReplicaContext:
         """
         self._require_current()
         named = kwargs or {}
-        if (mine := turn.get()) is not None:
-            return mine.meet(merging(self._strategy, merge_fn, args, named))
+        if (fiber := turn.get()) is not None:
+            return fiber.meet(merging(self._strategy, merge_fn, args, named))
         if self._is_one_of_many:
             raise NeedsTurns("it calls merge_call")
-        with entered(Frame(self._strategy)), _one_replica.merged():
+        with entered(Frame(self._strategy)), merged():
             return merge_fn(self._strategy, *args, **named)
 
     @property

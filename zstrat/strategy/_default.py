@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from zstrat.collectives import ReduceOp
 
@@ -108,7 +108,8 @@ def default_strategy() -> Strategy:
 def get_strategy() -> Strategy:
     """The current strategy, the default one outside of every scope."""
     frame = current()
-    return _DEFAULT if frame is None else frame.strategy
+    # No other class is an `AbstractStrategy`.
+    return _DEFAULT if frame is None else cast("Strategy", frame.strategy)
 
 
 def has_strategy() -> bool:
@@ -155,7 +156,9 @@ def get_replica_context() -> ReplicaContext | None:
     """The context of the replica function that runs, None directly in a scope. Outside
     of everything: that of the default strategy."""
     frame = current()
-    return _DEFAULT.replica_context if frame is None else frame.replica
+    if frame is None:
+        return _DEFAULT.replica_context
+    return cast("ReplicaContext | None", frame.replica)  # the only class of contexts
 
 
 def get_cross_replica_context() -> Strategy | None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from zstrat.collectives import ReduceOp
 
-    from ._strategy import Strategy
+    from ._abstract import AbstractStrategy
 
     Pairs = Sequence[tuple[Any, Any]]
 
@@ -50,7 +50,7 @@ class StrategyExtended(abc.ABC):
     """Whether the data end before a step in which a replica has none. If not, it gets
     batches of no rows there."""
 
-    def __init__(self, strategy: Strategy) -> None:
+    def __init__(self, strategy: AbstractStrategy) -> None:
         self._strategy = strategy
 
     # ---- what a strategy says ------------------------------------------------------
@@ -169,7 +169,7 @@ class StrategyExtended(abc.ABC):
             and not frame.strategy.is_default
         ):
 
-            def merge(_: Strategy, *merged: Any, **rest: Any) -> Any:
+            def merge(_: AbstractStrategy, *merged: Any, **rest: Any) -> Any:
                 given, more = agreed((merged, rest))
                 return self.update(var, fn, given, more, group)
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     from zstrat.variables import Creator
 
-    from ._context import ReplicaContext
-    from ._strategy import Strategy
+    from ._abstract import AbstractReplicaContext, AbstractStrategy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,8 +35,8 @@ class Frame:
     """One entered context; ``replica`` is None in the cross-replica context, ``update``
     is the copy that an update context is for."""
 
-    strategy: Strategy
-    replica: ReplicaContext | None = None
+    strategy: AbstractStrategy
+    replica: AbstractReplicaContext | None = None
     update: int | None = None
 
     @property
@@ -95,7 +94,7 @@ def pop(frame: Frame) -> None:
     surroundings.set(frames[-2].mark if len(frames) > 1 else None)
 
 
-def install(strategy: Strategy | None, own: Creator | None) -> None:
+def install(strategy: AbstractStrategy | None, own: Creator | None) -> None:
     """Makes the strategy current for all threads and tasks that have entered nothing;
     None: the default strategy is.
 
@@ -132,7 +131,7 @@ def in_real_replica_context() -> bool:
     )
 
 
-def require_cross_replica(strategy: Strategy, what: str) -> None:
+def require_cross_replica(strategy: AbstractStrategy, what: str) -> None:
     """Refuses what is done between replicas inside of one, or in the scope of another
     strategy. Code that has entered nothing may do it.
 
@@ -148,7 +147,7 @@ def require_cross_replica(strategy: Strategy, what: str) -> None:
         refuse_replica_context(what)
 
 
-def require_scope(strategy: Strategy, what: str) -> None:
+def require_scope(strategy: AbstractStrategy, what: str) -> None:
     """Refuses what is done in the scope of the strategy alone.
 
     Raises:
@@ -164,7 +163,7 @@ def require_scope(strategy: Strategy, what: str) -> None:
         refuse_mixing(strategy, frame.strategy)
 
 
-def refuse_mixing(strategy: Strategy, other: Strategy) -> NoReturn:
+def refuse_mixing(strategy: AbstractStrategy, other: AbstractStrategy) -> NoReturn:
     """The error of one strategy in the scope of another one."""
     raise RuntimeError(
         f"Mixing different tf.distribute.Strategy objects: {strategy!r} is not "

@@ -16,8 +16,7 @@ from ._frames import current
 from .reduce._values import reduction
 
 if TYPE_CHECKING:
-    from ._context import ReplicaContext
-    from ._strategy import Strategy
+    from ._abstract import AbstractReplicaContext, AbstractStrategy
 
 _FIRST = VariableAggregation.ONLY_FIRST_REPLICA
 
@@ -32,7 +31,7 @@ class MultiStepContext:
     run_op: None = None
 
     def __init__(
-        self, strategy: Strategy, initial: dict[str, Any] | None = None
+        self, strategy: AbstractStrategy, initial: dict[str, Any] | None = None
     ) -> None:
         self._strategy = strategy
         self._last_step_outputs: dict[str, Any] = dict(initial or {})
@@ -89,7 +88,7 @@ class MultiStepContext:
             self._non_tensor_outputs[name] = output
             return
 
-        def merge(strategy: Strategy, merged: Any) -> None:
+        def merge(strategy: AbstractStrategy, merged: Any) -> None:
             given = strategy.experimental_local_results(merged)
             self._non_tensor_outputs[name] = list(given)
 
@@ -105,7 +104,7 @@ class MultiStepContext:
         self._last_step_outputs[name] = value
 
 
-def _replica() -> ReplicaContext | None:
+def _replica() -> AbstractReplicaContext | None:
     frame = current()
     return None if frame is None else frame.replica
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from zstrat.data import InputContext
 from zstrat.variables import Variable, is_staging, recorder
 
-from . import _context
 from ._context import ReplicaContext, Scope
+from ._frames import require_cross_replica
 from ._v1 import FirstVersion
 from .input._inputs import ProcessInputs
 from .mirrored._copy_home import by_copies, copies_of, reducible
@@ -31,20 +31,19 @@ from .reduce._values import (
     reduction,
     select_replica,
 )
-from .replica import _one_replica, _spread
-from .replica._arguments import UnevenParts, require_known
+from .replica import _spread
+from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._in_turns import in_turns
 from .replica._one_program import as_one_program
 from .replica._regroup import regroup
+from .replica._replica_recorder import as_sole_replica
 from .replica._turns import NeedsTurns
 from .replica._turns_region import uneven
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
-
-    import jax
 
     from zstrat.collectives import ReduceOp
     from zstrat.variables import Creator
@@ -56,13 +55,6 @@ if TYPE_CHECKING:
 
 class Strategy(FirstVersion):
     """Base of all strategies. Only subclasses are made."""
-
-    is_default: bool = False
-
-    @property
-    @abc.abstractmethod
-    def num_replicas_in_sync(self) -> int:
-        """Over how many replicas gradients are summed before they leave a worker."""
 
     @property
     @abc.abstractmethod
@@ -77,10 +69,6 @@ class Strategy(FirstVersion):
     @abc.abstractmethod
     def _creator(self) -> Creator | None:
         """Who creates variables in scope; None: they live in this process."""
-
-    @abc.abstractmethod
-    def _devices(self) -> Sequence[jax.Device]:
-        """Devices of this process to run replicas on, one each; fewer is fine."""
 
     def _team(self) -> Team:
         """The replicas that compute together."""
@@ -170,7 +158,7 @@ class Strategy(FirstVersion):
                 f"positional args must be a list or tuple, got {type(args).__name__}: "
                 "write strategy.run(fn, args=(x,))"
             )
-        _context.require_cross_replica(self, "run()")
+        require_cross_replica(self, "run()")
         self._used("run")
         if not (options is None or isinstance(options, RunOptions)):
             raise TypeError(
@@ -195,7 +183,7 @@ class Strategy(FirstVersion):
                 value that is not distributed over several replicas.
             TypeError: ``axis`` is no integer.
         """
-        _context.require_cross_replica(self, "reduce()")
+        require_cross_replica(self, "reduce()")
         self._used("reduce")
         op, team = reduction(reduce_op), self._team()
         value = reducible(op, value)
@@ -217,7 +205,7 @@ class Strategy(FirstVersion):
             NotImplementedError: The value is an IndexedSlices.
             ValueError: Scalars, or shapes that differ in another dimension.
         """
-        _context.require_cross_replica(self, "gather()")
+        require_cross_replica(self, "gather()")
         team, value = self._team(), by_copies(value)
         if team.channel is not None:
             return gather_across(team, value, axis)
@@ -269,7 +257,7 @@ class Strategy(FirstVersion):
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
         """
-        _context.require_cross_replica(self, "experimental_distribute_dataset()")
+        require_cross_replica(self, "experimental_distribute_dataset()")
         return self._inputs().of_dataset(dataset, options)
 
     def distribute_datasets_from_function(
@@ -297,7 +285,7 @@ class Strategy(FirstVersion):
                 strategy.
             Exception: Whatever ``dataset_fn`` raises.
         """
-        _context.require_cross_replica(self, "distribute_datasets_from_function()")
+        require_cross_replica(self, "distribute_datasets_from_function()")
         return self._function_inputs().of_function(dataset_fn, options)
 
     def experimental_distribute_values_from_function(
@@ -310,9 +298,7 @@ class Strategy(FirstVersion):
             RuntimeError: Called inside a replica function, or in the scope of another
                 strategy.
         """
-        _context.require_cross_replica(
-            self, "experimental_distribute_values_from_function()"
-        )
+        require_cross_replica(self, "experimental_distribute_values_from_function()")
         team = self._team()
         numbers = range(team.first, team.first + team.local)
         values = [value_fn(ValueContext(i, team.size)) for i in numbers]
@@ -334,18 +320,18 @@ class Strategy(FirstVersion):
         team = self._team()
         if team.local > 1:
             devices = self._devices()
-            mesh = _spread.mesh_of(devices, team.local)
+            call = ReplicaCall(self, team, fn, args, kwargs)
             try:
                 if recorder.get() is None and not is_staging():
                     require_known((args, kwargs))
-                return as_one_program(self, team, mesh, fn, args, kwargs)
+                return as_one_program(call, _spread.mesh_of(devices, team.local))
             except NeedsTurns:
-                return regroup(in_turns(self, team, devices, fn, args, kwargs))
+                return regroup(in_turns(call, devices))
             except UnevenParts:
-                return uneven(self, team, devices, fn, args, kwargs)
+                return uneven(call, devices)
         args, kwargs = select_replica(0, (tuple(args), kwargs))
-        alone = _one_replica.alone(team) if team.channel else nullcontext()
-        with ReplicaContext(self, team.replica_id()), alone:
+        sole = as_sole_replica(team) if team.channel else nullcontext()
+        with ReplicaContext(self, team.replica_id()), sole:
             return fn(*args, **kwargs)
 
 

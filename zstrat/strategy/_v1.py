@@ -17,32 +17,23 @@ from zstrat.data import Dataset
 from zstrat.errors import OutOfRangeError
 from zstrat.program import drawn
 
+from ._abstract import AbstractStrategy
 from .input._input_options import InputReplicationMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
     from zstrat.data import InputContext
 
 
-class FirstVersion(abc.ABC):
+class FirstVersion(AbstractStrategy):
     """The methods of ``tf.compat.v1.distribute.Strategy`` that the second version of
     the class has not."""
-
-    is_default: bool = False
 
     @property
     @abc.abstractmethod
     def cluster_resolver(self) -> Any: ...
-
-    @abc.abstractmethod
-    def run(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any: ...
-
-    @abc.abstractmethod
-    def experimental_local_results(self, value: Any) -> tuple[Any, ...]: ...
 
     @abc.abstractmethod
     def experimental_distribute_dataset(self, dataset: Any) -> Iterable[Any]: ...

@@ -80,6 +80,7 @@ from .gradients._gradient_call import Binds as Binds
 from .gradients._gradient_call import CalledOptimizer as CalledOptimizer
 from .gradients._gradient_call import GradientCall as GradientCall
 from .gradients._gradient_call import UpdateRecorder as UpdateRecorder
+from .gradients._gradient_call import VariableUpdate as VariableUpdate
 from .gradients._gradient_call import encoded as encoded
 from .gradients._optimizer import Optimizer as Optimizer
 from .gradients._optimizer import next_id as next_id

@@ -26,6 +26,7 @@ from ._spec import ComponentRows, VariableSpec
 from ._table import Table
 from ._tracing import Recorder, recorder, refuse_read
 from ._variable import Variable, create, like
+from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -103,7 +104,7 @@ class ShardedVariable(AbstractVariable):
         optimizer: OptimizerHandle | None,
     ) -> None:
         for component, part in self._cut(value):
-            recording.update(component, op, (part,), optimizer)
+            recording.update(VariableUpdate(component, op, (part,), optimizer))
 
     def _record_rows(
         self,
@@ -112,7 +113,7 @@ class ShardedVariable(AbstractVariable):
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        recording.update_rows(self._table, op, rows, optimizer)
+        recording.update(VariableUpdate(self._table, op, rows, optimizer))
 
     def _updates(
         self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None

@@ -30,6 +30,7 @@ from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization
 from ._table import Table
+from .gradients._gradient_call import VariableUpdate
 
 if TYPE_CHECKING:
     import weakref
@@ -162,7 +163,7 @@ class Variable(AbstractVariable):
         value: Any,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        recording.update(self, op, (value,), optimizer)
+        recording.update(VariableUpdate(self, op, (value,), optimizer))
 
     def _record_rows(
         self,
@@ -171,10 +172,8 @@ class Variable(AbstractVariable):
         rows: tuple[Any, Any],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        if op is UpdateOp.OPTIMIZE_ROWS:
-            recording.update_rows(self.table, op, rows, optimizer)
-        else:
-            recording.update(self, op, rows, optimizer)
+        target = self.table if op is UpdateOp.OPTIMIZE_ROWS else self
+        recording.update(VariableUpdate(target, op, rows, optimizer))
 
     def _updates(
         self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
     from zstrat.program.trace._iterator import StepIterator
     from zstrat.variables import (
         GradientCall,
-        OptimizerHandle,
         Recorder,
         Table,
         VariableHandle,
+        VariableUpdate,
     )
-    from zstrat.wire import UpdateOp
 
 
 class Met(BaseException):
@@ -147,23 +146,8 @@ class Substitution:
                 return variable, number
         return None
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise _refusals.update_inside(variable.spec, op.name)
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise _refusals.update_inside(table, op.name)
+    def update(self, update: VariableUpdate) -> None:
+        raise _refusals.update_inside(update.subject, update.op.name)
 
     def optimize(self, call: GradientCall) -> None:
         first = call.variables[0].spec

@@ -58,12 +58,7 @@ if TYPE_CHECKING:
 
     import jax
 
-    from zstrat.variables import (
-        GradientCall,
-        OptimizerHandle,
-        Recorder,
-        VariableHandle,
-    )
+    from zstrat.variables import GradientCall, Recorder, VariableHandle, VariableUpdate
 
     from ._feeds import TraceFeed
     from ._iterator import StepIterator
@@ -181,42 +176,36 @@ class Capture:
         value = self._current(variable)
         return value[0] if value.ndim > len(variable.shape) else value
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
+    def update(self, update: VariableUpdate) -> None:
         """Writes an update down.
 
         Raises:
             RuntimeError: Under a transformation of jax.
         """
-        if len(operands) > 1:
+        target, op, operands, optimizer = update
+        if len(operands) > 1 and not isinstance(target, Table):
             # Of rows, as if it were in parts: what is not there is named, with the line
             # that meant it, before anything is sent.
-            index, rows = operands
-            table = Table(variable.name, (variable,))
-            self.update_rows(table, op, (index, rows), optimizer)
-            return
+            target = Table(target.name, (target,))
         if not self._is_home():
-            raise _refusals.update_inside(variable.spec, _named(op))
-        self._note(Recorded((variable,), op, operands, optimizer, here()))
+            raise _refusals.update_inside(update.subject, _named(op))
+        table = target if isinstance(target, Table) else None
+        self._note(
+            Recorded(target.components, op, operands, optimizer, here(), table=table)
+        )
 
-    def update_own(
-        self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
-    ) -> None:
+    def update_own(self, update: VariableUpdate) -> None:
         """Makes the next value of a replica's own copy.
 
         Raises:
             RuntimeError: Under a transformation of jax, or after an optimizer has
                 updated the variable.
         """
+        variable, op = update.variable, update.op
         if not self._is_home():
             raise _refusals.update_inside(variable.spec, _named(op))
         key = variable.spec.key
-        self.own[key] = variable, moved(op, operands, self._current(variable))
+        self.own[key] = variable, moved(op, update.operands, self._current(variable))
         self._values[key] = self.own[key][1]
         self._scope.enter_context(fresh())
 
@@ -260,24 +249,6 @@ class Capture:
         rows = self._feed.rows(len(self.lookups), table, ids.shape)
         self.lookups.append(RecordedLookup(table, ids, here()))
         return rows
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Writes an update of rows down, by indices ``[n]`` of the table.
-
-        Raises:
-            RuntimeError: Under a transformation of jax.
-        """
-        if not self._is_home():
-            raise _refusals.update_inside(table, _named(op))
-        self._note(
-            Recorded(table.components, op, operands, optimizer, here(), table=table)
-        )
 
     def optimize(self, call: GradientCall) -> None:
         """Writes gradients of a tree down: what lives here is moved at once, all of it
@@ -332,8 +303,11 @@ class Capture:
         """The next element of an iterator among the arguments, as the trace sees it.
 
         Raises:
-            RuntimeError: Under a transformation of jax, or it is no argument.
+            RuntimeError: Under a transformation of jax, or in a region, or it is no
+                argument.
         """
+        if self._is_region:
+            raise _refusals.draw_in_replica(iterator)
         if not self._is_home():
             raise _refusals.draw_inside()
         if len(self.draws) == MAX_DRAWS:

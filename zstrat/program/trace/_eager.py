@@ -15,6 +15,7 @@ import numpy as np
 from zstrat.variables import (
     DeviceHome,
     Gathering,
+    Table,
     apply_now,
     is_staging,
     read_parts,
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
         Home,
         HomeRows,
         OptimizerHandle,
-        Table,
         VariableHandle,
+        VariableUpdate,
     )
     from zstrat.wire import UpdateOp
 
@@ -71,17 +72,15 @@ class Immediate:
             return jnp.asarray(home.read(variable))
         return _later(variable, lambda: home.read(variable))
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
-            raise _refusals.update_inside(variable.spec, op.name)
-        host = tuple(np.array(operand, order="C") for operand in operands)
-        self._home_of(variable).update(variable, op, host, optimizer)
+    def update(self, update: VariableUpdate) -> None:
+        self._require_outside(update.subject, update.op.name, update.operands)
+        target, op, operands, optimizer = update
+        # Copies: on a CPU they would share the memory of what was computed.
+        host = tuple([np.array(operand, order="C") for operand in operands])
+        if isinstance(target, Table):
+            self._update_rows(target, op, host, optimizer)
+        else:
+            self._home_of(target).update(target, op, host, optimizer)
 
     def copies(self, variable: VariableHandle) -> jax.Array:
         """All copies of a variable of which each replica has its own."""
@@ -99,16 +98,14 @@ class Immediate:
         home = self._home
         return rows_now(table, ids, read_parts if home is None else home.read_rows)
 
-    def update_rows(
+    def _update_rows(
         self,
         table: Table,
         op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
+        operands: tuple[np.ndarray, ...],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
-            raise _refusals.update_inside(table, op.name)
-        indices, rows = (np.array(operand, order="C") for operand in operands)
+        indices, rows = operands
         table.require_inside(indices)
         updates = row_updates(table, op, (indices, rows), optimizer)
         if self._home is None:
@@ -119,8 +116,7 @@ class Immediate:
 
     def optimize(self, call: GradientCall) -> None:
         arrays = call.arrays
-        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in arrays):
-            raise _refusals.update_inside(call.variables[0].spec, "apply_gradients")
+        self._require_outside(call.variables[0].spec, "apply_gradients", arrays)
         # Copies: on a CPU they would share the memory of what was computed.
         host = call.with_arrays([np.array(x, order="C") for x in arrays])
         for _, target, sparse, mine in host.leaves():
@@ -139,6 +135,17 @@ class Immediate:
     def drew(self, leaf: object) -> bool:
         """Whether this very array is (a leaf of) an element drawn in this step."""
         return any(leaf is drawn for drawn in self._drawn)
+
+    def _require_outside(
+        self, target: object, what: str, operands: Sequence[Any]
+    ) -> None:
+        """Refuses an update in what jax transforms.
+
+        Raises:
+            RuntimeError: jax transforms what runs now, or an operand is of its trace.
+        """
+        if self._is_inside() or any(isinstance(x, jax.core.Tracer) for x in operands):
+            raise _refusals.update_inside(target, what)
 
     def _is_inside(self) -> bool:
         """Whether jax transforms what runs now, so that it may never run again."""

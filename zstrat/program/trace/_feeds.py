@@ -45,11 +45,14 @@ class Discovery:
     """Makes up abstract values.
 
     ``seed`` is a traced scalar: what is computed from it is a traced value at every
-    depth of transformation, which a constant would not be.
+    depth of transformation, which a constant would not be. ``supply`` gives what is
+    drawn; a region draws nothing.
     """
 
     def __init__(
-        self, seed: jax.Array, supply: Callable[[int, StepIterator], Element]
+        self,
+        seed: jax.Array,
+        supply: Callable[[int, StepIterator], Element] | None = None,
     ) -> None:
         self._seed = seed
         self._supply = supply
@@ -58,6 +61,7 @@ class Discovery:
         return self._abstract(spec.shape, spec.numpy_dtype)
 
     def element(self, ordinal: int, iterator: StepIterator) -> Any:
+        assert self._supply is not None, iterator.name
         element = self._supply(ordinal, iterator)
         leaves = [self._abstract(x.shape, x.dtype) for x in element.leaves]
         return element.treedef.unflatten(leaves)

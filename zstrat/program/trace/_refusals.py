@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from zstrat.program.lookup._lookups import PlannedLookup
     from zstrat.variables import VariableHandle
 
+    from ._iterator import StepIterator
+
 _TRACED: Final[tuple[tuple[type[Exception], str], ...]] = (
     (
         jax_errors.TracerBoolConversionError,
@@ -154,6 +156,15 @@ def draw_inside() -> RuntimeError:
     return RuntimeError(
         f"{here()}: next(iterator) {_NOT_TRANSFORMED}. Draw the element before, in the "
         "body of the zs.function, and pass it in as an argument"
+    )
+
+
+def draw_in_replica(iterator: StepIterator) -> RuntimeError:
+    """next(iterator) where several replicas are one part of a step."""
+    return RuntimeError(
+        f"{here()}: next() of {iterator.name} inside a replica function that runs for "
+        "several replicas: draw before it, and give each replica its rows with "
+        "strategy.run(fn, args=(next(iterator),))"
     )
 
 

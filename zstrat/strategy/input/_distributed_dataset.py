@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, final
 from zstrat.data import Dataset
 from zstrat.errors import OutOfRangeError
 from zstrat.program import StepDataset, StepIterator
-from zstrat.strategy import _context
+from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import recorder
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class DistributedIterator(StepIterator):
             ValueError: In a replica function.
             OutOfRangeError: There are no more.
         """
-        if _context.in_real_replica_context():
+        if in_real_replica_context():
             raise ValueError(
                 "next(iterator) should be called from outside of replica_fn. e.g. "
                 "strategy.run(replica_fn, args=(next(iterator),))"

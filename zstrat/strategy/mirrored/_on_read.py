@@ -15,12 +15,13 @@ import numpy as np
 
 from zstrat.errors import CollectiveTimeoutError, PeerLostError
 from zstrat.program.stages import CrossKind, first_of, sum_over
-from zstrat.strategy import _context
+from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
     Variable,
     VariableAggregation,
+    VariableUpdate,
     aggregated,
     mean_of_cut,
     recorder,
@@ -181,13 +182,14 @@ class SyncOnReadVariable(Variable):
         value: Any,
         optimizer: OptimizerHandle | None,
     ) -> None:
-        if not _context.in_real_replica_context():
+        if not in_real_replica_context():
             value = self._for_each(op, jnp.asarray(value, self.dtype))
             if value.ndim > len(self.shape):
                 assert isinstance(recording, KeepsCopies), recording
                 recording.put_copies(self, value)
                 return
-        recording.update(self, op, (jnp.asarray(value, self.dtype),), optimizer)
+        operand = jnp.asarray(value, self.dtype)
+        recording.update(VariableUpdate(self, op, (operand,), optimizer))
 
     def _record_rows(
         self,
@@ -201,7 +203,7 @@ class SyncOnReadVariable(Variable):
     def _updates(
         self, op: UpdateOp, value: np.ndarray, optimizer: OptimizerHandle | None
     ) -> list[HomeUpdate]:
-        if not _context.in_real_replica_context():
+        if not in_real_replica_context():
             value = np.asarray(self._for_each(op, value), self.dtype)
         return [(self, op, (value,), optimizer)]
 
@@ -237,7 +239,7 @@ class SyncOnReadVariable(Variable):
     @property
     def _is_mine(self) -> bool:
         """Whether the value meant is that of the replica that runs."""
-        return _context.in_real_replica_context() or self._team.size == 1
+        return in_real_replica_context() or self._team.size == 1
 
     @property
     def _is_exact_mean(self) -> bool:

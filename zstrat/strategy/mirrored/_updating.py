@@ -27,7 +27,7 @@ from ._copy_home import copies_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import AbstractVariable
 
 
@@ -39,7 +39,7 @@ def components_of(variable: AbstractVariable) -> tuple[AbstractVariable, ...]:
 
 
 def updated(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     fns: Sequence[Callable[..., Any]],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

@@ -10,7 +10,7 @@ their own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,11 @@ from ._per_replica import DistributedValues, Mirrored, PerReplica, is_distribute
 from ._spread import Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from zstrat.strategy._abstract import AbstractStrategy
+
+    from ._collective import Team
 
 NUMBERS: Final = (int, float, complex)
 """Python's; booleans are integers."""
@@ -85,6 +89,26 @@ def dealt(tree: Any, replicas: int) -> Any:
         tree,
         is_leaf=is_distributed,
     )
+
+
+class ReplicaCall(NamedTuple):
+    """One call of ``run``: the function that each replica calls, and what with. Of
+    ``args`` and ``kwargs`` each replica gets its own part."""
+
+    strategy: AbstractStrategy
+    team: Team
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def tree(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and named arguments as one pytree."""
+        return tuple(self.args), dict(self.kwargs)
+
+    def given(self, tree: Any) -> ReplicaCall:
+        """The same with other arguments: a pytree as `tree` is."""
+        return self._replace(args=tree[0], kwargs=tree[1])
 
 
 class RunArguments:

@@ -1,15 +1,15 @@
-"""What a function of Python has captured, and the function that a kept step runs.
+"""What a function of Python has captured: by what it is known, and in words.
 
 Captured are the cells of its closure, its defaults, and the globals that it names: what
-it loads by name, not the attributes of the same name. They come with and without words.
-Law of the file: values always come in the same order, and with the same length as their
-words.
+it loads by name, not the attributes of the same name. Laws: values always come in the
+same order, and with the same length as their words.
 
-A step is kept for all functions that are the same by what they have captured when they
-are given. Later that may change, of each of them by itself, and a step may be traced
-once more at any call, for another shape: so it runs the function that ``run`` was given
-at that very call. Law of the file: a step holds none of the functions that it runs, so
-that each may go.
+A function is known by its place in the source, which is the identity of its code, and
+by *marks* of what it has captured. What is no more than its value is known by that:
+numbers, also those of numpy, text, and what is made of parts that never change (tuples,
+slices, functions, methods, partials). Anything else is known by which object it is. So
+a lambda that is made anew at each call is the same one. Law of marks: they are made at
+each call of ``run``, and ask nothing of what they find but its type.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import functools
 import itertools
 import types
 import weakref
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,13 +26,24 @@ import numpy as np
 from zstrat.program import Function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Iterable, Iterator
 
 PLAIN: Final = frozenset((int, float, str, bytes, bool, type(None), complex))
 """Types of what is compared by what it is, and never by which object."""
 
-MAX_ITEMS: Final = 32
+NOT_BOUND: Final = object()
+"""Stands for the value of a name, or of a cell, that nothing is bound to."""
+
+_MAX_ITEMS: Final = 32
 """Items of a tuple that are compared at a call: a shape has fewer."""
+
+_DEPTH: Final = 3
+"""How deep functions that capture functions are looked into; the objects themselves are
+compared beneath."""
+
+_OF_PARTS: Final = frozenset(
+    (types.FunctionType, types.MethodType, functools.partial, tuple, slice)
+)
 
 _LASTING: Final = (
     type,
@@ -49,18 +59,81 @@ _LOADS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBAL
 _MAX_NAMED: Final = 1024
 """Codes of which the names are kept."""
 
-_GONE: Final = object()
+
+def named(
+    fn: Any,
+    captured: list[Any],
+    compared: list[types.FunctionType],
+    depth: int = 0,
+) -> tuple[int, Hashable]:
+    """Where the function stands in the source, and what it has captured.
+
+    Args:
+        captured: Gets the objects that are known by their identity.
+        compared: Gets the functions that are known by what they have captured.
+    """
+    if type(fn) is types.FunctionType:
+        compared.append(fn)
+        return id(fn.__code__), tuple(
+            [_mark(value, captured, compared, depth) for value in captured_values(fn)]
+        )
+    match fn:
+        case Function():
+            place, marks = named(fn.body, captured, compared, depth)
+            return place, (Function, fn.eager, marks)
+        case types.MethodType():
+            place, marks = named(fn.__func__, captured, compared, depth)
+            captured.append(fn.__self__)
+            return place, (id(fn.__self__), marks)
+        case functools.partial() if is_partial(fn):
+            place, marks = named(fn.func, captured, compared, depth)
+            given = *fn.args, *fn.keywords.values()
+            return place, (
+                tuple(fn.keywords),
+                marks,
+                *[_mark(value, captured, compared, depth) for value in given],
+            )
+    captured.append(fn)
+    called = innermost(fn)
+    if called is None:  # it is written in C, say
+        return id(fn), ()
+    captured.append(called.__code__)
+    return id(called.__code__), (id(fn),)
 
 
-def is_global(fn: types.FunctionType) -> bool:
-    """Whether it is the very function that its module has under its name."""
-    return fn.__globals__.get(fn.__name__) is fn
+def _mark(
+    value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
+) -> Hashable:
+    kind = type(value)
+    if kind is float or kind is complex:
+        return kind, repr(value)  # -0.0 is another one than 0.0
+    if kind in PLAIN:
+        return kind, value
+    if kind in _OF_PARTS:
+        if depth < _DEPTH:
+            return _mark_of_parts(value, captured, compared, depth + 1)
+    elif isinstance(value, np.generic):
+        return kind, value.dtype, value.tobytes()
+    captured.append(value)
+    return id(value)
 
 
-def is_partial(fn: Any) -> bool:
-    """Whether it is a partial that calls as any other, such as one of jax."""
-    partial = functools.partial
-    return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
+def _mark_of_parts(
+    value: Any, captured: list[Any], compared: list[types.FunctionType], depth: int
+) -> Hashable:
+    """Of what is made anew of the same parts, as it may be at each call."""
+    kind = type(value)
+    parts: tuple[Any, ...]
+    if kind is tuple and len(value) <= _MAX_ITEMS:
+        parts = value
+    elif kind is slice:
+        parts = value.start, value.stop, value.step
+    elif kind is tuple or (kind is types.FunctionType and is_global(value)):
+        captured.append(value)
+        return id(value)
+    else:
+        return named(value, captured, compared, depth)
+    return kind, *[_mark(part, captured, compared, depth) for part in parts]
 
 
 def captured_values(fn: types.FunctionType) -> list[Any]:
@@ -68,8 +141,8 @@ def captured_values(fn: types.FunctionType) -> list[Any]:
     found = own_values(fn)
     known = fn.__globals__
     for name in global_names(fn.__code__):
-        value = known.get(name, _GONE)
-        if value is not _GONE:
+        value = known.get(name, NOT_BOUND)
+        if value is not NOT_BOUND:
             found.append(value)
     return found
 
@@ -81,7 +154,7 @@ def own_values(fn: types.FunctionType) -> list[Any]:
         try:
             found.append(cell.cell_contents)
         except ValueError:
-            found.append(_GONE)  # not bound yet
+            found.append(NOT_BOUND)
     if fn.__defaults__:
         found += fn.__defaults__
     if fn.__kwdefaults__:
@@ -112,6 +185,25 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def innermost(fn: Any) -> types.FunctionType | None:
+    """The function of Python that a callable comes down to: what it wraps or binds, or
+    the method that its class has for calls; None: there is none."""
+    match fn:
+        case Function():
+            return innermost(fn.body)
+        case types.MethodType():
+            return innermost(fn.__func__)
+        case functools.partial():
+            return innermost(fn.func)
+    wrapped = wrapped_in(fn)
+    if wrapped is not None:
+        return innermost(wrapped)
+    call = fn if isinstance(fn, types.FunctionType) else type(fn).__call__
+    if isinstance(call, Function):
+        call = call.body
+    return call if isinstance(call, types.FunctionType) else None
+
+
 def wrapped_in(value: Any) -> Any:
     """What ``functools.wraps`` was told, as jax does, too."""
     try:
@@ -119,6 +211,17 @@ def wrapped_in(value: Any) -> Any:
     except TypeError:  # no __dict__
         return None
     return wrapped if callable(wrapped) and wrapped is not value else None
+
+
+def is_global(fn: types.FunctionType) -> bool:
+    """Whether it is the very function that its module has under its name."""
+    return fn.__globals__.get(fn.__name__) is fn
+
+
+def is_partial(fn: Any) -> bool:
+    """Whether it is a partial that calls as any other, such as one of jax."""
+    partial = functools.partial
+    return isinstance(fn, partial) and type(fn).__call__ is partial.__call__
 
 
 def captured_words(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
@@ -132,12 +235,12 @@ def in_words(value: Any) -> str:
     kind = type(value)
     if kind in PLAIN or isinstance(value, np.generic):
         return f"{value!r:.60}"
-    if value is _GONE:
+    if value is NOT_BOUND:
         return "not bound"
     if isinstance(value, types.FunctionType) and not is_global(value):
         return f"<function {value.__qualname__}>"  # may be made anew at each call
     if kind is tuple:
-        return f"({', '.join(map(in_words, value[:MAX_ITEMS]))})"
+        return f"({', '.join(map(in_words, value[:_MAX_ITEMS]))})"
     if kind is slice:
         return f"slice{in_words((value.start, value.stop, value.step))}"
     if kind is types.MethodType:
@@ -188,46 +291,3 @@ class CapturedObjects:
     def are_there(self) -> bool:
         """Whether all of them are."""
         return not self._gone
-
-
-_given: Final[ContextVar[Callable[..., Any]]] = ContextVar("zstrat_given_function")
-
-
-def run_as(
-    step: Function,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Runs a step, and in it ``fn``. Raises: Whatever either raises."""
-    token = _given.set(fn)
-    try:
-        return step(*args, **kwargs)
-    finally:
-        _given.reset(token)
-
-
-def given() -> Callable[..., Any]:
-    """The function of this call; a step function as it runs in a step."""
-    fn = _given.get()
-    return fn.body if isinstance(fn, Function) else fn
-
-
-def origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
-    """Whatever says whether the function is still in use."""
-    held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
-    try:
-        return weakref.ref(held)
-    except TypeError:
-        return None
-
-
-def called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
-    """``step``, by the names of ``fn``, which it does not hold."""
-    while is_partial(fn) and "__name__" not in vars(fn):
-        fn = fn.func  # it has none of its own
-    names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]
-    for each in names:  # the object's own ones, if it has them
-        functools.update_wrapper(step, each, updated=())
-    del step.__dict__["__wrapped__"]
-    return step

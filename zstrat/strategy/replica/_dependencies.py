@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any, Final
 from zstrat.program import Function
 
 from ._captured import (
+    NOT_BOUND,
     PLAIN,
     CapturedObjects,
     captured_values,
     global_names,
+    innermost,
     is_global,
     own_values,
     wrapped_in,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
 MAX_FUNCTIONS: Final = 1000
 """How many are looked into beneath one."""
 
-_GONE: Final = object()
-
 
 class Watched:
     """Some functions: what their names and cells are bound to, their code and defaults.
@@ -49,38 +49,42 @@ class Watched:
     def __init__(self, functions: Iterable[types.FunctionType]) -> None:
         of_one = {id(fn): fn for fn in functions}.values()
         self._functions = [(fn, fn.__code__, fn.__defaults__) for fn in of_one]
-        # Of the others it does not matter.
+        # A function without such arguments has no use for what is set there.
         with_keywords = [fn for fn in of_one if fn.__code__.co_kwonlyargcount]
         self._given = [(fn, fn.__kwdefaults__) for fn in with_keywords]
         cells = {id(x): x for fn in of_one for x in fn.__closure__ or ()}
         named = {(id(x[0]), x[1]): x for fn in of_one for x in _places(fn)}
-        values = [known.get(name, _GONE) for known, name in named.values()]
+        values = [known.get(name, NOT_BOUND) for known, name in named.values()]
         contents = [_contents(cell) for cell in cells.values()]
         self._names = [
             (known.get, name, id(value), _plain(value))
             for (known, name), value in zip(named.values(), values, strict=True)
-            if value is not _GONE
+            if value is not NOT_BOUND
         ]
         self._cells = [
             (cell, id(value), _plain(value))
             for cell, value in zip(cells.values(), contents, strict=True)
         ]
+        # Apart from the others and by module: mostly these are names of builtins, and
+        # one call in C looks for all of them.
         self._absent = _by_module(
             place
             for place, value in zip(named.values(), values, strict=True)
-            if value is _GONE
+            if value is NOT_BOUND
         )
         self._held = CapturedObjects([*values, *contents])
 
     def are_same(self) -> bool:
         """Whether all is as it was."""
-        if not self._functions and not self._cells:
+        if not self._functions:
             return True
         for fn, code, defaults in self._functions:
             if fn.__code__ is not code or fn.__defaults__ is not defaults:
                 return False
         for get, name, known, value in self._names:
-            found = get(name, _GONE)
+            found = get(name, NOT_BOUND)
+            # Nearly always it is the very object. Another one is no change either if it
+            # is an equal number or text, as in `_captured`.
             if id(found) != known and not _are_alike(found, value):
                 return False
         for cell, known, value in self._cells:
@@ -92,7 +96,8 @@ class Watched:
                 return False
         if self._given and not self._are_given_the_same():
             return False
-        return self._held.are_there()  # at last: until here they were
+        # Last: had an object gone meanwhile, its number may have been met above.
+        return self._held.are_there()
 
     def are_there(self) -> bool:
         """Whether it can ever be so again."""
@@ -118,7 +123,7 @@ def _contents(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        return _GONE
+        return NOT_BOUND
 
 
 def _by_module(
@@ -131,7 +136,7 @@ def _by_module(
 
 
 def _plain(value: Any) -> Any:
-    return value if type(value) in PLAIN else _GONE
+    return value if type(value) in PLAIN else NOT_BOUND
 
 
 def beneath(fn: Any) -> list[types.FunctionType]:
@@ -139,7 +144,8 @@ def beneath(fn: Any) -> list[types.FunctionType]:
 
     A wrapper that another module has made counts for what it wraps.
     """
-    home = _home(fn)
+    called = innermost(fn)
+    home = {} if called is None else called.__globals__
     found: dict[tuple[int, int], types.FunctionType] = {}
     left = [(each, home) for each in _functions(fn, home)]
     while left and len(found) < MAX_FUNCTIONS:
@@ -157,22 +163,6 @@ def beneath(fn: Any) -> list[types.FunctionType]:
             ]
     homes = {known for _, known in found}
     return [each for each in found.values() if id(each.__globals__) in homes]
-
-
-def _home(fn: Any) -> Module:
-    """The globals of the module that the innermost function is of."""
-    match fn:
-        case Function():
-            return _home(fn.body)
-        case types.MethodType():
-            return _home(fn.__func__)
-        case functools.partial():
-            return _home(fn.func)
-    wrapped = wrapped_in(fn)
-    if wrapped is not None:
-        return _home(wrapped)
-    call = fn if isinstance(fn, types.FunctionType) else type(fn).__call__
-    return call.__globals__ if isinstance(call, types.FunctionType) else {}
 
 
 def _functions(value: Any, known: Module) -> Iterator[types.FunctionType]:

@@ -10,8 +10,14 @@ as by ``tf.function``.
 
 Law of the file: a step is kept as long as its function lives, the last few of each.
 Of those that are gone the last one of each place in the source is kept for the next one
-that is made there: its programs, not the function (`_captured`). What is made again and
-again is told. Steps are added under a lock; a lookup takes none.
+that is made there: its programs, not the function. A step that is made again and again
+is told of. Steps are added under a lock; a lookup takes none.
+
+A step is kept for all functions that are the same by what they have captured when they
+are given. Later that may change, of each of them by itself, and a step may be traced
+once more at any call, for another shape: so it runs the function that ``run`` was given
+at that very call. Law of steps: one holds none of the functions that it runs, so that
+each may go.
 """
 
 from __future__ import annotations
@@ -20,20 +26,26 @@ import functools
 import threading
 import types
 import warnings
+import weakref
 from collections import OrderedDict
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from zstrat.program import WARN_AT, Function, RetraceWarning
 from zstrat.variables import outside
 
-from ._captured import CapturedObjects, called_like, captured_words, in_words, origin
+from ._captured import (
+    CapturedObjects,
+    captured_words,
+    in_words,
+    is_partial,
+    named,
+)
 from ._dependencies import Watched, beneath
-from ._fingerprint import named
 
 if TYPE_CHECKING:
-    import weakref
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 MAX_STEPS: Final = 256
 """Functions of one strategy. Each keeps programs of about a megabyte."""
@@ -42,6 +54,29 @@ MAX_VARIANTS: Final = 8
 """Of one function, whose globals are bound anew."""
 
 _ANOTHER: Final = "an object that it has captured, or is a method of, is another one"
+
+
+_given: Final[ContextVar[Callable[..., Any]]] = ContextVar("zstrat_given_function")
+
+
+def run_as(
+    step: Function,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Runs a step, and in it ``fn``. Raises: Whatever either raises."""
+    token = _given.set(fn)
+    try:
+        return step(*args, **kwargs)
+    finally:
+        _given.reset(token)
+
+
+def given() -> Callable[..., Any]:
+    """The function of this call; a step function as it runs in a step."""
+    fn = _given.get()
+    return fn.body if isinstance(fn, Function) else fn
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +131,8 @@ class StepPlace:
         live = [step for step in self.steps if step.is_live]
         own = [step for step in live if (step.origin and step.origin()) is origin]
         is_instead = bool(own) or len(live) < len(self.steps)
-        is_compiled = [each.why_not for each in (*self.steps[-1:], made)] == [
-            None,
-            None,
-        ]
+        last = self.steps[-1] if self.steps else None
+        is_compiled = last is not None and not (last.why_not or made.why_not)
         gone = [x for x in self.steps if x not in live and x.may_return()][-1:]
         old = own[: max(0, len(own) + 1 - MAX_VARIANTS)]
         kept = [x for x in live if x not in old and x.may_return()]
@@ -108,7 +141,7 @@ class StepPlace:
 
 
 class FunctionCache:
-    """Those of one strategy; ``make`` makes the body of a step, which runs `given`."""
+    """The steps of one strategy; ``make`` makes the body of one, which runs `given`."""
 
     def __init__(self, make: Callable[[], Callable[..., Any]]) -> None:
         self._make = make
@@ -132,11 +165,11 @@ class FunctionCache:
                 return found
         functions = beneath(fn)
         made = CachedStep(
-            Function(called_like(self._make(), fn)),
+            Function(_called_like(self._make(), fn)),
             marks,
             CapturedObjects([*captured, *[each.__code__ for each in compared]]),
             Watched(x for x in functions if x not in compared),
-            origin(fn),
+            _origin(fn),
             "it is eager" if isinstance(fn, Function) and fn.eager else None,
         )
         return self._add(name, made, _words(fn, functions))
@@ -203,3 +236,23 @@ def _words(fn: Any, functions: list[types.FunctionType]) -> dict[str, str]:
         case _:
             words["the object that is called"] = in_words(fn)
     return words
+
+
+def _origin(fn: Callable[..., Any]) -> weakref.ref[Any] | None:
+    """Whatever says whether the function is still in use."""
+    held: Any = fn.__self__ if isinstance(fn, types.MethodType) else fn
+    try:
+        return weakref.ref(held)
+    except TypeError:
+        return None
+
+
+def _called_like(step: Callable[..., Any], fn: Any) -> Callable[..., Any]:
+    """``step``, by the names of ``fn``, which it does not hold."""
+    while is_partial(fn) and "__name__" not in vars(fn):
+        fn = fn.func  # it has none of its own
+    names = [fn] if isinstance(fn, types.FunctionType) else [type(fn), fn]
+    for each in names:  # the object's own ones, if it has them
+        functools.update_wrapper(step, each, updated=())
+    del step.__dict__["__wrapped__"]
+    return step

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ import numpy as np
 
 from zstrat.program.gradients import is_live
 from zstrat.program.trace import (
-    Drawing,
     Immediate,
     apart_from_now,
     as_replica,
+    copies_of,
     has_copies,
+    keep_copies,
     lookup_inside,
     marked,
     moved,
@@ -37,7 +38,6 @@ from zstrat.program.trace import (
 from zstrat.strategy._context import ReplicaContext
 from zstrat.variables import (
     DeviceHome,
-    KeepsCopies,
     Table,
     creator,
     is_staging,
@@ -50,13 +50,12 @@ from zstrat.variables import (
 from ._arguments import dealt, unwrapped
 from ._meetings import brought, optimizing, updating
 from ._per_replica import select_replica
+from ._replica_recorder import ReplicaRecorder
 from ._turns import take_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from zstrat.program import StepIterator
-    from zstrat.strategy._strategy import Strategy
     from zstrat.variables import (
         AbstractVariable,
         Creator,
@@ -66,46 +65,46 @@ if TYPE_CHECKING:
         Recorder,
         VariableHandle,
         VariableRequest,
+        VariableUpdate,
     )
     from zstrat.wire import UpdateOp
 
+    from ._arguments import ReplicaCall
     from ._collective import Team
     from ._turns import ReplicaFiber
 
 
-def in_turns(
-    strategy: Strategy,
-    team: Team,
-    devices: Sequence[jax.Device],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> list[Any]:
+def in_turns(call: ReplicaCall, devices: Sequence[jax.Device]) -> list[Any]:
     """What each replica of this process returns.
+
+    Args:
+        devices: One for each replica; replicas without one compute where jax does.
 
     Raises:
         RuntimeError: Replicas do different things, or create different variables; or
             they read or update one while jax traces outside of a step.
         ValueError: The rows of what was drawn do not split evenly.
-        Exception: Whatever ``fn`` raises; the other replicas are ended.
+        Exception: Whatever the function raises; the other replicas are ended.
     """
     outer = recorder.get()
     is_real = outer is None or is_live(outer)
     is_unnoticed = outer is None and is_staging()
-    made = _Made(creator.get())
-    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
+    made = _FirstCreations(creator.get())
+    team = call.team
+    tree = dealt(unwrapped(call.tree), team.local)
 
-    def body(mine: ReplicaFiber) -> Any:
-        number = mine.number
-        recorder.set(_Own(mine, team, outer, is_unnoticed))
+    def body(fiber: ReplicaFiber) -> Any:
+        number = fiber.number
+        # Nothing is reset: the context is this replica's own, and ends with it.
+        recorder.set(ReplicaInTurns(fiber, team, outer, unnoticed=is_unnoticed))
         if is_real:
-            creator.set(_Positions(made, number))
+            creator.set(_SameCreations(made, number))
         selected = select_replica(number, tree)
         if is_real and number < len(devices):
             selected = jax.tree.map(partial(_near, device=devices[number]), selected)
         own_args, own_kwargs = selected
-        with ReplicaContext(strategy, team.id_of(number)):
-            return fn(*own_args, **own_kwargs)
+        with ReplicaContext(call.strategy, team.id_of(number)):
+            return call.fn(*own_args, **own_kwargs)
 
     @contextmanager
     def during(number: int) -> Iterator[None]:
@@ -125,112 +124,86 @@ def _near(leaf: Any, device: jax.Device) -> Any:
     return brought(leaf, device) if len(leaf.devices()) == 1 else leaf
 
 
-class _Own:
-    """The recorder of one replica."""
+@final
+class ReplicaInTurns(ReplicaRecorder):
+    """The recorder of one replica: to update what all share it waits for the others."""
 
     def __init__(
-        self, mine: ReplicaFiber, team: Team, outer: Recorder | None, is_unnoticed: bool
+        self,
+        fiber: ReplicaFiber,
+        team: Team,
+        outer: Recorder | None,
+        *,
+        unnoticed: bool,
     ) -> None:
-        self.live = outer is None or is_live(outer)
-        """Whether values are real, so that nothing is being captured."""
+        super().__init__(Immediate() if outer is None else outer, team)
         self.may_create = self.live
-        self._turn = mine
-        self._team = team
-        self._is_unnoticed = is_unnoticed
-        self._outer: Recorder = Immediate() if outer is None else outer
+        self._fiber = fiber
+        self._is_unnoticed = unnoticed
+        """Whether jax traces what runs, and no step does: nobody would hear of it."""
 
     def read(self, variable: VariableHandle) -> jax.Array:
         if self._is_unnoticed:
             refuse_read(variable.spec)
-        is_now = not isinstance(self._outer, Immediate) or not is_staging()
-        if not is_now and updates_copies(variable, self._team.local):
-            return own_copy_later(variable, self._turn.number)
-        if not has_copies(variable, self._team.local):
-            value = self._outer.read(variable)
+        is_immediate = isinstance(self.outer, Immediate)
+        number, count = self._fiber.number, self._team.local
+        if is_immediate and is_staging() and updates_copies(variable, count):
+            return own_copy_later(variable, number)
+        if not has_copies(variable, count):
+            value = self.outer.read(variable)
             # Another object than what the other replicas read: results are merged by
             # identity.
             return value if self.live else jnp.copy(value)
-        if isinstance(self._outer, Immediate):
-            return self._outer.copy(variable, self._turn.number)
-        return self._copies(variable)[self._turn.number]
+        if isinstance(self.outer, Immediate):
+            return self.outer.copy(variable, number)
+        row: jax.Array = copies_of(self.outer, variable)[number]
+        return row
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
+    def update(self, update: VariableUpdate) -> None:
         if self._is_unnoticed:
-            refuse_update(variable.spec, "update")
-        if optimizer is None and updates_copies(variable, self._team.local):
-            self._update_own(variable, op, operands)
-            return
-
-        def apply(combined: tuple[jax.Array, ...]) -> None:
-            self._outer.update(variable, op, combined, optimizer)
-
-        team = self._team
-        self._turn.meet(updating(team, variable, op, operands, optimizer, apply))
+            is_of_rows = isinstance(update.target, Table)
+            what = "update rows of" if is_of_rows else "update"
+            refuse_update(update.variable.spec, what)
+        super().update(update)
 
     def lookup(self, table: Table, ids: jax.Array) -> jax.Array:
         if not any(has_copies(c, self._team.local) for c in table.components):
-            return self._outer.lookup(table, ids)
+            return self.outer.lookup(table, ids)
         if self.live:
             return rows_now(table, ids, self._rows)
-        if self._turn.is_inside:
+        if self._fiber.is_inside:
             raise lookup_inside(table)
         return rows_of(table, marked(ids), self.read)
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        if self._is_unnoticed:
-            refuse_update(table.components[0].spec, "update rows of")
-
-        def apply(combined: tuple[jax.Array, ...]) -> None:
-            index, rows = combined
-            self._outer.update_rows(table, op, (index, rows), optimizer)
-
-        first, team = table.components[0], self._team
-        self._turn.meet(updating(team, first, op, operands, optimizer, apply))
 
     def optimize(self, call: GradientCall) -> None:
         if self._is_unnoticed:
             refuse_update(call.variables[0].spec, "apply a gradient to")
-        self._turn.meet(optimizing(self._team, call, self._outer.optimize))
+        self._fiber.meet(optimizing(self._team, call, self.outer.optimize))
 
-    def drew(self, leaf: object) -> bool:
-        return self._outer.drew(leaf)
+    def _update_shared(self, update: VariableUpdate) -> None:
+        def apply(combined: tuple[jax.Array, ...]) -> None:
+            self.outer.update(update._replace(operands=combined))
 
-    def draw(self, iterator: StepIterator) -> Any:
-        if isinstance(self._outer, Drawing):
-            return self._outer.draw(iterator)
-        return iterator.draw()
+        _, op, operands, optimizer = update
+        self._fiber.meet(
+            updating(self._team, update.variable, op, operands, optimizer, apply)
+        )
 
     def _rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         return [np.asarray(self.read(variable))[index] for variable, index in parts]
 
-    def _copies(self, variable: VariableHandle) -> jax.Array:
-        assert isinstance(self._outer, KeepsCopies), self._outer
-        return self._outer.copies(variable)
-
-    def _update_own(
-        self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
-    ) -> None:
+    def _update_own(self, update: VariableUpdate) -> None:
+        variable, op, operands = update.variable, update.op, update.operands
+        number = self._fiber.number
         if not self.live:
             apart_from_now(variable)
-            copies = self._copies(variable)
-            value = moved(op, operands, copies[self._turn.number])
-            self._put(variable, copies.at[self._turn.number].set(value))
+            copies = copies_of(self.outer, variable)
+            value = moved(op, operands, copies[number])
+            keep_copies(self.outer, variable, copies.at[number].set(value))
             return
-        if any(isinstance(x, jax.core.Tracer) for x in operands):
-            raise update_inside(variable.spec, op.name)
-        if not isinstance(self._outer, Immediate):  # but of what is differentiated
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in operands)
+        # Real values under another recorder: of what is differentiated.
+        if is_traced or not isinstance(self.outer, Immediate):
             raise update_inside(variable.spec, op.name)
         home = variable.home
         assert isinstance(home, DeviceHome)
@@ -238,11 +211,7 @@ class _Own:
         updates = _own_updates(variable, op, tuple(np.asarray(x) for x in operands))
         # In a trace, too: what happens to the value is no part of the program.
         with jax.ensure_compile_time_eval():
-            home.update_copy(variable, self._turn.number, op, updates)
-
-    def _put(self, variable: VariableHandle, copies: Any) -> None:
-        assert isinstance(self._outer, KeepsCopies)
-        self._outer.put_copies(variable, copies)
+            home.update_copy(variable, number, op, updates)
 
 
 def _own_updates(
@@ -262,7 +231,7 @@ def _own_updates(
     return [tuple(moves) for _, _, moves, _ in found]
 
 
-class _Made:
+class _FirstCreations:
     """What the first replica has created so far, for the others."""
 
     def __init__(self, inner: Creator | None) -> None:
@@ -271,10 +240,10 @@ class _Made:
         self.optimizers: list[int] = []
 
 
-class _Positions:
+class _SameCreations:
     """The creator in one replica: the first one creates, the others find."""
 
-    def __init__(self, made: _Made, number: int) -> None:
+    def __init__(self, made: _FirstCreations, number: int) -> None:
         self._made = made
         self._number = number
         self._variables = 0

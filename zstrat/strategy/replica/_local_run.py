@@ -29,15 +29,15 @@ from zstrat.variables import AbstractVariable, is_staging, recorder
 
 from ._arguments import (
     NUMBERS,
+    ReplicaCall,
     UnevenParts,
     require_all_one_each,
     require_known,
     require_one_each,
     unwrapped,
 )
-from ._captured import given, run_as
 from ._collective import AXIS, Team
-from ._function_cache import FunctionCache
+from ._function_cache import FunctionCache, given, run_as
 from ._in_turns import in_turns
 from ._layout import MeshLayout
 from ._one_program import alone, as_one_program
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
 
 
 class _Itself:
@@ -124,7 +124,7 @@ class LocalMesh:
 
     def __init__(
         self,
-        strategy: Strategy,
+        strategy: AbstractStrategy,
         devices: Any,
         axes: Sequence[str] = (),
         *,
@@ -159,9 +159,9 @@ class LocalMesh:
         """
         current = recorder.get()
         if current is not None and is_live(current):
-            return self._in_turns(fn, args, kwargs)
+            return self._in_turns(self._call(fn, args, kwargs))
         if current is not None or is_staging():
-            return self._staged(fn, args, kwargs)
+            return self._staged(self._call(fn, args, kwargs))
         kept = self._kept.of(fn)
         if kept.why_not is None:
             try:
@@ -178,7 +178,12 @@ class LocalMesh:
                 _log.info("%s runs replica by replica: %s", kept.step.name, found)
             except UnevenParts:
                 pass  # this time: the last batch of a dataset, say, or text
-        return self._in_turns(fn, args, kwargs)
+        return self._in_turns(self._call(fn, args, kwargs))
+
+    def _call(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> ReplicaCall:
+        return ReplicaCall(self._strategy, self.team, fn, args, kwargs)
 
     def _there(self) -> AbstractContextManager[Any]:
         """Inside, what is bound to no device is computed on the only one."""
@@ -187,14 +192,10 @@ class LocalMesh:
         on: AbstractContextManager[Any] = jax.default_device(self.devices[0])
         return on
 
-    def _in_turns(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        require_all_one_each((args, kwargs), self.replicas)
-        tree = joined.mapped(self._near, (tuple(args), dict(kwargs)))
-        results = in_turns(
-            self._strategy, self.team, self.devices, fn, tree[0], tree[1]
-        )
+    def _in_turns(self, call: ReplicaCall) -> Any:
+        require_all_one_each(call.tree, self.replicas)
+        near = call.given(joined.mapped(self._near, call.tree))
+        results = in_turns(near, self.devices)
         return results[0] if self.replicas == 1 else regroup(results, self._merged)
 
     def _merged(self, parts: Sequence[Any]) -> PerReplica:
@@ -228,33 +229,22 @@ class LocalMesh:
     def _as_step(self) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
             way = self._staged if self._is_compiled else self._traced
-            return joined.mapped(returned, way(given(), args, kwargs))
+            return joined.mapped(returned, way(self._call(given(), args, kwargs)))
 
         return step
 
-    def _staged(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def _staged(self, call: ReplicaCall) -> Any:
         """As a part of the program that is being traced, in either way."""
         try:
-            return self._traced(fn, args, kwargs)
+            return self._traced(call)
         except (NeedsTurns, UnevenParts):
-            return self._in_turns(fn, args, kwargs)
+            return self._in_turns(call)
 
-    def _traced(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        if self.replicas == 1:
-            require_all_one_each((args, kwargs), 1)
-            args, kwargs = unwrapped(select_replica(0, (tuple(args), dict(kwargs))))
-            return alone(self._strategy, fn, args, kwargs)
-        return as_one_program(self._strategy, self.team, self.mesh, fn, args, kwargs)
+    def _traced(self, call: ReplicaCall) -> Any:
+        if self.replicas > 1:
+            return as_one_program(call, self.mesh)
+        require_all_one_each(call.tree, 1)
+        return alone(call.given(unwrapped(select_replica(0, call.tree))))
 
     def _given(self, tree: Any) -> Any:
         """The arguments of a step of its own: values per replica on their devices, and

@@ -34,14 +34,14 @@ from ._turns import ReplicaRendezvous
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.strategy._abstract import AbstractStrategy
     from zstrat.variables import GradientCall, OptimizerHandle, VariableHandle
 
     from ._collective import Team
 
 
 def merging(
-    strategy: Strategy,
+    strategy: AbstractStrategy,
     merge_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],

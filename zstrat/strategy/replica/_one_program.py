@@ -16,7 +16,6 @@ from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
 
 from . import _replicas, _spread
 from ._arguments import RunArguments
-from ._one_replica import discovered
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._turns import NeedsTurns
 
@@ -25,94 +24,80 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from zstrat.strategy._strategy import Strategy
-
-    from ._collective import Team
+    from ._arguments import ReplicaCall
 
 
 _LOOKS: Final[tuple[type[Exception], ...]] = (*LOOKS, ValueWanted, CreatedInStep)
 
 
-def as_one_program(
-    strategy: Strategy,
-    team: Team,
-    mesh: Mesh | None,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
     """What the replicas return: each array as a `PerReplica`, all else as it is.
 
     Args:
         mesh: The replicas' devices; None: one device computes all of them.
 
     Raises:
-        NeedsTurns: Python looks at a value in ``fn``, or it creates variables, or calls
-            ``merge_call``.
+        NeedsTurns: Python looks at a value in the function, or it creates variables, or
+            calls ``merge_call``.
         UnevenParts: Replicas are given arrays of different shapes.
-        Exception: Whatever ``fn`` raises while it is traced.
+        Exception: Whatever the function raises while it is traced.
     """
-    sorted_out = RunArguments((tuple(args), dict(kwargs)), team.local)
-    replica = _replica(strategy, team, fn, sorted_out)
+    count = call.team.local
+    sorted_out = RunArguments(call.tree, count)
     result = _replicas.replicate(
-        replica, sorted_out.shared, sorted_out.split, team=team, mesh=mesh
+        _replica(call, sorted_out),
+        sorted_out.shared,
+        sorted_out.split,
+        team=call.team,
+        mesh=mesh,
     )
-    count = team.local
     return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=_is_slices)
 
 
-def needs_turns(
-    strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
-) -> bool:
+def needs_turns(call: ReplicaCall) -> bool:
     """Whether replicas that are given what the first one is given are no one program.
     The step, if there is one, hears nothing of it.
 
     Raises:
-        Exception: Whatever ``fn`` raises while it is traced.
+        Exception: Whatever the function raises while it is traced.
     """
+    count = call.team.local
 
     def first(node: Any) -> Any:
         if not isinstance(node, DistributedValues):
             return node
-        return PerReplica((node.values[0],) * team.local)
+        return PerReplica((node.values[0],) * count)
 
-    sorted_out = RunArguments(
-        jax.tree.map(first, tree, is_leaf=is_distributed), team.local
-    )
-    replica = _replica(strategy, team, fn, sorted_out)
+    tree = jax.tree.map(first, call.tree, is_leaf=is_distributed)
+    sorted_out = RunArguments(tree, count)
     split = [_spread.Spread(uncut(x.array), x.stacked) for x in sorted_out.split]
     shared = [uncut(x) for x in sorted_out.shared]
     try:
-        discovered(replica, shared, split, team)
+        _replicas.discovered(_replica(call, sorted_out), shared, split, call.team)
     except NeedsTurns:
         return True
     return False
 
 
 def _replica(
-    strategy: Strategy, team: Team, fn: Callable[..., Any], sorted_out: RunArguments
+    call: ReplicaCall, sorted_out: RunArguments
 ) -> Callable[[Sequence[Any], Sequence[Any]], Any]:
     def replica(shared: Sequence[Any], own: Sequence[Any]) -> Any:
         own_args, own_kwargs = sorted_out.of_replica(shared, own)
-        with ReplicaContext(strategy, team.replica_id()):
-            return _looked_out(fn, own_args, own_kwargs)
+        with ReplicaContext(call.strategy, call.team.replica_id()):
+            return _looked_out(call.fn, own_args, own_kwargs)
 
     return replica
 
 
-def alone(
-    strategy: Strategy,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def alone(call: ReplicaCall) -> Any:
     """What the only replica returns, in a step.
 
     Raises:
         NeedsTurns: As `as_one_program`.
     """
-    with ReplicaContext(strategy, 0):
-        return _looked_out(fn, args, kwargs)
+    with ReplicaContext(call.strategy, 0):
+        return _looked_out(call.fn, call.args, call.kwargs)
 
 
 def _looked_out(

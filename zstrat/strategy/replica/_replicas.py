@@ -15,8 +15,9 @@ of captures hold inside too: a region is a capture of its own.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ import jax.numpy as jnp
 from zstrat.program.gradients import is_live
 from zstrat.program.stages import within_mesh
 from zstrat.program.trace import (
+    Capture,
+    Discovery,
     Flow,
     Immediate,
     Replay,
@@ -38,25 +41,52 @@ from zstrat.program.trace import (
 from zstrat.variables import (
     Recorder,
     VariableHandle,
+    VariableUpdate,
     read_all,
     recorder,
     refuse_read,
     refuse_update,
 )
 
-from ._one_replica import OneReplica, discovered
+from ._collective import AXIS
 from ._region import in_stages
-from ._spread import Spread, mapped_over
+from ._replica_recorder import ReplicaRecorder
+from ._spread import Spread, by_replica, mapped_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jax.sharding import Mesh
 
-    from zstrat.program.trace import Capture, Recorded, RecordedLookup
+    from zstrat.program.trace import RecordedLookup, TraceFeed
 
     from ._collective import Team
-    from ._one_replica import ReplicaFunction
+
+    ReplicaFunction = Callable[[Sequence[Any], Sequence[Any]], Any]
+    """``(shared, own) -> pytree``: called with the shared arrays and this replica's
+    own."""
+
+
+@final
+class MappedReplica(ReplicaRecorder):
+    """The recorder inside one of several replicas that are one program: what it is told
+    is noted by a capture of this region."""
+
+    def __init__(self, feed: TraceFeed, team: Team) -> None:
+        self.capture = Capture(feed, is_region=True)
+        super().__init__(self.capture, team)
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        with self.capture.recording():
+            before = recorder.set(self)
+            try:
+                yield
+            finally:
+                recorder.reset(before)
+
+    def _update_own(self, update: VariableUpdate) -> None:
+        self.capture.update_own(update)
 
 
 def replicate(
@@ -115,16 +145,18 @@ def replicate(
         return mapped_over(one, count, mesh, mine)(values, [*shared, *whole])
 
     rows = _looked_up(fn, found, given, mapped, outside, team)
-    traced: list[_Traced] = []
+    traced: list[TracedRegion] = []
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
-        replica = OneReplica(given.feed(values, mine), team)
+        replica = MappedReplica(given.feed(values, mine), team)
         with replica.recording():
             leaves, treedef = jax.tree.flatten(fn(shared, given.arguments(mine)))
-        traced[:] = [_Traced(leaves, treedef, replica.capture)]
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        changed = [value[None] for _, value in replica.capture.own.values()]
-        return [*arrays, *changed], [x.operands for x in replica.capture.updates]
+        capture = replica.capture
+        changed = [variable for variable, _ in capture.own.values()]
+        region = TracedRegion(leaves, treedef, capture, changed)
+        traced[:] = [region]
+        copies = [value[None] for _, value in capture.own.values()]
+        return [*region.arrays, *copies], [x.operands for x in capture.updates]
 
     if team.channel is None or within_mesh.get():
         arrays, operands = mapped(one, rows)
@@ -133,29 +165,54 @@ def replicate(
         now = recording is None or is_live(recording)
         arrays, operands = in_stages(one, mapped, rows, len(shared), in_order=now)
     (region,) = traced
-    if region.capture.asked_context and (tell := asked.get()) is not None:
-        tell()
-    changed = list(region.capture.own.values())
-    results = len(arrays) - len(changed)
-    for (variable, _), copy in zip(changed, arrays[results:], strict=True):
-        keep_copies(outside, variable, copy.array)
-    passed_on(region.capture.updates, operands, outside)
-    return region.result(arrays[:results])
+    results = len(region.arrays)
+    made = [*arrays[:results], *[copies.array for copies in arrays[results:]]]
+    return region.told(outside, made, operands)
 
 
-def passed_on(
-    updates: Sequence[Recorded], operands: Sequence[Any], outside: Recorder
-) -> None:
-    """Updates that were made in a region, with operands outside of it."""
-    for update, combined in zip(updates, operands, strict=True):
-        if update.call is not None:
-            outside.optimize(update.call.with_arrays(combined))
-        elif update.table is not None:
-            index, new = combined
-            outside.update_rows(update.table, update.op, (index, new), update.optimizer)
-        else:
-            (variable,) = update.variables
-            outside.update(variable, update.op, tuple(combined), update.optimizer)
+@dataclass(frozen=True, slots=True)
+class TracedRegion:
+    """What the trace of a region left: leaves of its result, its effects, and the
+    variables whose copies it has changed."""
+
+    leaves: Sequence[Any]
+    treedef: Any
+    capture: Capture
+    changed: Sequence[VariableHandle]
+
+    @property
+    def arrays(self) -> list[jax.Array]:
+        """Those of the result."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, jax.Array)]
+
+    def told(
+        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
+    ) -> Any:
+        """The result, when the step has been told what was done.
+
+        Args:
+            arrays: What the program made: of the result, then copies of ``changed``.
+            operands: Those of each update.
+        """
+        if self.capture.asked_context and (tell := asked.get()) is not None:
+            tell()
+        made = iter(arrays)
+        result = self.treedef.unflatten(
+            [next(made) if isinstance(x, jax.Array) else x for x in self.leaves]
+        )
+        for variable, copies in zip(self.changed, made, strict=True):
+            keep_copies(outside, variable, copies)
+        self._pass_on(operands, outside)
+        return result
+
+    def _pass_on(self, operands: Sequence[Any], outside: Recorder) -> None:
+        for update, combined in zip(self.capture.updates, operands, strict=True):
+            if update.call is not None:
+                outside.optimize(update.call.with_arrays(combined))
+                continue
+            target = update.variable if update.table is None else update.table
+            op, optimizer = update.op, update.optimizer
+            outside.update(VariableUpdate(target, op, tuple(combined), optimizer))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,23 +249,31 @@ class _Given:
         return Replay("strategy.run", known, (), rows)
 
 
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """What the trace of a region left: leaves of its result, and its effects."""
-
-    leaves: list[Any]
-    treedef: Any
-    capture: Capture
-
-    def result(self, arrays: Sequence[Any]) -> Any:
-        """The result, with these in place of its jax arrays."""
-        stacked = iter(arrays)
-        return self.treedef.unflatten(
-            [next(stacked) if isinstance(x, jax.Array) else x for x in self.leaves]
-        )
-
-
 # ---- what the function wants -----------------------------------------------------
+
+
+def discovered(
+    fn: ReplicaFunction, shared: Sequence[Any], split: Sequence[Spread], team: Team
+) -> Capture:
+    """What the function reads and looks up, and which copies it updates.
+
+    The step itself is not asked inside this trace: what it handed out here would belong
+    to a trace that ends before the step does.
+    """
+    probes: list[MappedReplica] = []
+
+    def abstract(seed: jax.Array, shared: Any, own: Any) -> None:
+        probe = MappedReplica(Discovery(seed), team)
+        probes[:] = [probe]
+        with probe.recording():
+            fn(shared, own)
+
+    mapped = jax.vmap(
+        abstract, in_axes=(None, None, 0), axis_name=AXIS, axis_size=team.local
+    )
+    parts = [by_replica(x, team.local) for x in split]
+    jax.eval_shape(mapped, jnp.int8(0), list(shared), parts)
+    return probes[0].capture
 
 
 def _refuse_unnoticed(found: Capture) -> None:
@@ -241,7 +306,7 @@ def _looked_up(
 
     def one(values: Any, shared: Any, mine: Any) -> tuple[list[Any], list[Any]]:
         def ids(values: Any, shared: Any, mine: Any, rows: Any) -> list[Any]:
-            replica = OneReplica(given.feed(values, mine, rows), team)
+            replica = MappedReplica(given.feed(values, mine, rows), team)
             with replica.recording():
                 fn(shared, given.arguments(mine))
             return [lookup.ids for lookup in replica.capture.lookups]

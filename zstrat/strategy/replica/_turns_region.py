@@ -22,11 +22,9 @@ from zstrat.program.trace import (
     Capture,
     Discovery,
     Replay,
-    asked,
     copies_of,
     has_copies,
     joined,
-    keep_copies,
 )
 from zstrat.strategy.reduce._values import is_whole
 from zstrat.variables import recorder
@@ -36,29 +34,21 @@ from ._in_turns import in_turns
 from ._one_program import needs_turns
 from ._region import in_stages
 from ._regroup import regroup
-from ._replicas import passed_on
+from ._replicas import TracedRegion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from zstrat.program.trace import Element, StepIterator, TraceFeed
-    from zstrat.strategy._strategy import Strategy
+    from zstrat.program.trace import TraceFeed
     from zstrat.variables import Recorder, VariableHandle
 
-    from ._collective import Team
+    from ._arguments import ReplicaCall
 
 # jax's stubs leave it untyped.
 _barrier: Final[Any] = jax.lax.optimization_barrier
 
 
-def uneven(
-    strategy: Strategy,
-    team: Team,
-    devices: Sequence[jax.Device],
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
+def uneven(call: ReplicaCall, devices: Sequence[jax.Device]) -> Any:
     """What the replicas of this process return, brought together. Those of other
     processes may be one program.
 
@@ -67,10 +57,11 @@ def uneven(
             one program; or where the replicas look up rows that are not here.
         Exception: As `in_turns`.
     """
-    require_all_one_each((args, kwargs), team.local)
+    team = call.team
+    require_all_one_each(call.tree, team.local)
     outside = recorder.get()
     if team.channel is None or outside is None or is_live(outside):
-        found = regroup(in_turns(strategy, team, devices, fn, args, kwargs))
+        found = regroup(in_turns(call, devices))
         # With the members of a dict in the order that a program gives them: who reduces
         # one after the other does so with other processes.
         return jax.tree.map(lambda leaf: leaf, found, is_leaf=is_whole)
@@ -80,10 +71,10 @@ def uneven(
             "implementation=XLA the replicas of all processes run one program. Use "
             "batch(..., drop_remainder=True)"
         )
-    tree = dealt(unwrapped((tuple(args), dict(kwargs))), team.local)
-    if needs_turns(strategy, team, fn, tree):  # in the other processes, too
-        return regroup(in_turns(strategy, team, devices, fn, args, kwargs))
-    return _in_one_region(_Region(strategy, team, fn, tree), outside)
+    dealt_out = call.given(dealt(unwrapped(call.tree), team.local))
+    if needs_turns(dealt_out):  # in the other processes, too
+        return regroup(in_turns(call, devices))
+    return _in_one_region(_Region(dealt_out), outside)
 
 
 def _in_one_region(region: _Region, outside: Recorder) -> Any:
@@ -107,23 +98,21 @@ def _in_one_region(region: _Region, outside: Recorder) -> Any:
         return jax.jit(together)(held, [*region.inputs, *whole], list(own))
 
     arrays, operands = in_stages(one, mapped, [], len(region.inputs))
-    return region.told(outside, arrays, operands)
+    return region.last.told(outside, arrays, operands)
 
 
 class _Region:
     """The replicas as a function of arrays, which is traced for each of its stages."""
 
-    def __init__(
-        self, strategy: Strategy, team: Team, fn: Callable[..., Any], tree: Any
-    ) -> None:
-        self.team = team
-        self._strategy, self._fn = strategy, fn
+    def __init__(self, call: ReplicaCall) -> None:
+        self.team = call.team
+        self._call = call
         self._leaves: list[Any]
         self._treedef: Any  # its stubs lack what we call
-        self._leaves, self._treedef = joined.flatten(tree)
+        self._leaves, self._treedef = joined.flatten(call.tree)
         self.inputs = [x for x in self._leaves if isinstance(x, jax.core.Tracer)]
-        self._capture: Capture | None = None
-        self._result: Any = None
+        self.last: TracedRegion
+        """What the last trace left; there is none before the first."""
 
     def variables(self) -> list[VariableHandle]:
         """Those that the replicas use.
@@ -133,10 +122,10 @@ class _Region:
         """
 
         def abstract(seed: jax.Array, inputs: Sequence[Any]) -> None:
-            self.traced(Discovery(seed, _no_elements), inputs)
+            self.traced(Discovery(seed), inputs)
 
         jax.eval_shape(abstract, jnp.int8(0), list(self.inputs))
-        found = self._last
+        found = self.last.capture
         for lookup in found.lookups:
             raise UnevenParts(
                 f"strategy.run was given parts of different shapes, and looks up rows "
@@ -152,41 +141,13 @@ class _Region:
         leaves = [
             next(given) if isinstance(x, jax.core.Tracer) else x for x in self._leaves
         ]
-        args, kwargs = self._treedef.unflatten(leaves)
-        self._capture = Capture(feed, is_region=True)
-        with self._capture.recording():
-            results = in_turns(self._strategy, self.team, (), self._fn, args, kwargs)
-        self._result = joined.flatten(regroup(results))
-        arrays = [x for x in self._result[0] if isinstance(x, jax.Array)]
-        changed = [copies for _, copies in self._last.moves.values.values()]
-        updates = [update.operands for update in self._last.updates]
-        return [*arrays, *changed], updates
-
-    def told(
-        self, outside: Recorder, arrays: Sequence[Any], operands: Sequence[Any]
-    ) -> Any:
-        """The result, when the step has been told what was done."""
-        capture, (leaves, treedef) = self._last, self._result
-        if capture.asked_context and (tell := asked.get()) is not None:
-            tell()
-        changed = [variable for variable, _ in capture.moves.values.values()]
-        results = len(arrays) - len(changed)
-        for variable, copies in zip(changed, arrays[results:], strict=True):
-            keep_copies(outside, variable, copies)
-        passed_on(capture.updates, operands, outside)
-        made = iter(arrays[:results])
-        return treedef.unflatten(
-            [next(made) if isinstance(x, jax.Array) else x for x in leaves]
-        )
-
-    @property
-    def _last(self) -> Capture:
-        assert self._capture is not None
-        return self._capture
-
-
-def _no_elements(ordinal: int, iterator: StepIterator) -> Element:
-    raise RuntimeError(
-        f"next() of {iterator.name} inside a replica function: draw before it, and "
-        "give each replica its part with strategy.run(fn, args=(next(iterator),))"
-    )
+        call = self._call.given(self._treedef.unflatten(leaves))
+        capture = Capture(feed, is_region=True)
+        with capture.recording():
+            results = in_turns(call, ())
+        moves = capture.moves.values.values()
+        leaves, treedef = joined.flatten(regroup(results))
+        changed = [variable for variable, _ in moves]
+        self.last = TracedRegion(leaves, treedef, capture, changed)
+        operands = [update.operands for update in capture.updates]
+        return [*self.last.arrays, *[copies for _, copies in moves]], operands

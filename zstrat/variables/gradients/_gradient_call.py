@@ -8,10 +8,12 @@ computed of these. Only then does it become updates of variables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+
+from zstrat.variables._table import Table
 
 from ._slots import OptimizerHandle
 
@@ -20,31 +22,40 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import Binding, Extras, LeafRule, TreeRule, TreeStructure
     from zstrat.variables._home import HomeUpdate, VariableHandle
-    from zstrat.variables._table import Table
+    from zstrat.variables._spec import VariableSpec
     from zstrat.wire import UpdateOp
+
+
+class VariableUpdate(NamedTuple):
+    """One update of a variable or of rows of a table, as a recorder is told of it.
+
+    ``operands``: of a whole variable an array of its shape; of rows, also of those of
+    one variable, indices ``[n]`` and rows ``[n, ...]``. Shapes and dtypes were checked
+    before.
+    """
+
+    target: VariableHandle | Table
+    op: UpdateOp
+    operands: tuple[Any, ...]
+    optimizer: OptimizerHandle | None
+
+    @property
+    def variable(self) -> VariableHandle:
+        """The variable, or the first component of the table."""
+        return self.target.components[0]
+
+    @property
+    def subject(self) -> VariableSpec | Table:
+        """What an error says is updated; made into words there alone."""
+        target = self.target
+        return target if isinstance(target, Table) else target.spec
 
 
 class UpdateRecorder(Protocol):
     """The trace of a step function, as far as a variable writes its updates down."""
 
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[jax.Array, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Notes an update; shapes and dtypes were checked before."""
-        ...
-
-    def update_rows(
-        self,
-        table: Table,
-        op: UpdateOp,
-        operands: tuple[jax.Array, jax.Array],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        """Notes an update of rows: indices ``[n]`` of the table, rows ``[n, ...]``."""
+    def update(self, update: VariableUpdate) -> None:
+        """Notes an update."""
         ...
 
 

@@ -1,0 +1,88 @@
+"""What a strategy and the contexts that it hands out know of each other.
+
+A strategy makes the contexts of its replicas, and a context says whose it is. Here each
+is known by what the code beneath it asks of it, so that no file of either has to be
+read to understand the other.
+
+Law of the file: of this package it imports the `Team` alone, so that every file of the
+package may import it.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    import jax
+
+    from zstrat.collectives import ReduceOp
+
+    from .replica._collective import Team
+
+
+class AbstractStrategy(abc.ABC):
+    """A strategy, for the code that runs under it. `zs.distribute.Strategy` is the only
+    subclass, and says what each method does."""
+
+    is_default: bool = False
+    """Whether it is the one that is current where none was entered."""
+
+    @property
+    @abc.abstractmethod
+    def num_replicas_in_sync(self) -> int:
+        """Over how many replicas gradients are summed before they leave a worker."""
+
+    @property
+    @abc.abstractmethod
+    def extended(self) -> Any:
+        """Its `StrategyExtended`."""
+        # `Any`: that class imports the contexts, which import this file.
+
+    @abc.abstractmethod
+    def scope(self) -> AbstractContextManager[AbstractStrategy]:
+        """Makes the strategy current."""
+
+    @abc.abstractmethod
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls ``fn`` once per local replica."""
+
+    @abc.abstractmethod
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: Any = None) -> Any:
+        """One value from the replicas' values."""
+
+    @abc.abstractmethod
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """One entry per local replica."""
+
+    @abc.abstractmethod
+    def _devices(self) -> Sequence[jax.Device]:
+        """Devices of this process to run replicas on, one each; fewer is fine."""
+
+    @abc.abstractmethod
+    def _team(self) -> Team:
+        """The replicas that compute together."""
+
+
+class AbstractReplicaContext(abc.ABC):
+    """The context of a replica, for the code that keeps it or finds it current.
+    `ReplicaContext` is the only subclass."""
+
+    @property
+    @abc.abstractmethod
+    def replica_id_in_sync_group(self) -> int | jax.Array:
+        """The number of the replica, traced where several are one program."""
+
+    @abc.abstractmethod
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls ``merge_fn(strategy, *args)`` once, in the cross-replica context."""
