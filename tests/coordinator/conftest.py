@@ -429,6 +429,17 @@ class World:
 
         return self.session.portal.run(call(), 20.0, "the test")
 
+    def read(self, specs):
+        """The values, from the parameter servers."""
+        return self.session.run(self.session.servers.read(specs), "the test")
+
+    def update(self, updates):
+        """Blocks until the parameter servers have applied these."""
+        self.session.run(self.session.servers.update(updates), "the test")
+
+    async def update_async(self, updates):
+        await self.session.run_async(self.session.servers.update(updates), "the test")
+
     def until(self, predicate):
         """Blocks until the predicate holds, seen from the loop."""
 

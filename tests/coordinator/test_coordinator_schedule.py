@@ -234,7 +234,7 @@ def test_shutdown_of_the_cluster_ends_the_daemons(world):
     assert all(task.exited for task in world.tasks.values())
     coordinator.shutdown(cluster=True)
     with pytest.raises(ClosedError):
-        world.session.read([])
+        world.read([])
 
 
 def test_leaving_the_block_joins(world):
