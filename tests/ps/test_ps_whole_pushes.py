@@ -125,7 +125,7 @@ def test_new_slots_are_there_before_numpy_may_write_the_value():
     programs = UpdatePrograms(1, "slow")
     (rule,) = binding(slow, ((1,), (400, 400), "f4")).rules()
     step = SlotStep(Cell(np.eye(400, dtype="f4")), {}, rule, np.zeros((400, 400), "f4"))
-    programs.prepare(step, Ahead())
+    programs.prepare([step], [], Ahead())
     (slot,) = step.slots[1].cells
     assert slot.give().is_ready()
 
@@ -179,7 +179,7 @@ def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates
     pin = store.find([1])[0].cell.pin()
     whole = push(*[(1, *update) for update in updates])
     with monkeypatch.context() as patch:
-        for module in ("store._cell", "engine._xla_rows"):
+        for module in ("store._cell", "engine._row_updates"):
             patch.setattr(f"zstrat.ps.{module}.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
             store.push(whole)

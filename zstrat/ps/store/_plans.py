@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.ps.engine._bindings import Tree
-    from zstrat.ps.engine._row_calls import Ready
+    from zstrat.ps.engine._row_updates import RowCalls
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import Push
 
@@ -41,7 +41,7 @@ class ServerUpdate:
     """If an optimizer makes it."""
 
     def compute(self) -> None:
-        """A plain update; those of an optimizer go through `Registered.apply`."""
+        """A plain update; those of an optimizer go through its programs."""
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
@@ -76,7 +76,7 @@ class UpdateRun:
     steps: list[SlotStep] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
     plain: list[ServerUpdate] = field(default_factory=list)
-    ready: list[Ready] | None = None
+    ready: list[RowCalls] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
 
     @property
@@ -88,7 +88,7 @@ class UpdateRun:
     def look(self) -> None:
         """Finds out what there is to do, once."""
         if self.optimizer is not None and self.rows and self.ready is None:
-            self.ready = self.optimizer.ready_rows(self.rows)
+            self.ready = self.optimizer.programs.rows.ready(self.rows)
 
     @property
     def is_prepared(self) -> bool:
@@ -98,31 +98,23 @@ class UpdateRun:
         return optimizer is None or (
             (self.ready is not None or not self.rows)
             and not self.is_late
-            and optimizer.is_prepared(self.steps)
+            and optimizer.programs.is_prepared(self.steps)
         )
 
     def prepare(self, ahead: Ahead) -> None:
         """What can fail: compiling, slots, memory."""
         if self.optimizer is not None:
-            self.optimizer.prepare(self.steps, ahead)
-            if self.ready is None:
-                self.rows[:] = [step.distinct() for step in self.rows]
-                self.optimizer.prepare_rows(self.rows, ahead)
+            unready = self.rows if self.ready is None else []
+            unready[:] = [step.distinct() for step in unready]
+            self.optimizer.programs.prepare(self.steps, unready, ahead)
 
     def compute(self, ahead: Ahead) -> None:
         """If it fails, what it had written is lost."""
         if self.optimizer is not None:
+            programs = self.optimizer.programs
             if self.is_late:
-                self.optimizer.complete(self.steps, self.rows, ahead)
-            self.optimizer.apply(self.steps)
-            try:
-                if self.ready is None:
-                    self.optimizer.apply_rows(self.rows)
-                else:
-                    self.optimizer.apply_ready(self.ready)
-            except BaseException as error:  # to the pusher, and to later readers
-                lose(self.optimizer.optimizer, self.steps, error)
-                raise
+                programs.complete(self.steps, self.rows, ahead)
+            programs.apply(self.steps, self.rows, self.ready)
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
