@@ -5,7 +5,7 @@ import pytest
 
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.store import _creating, _store
+from zstrat.ps.store import _creating, _lookups
 from zstrat.ps.store._store import Store
 from zstrat.wire import VariableEntry
 
@@ -16,7 +16,7 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
     store = Store(OptimizerEngine(lambda code: None), task="/job:ps/task:0")
     row = np.zeros((1, MiB // 4), np.float32)
     store.create([VariableEntry(1, "table", True, False)], (row,))
-    monkeypatch.setattr(_store, "available_bytes", lambda: 100 * MiB)
+    monkeypatch.setattr(_lookups, "available_bytes", lambda: 100 * MiB)
     assert store.plan_rows([], [1], (np.zeros(24, int),)).work > 24 * MiB
     with pytest.raises(ResourceExhaustedError, match=f"of {100 * MiB} that are left"):
         store.plan_rows([], [1], (np.zeros(26, int),))

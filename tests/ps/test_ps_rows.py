@@ -241,11 +241,11 @@ def test_programs_are_few_and_shared_by_tables():
             rows = rng.choice(777, size, replace=False)
             store.push(rows_push((key, rows, table(2, size))))
     # 16 to 1024 rows in steps of two per doubling, and two for slots.
-    assert store._engine.programs <= 12 + 2
-    before = store._engine.programs
+    assert store.engine.programs <= 12 + 2
+    before = store.engine.programs
     rows = rng.choice(777, 333, replace=False)
     store.push(rows_push((1, rows, table(2, 333)), (2, rows, table(2, 333))))
-    assert store._engine.programs == before
+    assert store.engine.programs == before
 
 
 def test_a_reader_never_sees_a_row_change():
