@@ -18,9 +18,8 @@ from zstrat.ps.store._parts import named
 from zstrat.wire import AppliedParts, AskParts, Pulled, Pushed
 
 from ._asking import CallPart, nothing
-from ._exchange_client import exchange
 from ._line import PATIENCE
-from ._pushing import OwnUpdates, Pushing
+from ._pushing import OwnUpdates, Pushing, exchange
 from ._reading import Known, Reading
 from ._snapshot_client import SnapshotCalls
 from ._variable_client import VariableCalls
