@@ -228,7 +228,7 @@ def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator()
     dispatcher = coordinator._control.dispatcher
-    (seat,) = dispatcher.seats
+    (channel,) = dispatcher.channels
     (worker,) = world.workers
     told = []
 
@@ -237,7 +237,7 @@ def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
 
     def clean_twice():
         worker.link.notify = too_busy
-        seat.arguments.add(99)
+        channel.arguments.add(99)
         dispatcher.retired.append(99)
         dispatcher._clean()
         worker.link.notify = told.append

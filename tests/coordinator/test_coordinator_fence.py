@@ -74,13 +74,13 @@ def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
 
 def _when(world, engine, act):
     """Acts when the error is being drained; on the loop."""
-    before = engine._cancel
+    before = engine.loop.cancel
 
     def cancel():
         before()
         world.session.portal.call_soon(act)
 
-    engine._cancel = cancel
+    engine.loop.cancel = cancel
 
 
 def test_the_error_waits_for_the_servers(failing):

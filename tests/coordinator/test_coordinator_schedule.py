@@ -349,7 +349,7 @@ class StruckLock:
 
 
 def strike_wake(engine, monkeypatch, before):
-    wake, left = engine._wake, [1]
+    wake, left = engine.loop.wake, [1]
 
     def struck():
         is_due = bool(left and left.pop())
@@ -358,7 +358,7 @@ def strike_wake(engine, monkeypatch, before):
         if is_due:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_wake", struck)
+    monkeypatch.setattr(engine.loop, "wake", struck)
 
 
 @pytest.mark.parametrize("where", ["before waking", "after waking", "unlocking"])

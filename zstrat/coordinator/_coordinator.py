@@ -60,11 +60,11 @@ class ClusterCoordinator:
         }
         control = control_of(strategy, options)
         with control.session.lock:
-            made = control.session.faces.get("blocking")
+            made = control.session.coordinators.get("blocking")
             if not isinstance(made, ClusterCoordinator):
                 made = super().__new__(cls)
                 made._control = control
-                control.session.faces["blocking"] = made
+                control.session.coordinators["blocking"] = made
             return made
 
     @property

@@ -49,7 +49,7 @@ class ClusterSession:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
         self.servers = ParameterServers(cluster, settings.timeouts.request)
-        self.faces: dict[str, Any] = {}
+        self.coordinators: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
