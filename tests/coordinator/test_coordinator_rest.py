@@ -181,7 +181,7 @@ def test_two_may_hold_it(world):
         second.wait()
         value = coordinator.schedule(good)
         first.__exit__()
-        assert coordinator._control.engine.queue.held
+        assert coordinator._core.engine.queue.held
         assert not value.is_ready
     assert value.fetch() == 1
 
@@ -194,7 +194,7 @@ def test_a_new_coordinator_is_held_too(world):
         coordinator.shutdown()
         again = world.coordinator()
         value = again.schedule(good)
-        assert again._control.engine.queue.held
+        assert again._core.engine.queue.held
     assert value.fetch() == 1
     with Resting(world) as resting:
         assert resting.wait().end == 3
@@ -294,7 +294,7 @@ def test_giving_up_lets_all_go_on(world):
     async def main():
         task = asyncio.ensure_future(give_up())
         await asyncio.to_thread(
-            world.until, lambda: coordinator._control.engine.queue.held
+            world.until, lambda: coordinator._core.engine.queue.held
         )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -20,7 +20,8 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
     assert store.plan_rows([], [1], (np.zeros(24, int),)).work > 24 * MiB
     with pytest.raises(ResourceExhaustedError, match=f"of {100 * MiB} that are left"):
         store.plan_rows([], [1], (np.zeros(26, int),))
-    assert store.row_bytes([1, 2], (np.zeros(26, int), np.zeros(3, int))) == 26 * MiB
+    indices = (np.zeros(26, int), np.zeros(3, int))
+    assert _lookups.row_bytes(store.variables, [1, 2], indices) == 26 * MiB
 
 
 def test_what_the_kernel_says_is_believed_if_it_says_anything(monkeypatch, tmp_path):

@@ -88,7 +88,7 @@ class ParameterServers:
     ) -> None:
         """Creates the variables with these values, where their specs say."""
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in variables], [], self._patience)
+            await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         await self.client.create(
             [
@@ -113,7 +113,7 @@ class ParameterServers:
         """
         timeout = initializing_timeout(entries, self._patience)
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in entries], [], timeout)
+            await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
@@ -166,7 +166,9 @@ class ParameterServers:
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
         """Gives the optimizer to all parameter servers."""
         if self._cluster.joins:
-            await self._appear([], [AwaitedOptimizer(optimizer, name)], self._patience)
+            await self._wait_for(
+                [], [AwaitedOptimizer(optimizer, name)], self._patience
+            )
             return
         await self.client.create_optimizer(optimizer, name, code)
 
@@ -218,7 +220,7 @@ class ParameterServers:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
 
-    async def _appear(
+    async def _wait_for(
         self,
         specs: Sequence[VariableSpec],
         optimizers: list[AwaitedOptimizer],

@@ -3,8 +3,8 @@
 It owns the links to the parameter servers, carries out the posts of the executor thread
 (pushes, then pulls, then endings) and tells the coordinator how its closures ended.
 Whatever unpickles or runs user code goes to the executor thread, in the order of its
-arrival, so that a closure meets what was shipped before it. Which closures are open, and
-what the coordinator has heard of them, is kept by `Reports`.
+arrival, so that a closure meets what was shipped before it. Which closures are open,
+and what the coordinator has heard of them, is kept by `Reports`.
 """
 
 from __future__ import annotations

@@ -141,6 +141,36 @@ class UpdatePrograms:
                 lose(self._optimizer, steps, error)
                 raise
 
+    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
+        """New slots for a variable, by rows if they have them.
+
+        Raises: As `prepare`.
+        """
+        layout = self._layouts[self._layouts.initial(rule, cell)]
+        if layout.by_rows:
+            return self.rows.initial(rule, cell)
+        return self._initial(rule, cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        layout = self._layouts[slots.layout]
+        leaves = tuple(
+            shape(leaf.shape, dtypes.get(place, leaf.dtype))
+            for place, leaf in enumerate(layout.leaves)
+        )
+        number = self._layouts.number(replace(layout, leaves=leaves))
+        self.rows.convert(slots, number)
+
+    def _adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
+        """Slots that were loaded are from now on as the rule has them.
+
+        Raises:
+            InvalidArgumentError: They are not what the rule keeps.
+        """
+        mine = slots.get(self._optimizer)
+        if isinstance(mine, Unbound):
+            slots[self._optimizer] = self._layouts.adopted(mine, rule, cell)
+
     def _prepare(self, step: SlotStep, ahead: Ahead) -> None:
         """Makes missing slots, unless it is too early to, and the program if it is the
         first of its kind."""
@@ -180,36 +210,6 @@ class UpdatePrograms:
                     continue
                 lose(self._optimizer, [step], error)
             raise
-
-    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
-        """New slots for a variable, by rows if they have them.
-
-        Raises: As `prepare`.
-        """
-        layout = self._layouts[self._layouts.initial(rule, cell)]
-        if layout.by_rows:
-            return self.rows.initial(rule, cell)
-        return self._initial(rule, cell)
-
-    def _adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
-        """Slots that were loaded are from now on as the rule has them.
-
-        Raises:
-            InvalidArgumentError: They are not what the rule keeps.
-        """
-        mine = slots.get(self._optimizer)
-        if isinstance(mine, Unbound):
-            slots[self._optimizer] = self._layouts.adopted(mine, rule, cell)
-
-    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
-        """Gives leaves, by their places, other dtypes, as gradients of those would."""
-        layout = self._layouts[slots.layout]
-        leaves = tuple(
-            shape(leaf.shape, dtypes.get(place, leaf.dtype))
-            for place, leaf in enumerate(layout.leaves)
-        )
-        number = self._layouts.number(replace(layout, leaves=leaves))
-        self.rows.convert(slots, number)
 
     def _initial(self, rule: LeafRule, cell: Cell) -> Slots:
         number = self._layouts.initial(rule, cell)

@@ -39,16 +39,15 @@ from zstrat.wire import (
 from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger, Writers
-from ._lookups import RowsPlan, row_bytes, rows_plan, too_many
+from ._lookups import RowsPlan, rows_plan, too_many
 from ._parts import Parts, plain_push
 from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
 from ._variables import HeldVariables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
-    from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import AppliedParts, ArraySpec, PushPart
 
 
@@ -77,16 +76,17 @@ class Store:
     ) -> None:
         self._task, self._largest = task, largest
         self.engine = engine
-        self._held = HeldVariables(task)
+        self.variables = HeldVariables(task)
+        """Those that are there, for their owner of the moment."""
         self._ledger, self._writers = Ledger(), Writers(task)
         self._parts = Parts(task)
         self.counts = Counts()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.variables)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._held
+        return key in self.variables
 
     # ---- reading -----------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class Store:
         """
         if len(reads) > READS:
             raise too_many(self._task, "reads", len(reads), READS)
-        variables, versions, arrays = self._held, [], []
+        variables, versions, arrays = self.variables, [], []
         for key, known in reads:
             held = variables[key]
             versions.append(held.version)
@@ -112,18 +112,6 @@ class Store:
         counts.reads += len(versions)
         counts.unchanged += len(versions) - len(arrays)
         return versions, tuple(arrays)
-
-    def find(self, keys: Iterable[int]) -> list[HeldVariable]:
-        """The variables themselves, for their owner of the moment.
-
-        Raises:
-            NotFoundError: No variable has one of the keys.
-        """
-        return self._held.find(keys)
-
-    def nbytes(self, keys: Iterable[int]) -> int:
-        """Bytes of those variables that exist."""
-        return self._held.nbytes(keys)
 
     def plan_rows(
         self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
@@ -136,13 +124,9 @@ class Store:
                 not one array per variable, or the answer would be too large.
             ResourceExhaustedError: The machine has not four times the memory for it.
         """
-        plan = rows_plan(self._held, rows, indices, self._largest)
+        plan = rows_plan(self.variables, rows, indices, self._largest)
         plan.versions, plan.leases = self.read(reads)
         return plan
-
-    def row_bytes(self, rows: Sequence[int], indices: Sequence[np.ndarray]) -> int:
-        """Bytes of the answer to a lookup, as far as its variables exist."""
-        return row_bytes(self._held, rows, indices)
 
     # ---- creating ----------------------------------------------------------------
 
@@ -163,7 +147,7 @@ class Store:
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> CreatePlan:
         """`create` up to its validation, with the same errors."""
-        return create_plan(entries, arrays, self._held)
+        return create_plan(entries, arrays, self.variables)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
@@ -175,7 +159,7 @@ class Store:
             InvalidArgumentError: Keys repeat.
             ProtocolError: No such dtype travels.
         """
-        return initialize_plan(entries, code, self.engine.load_code, self._held)
+        return initialize_plan(entries, code, self.engine.load_code, self.variables)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -183,15 +167,15 @@ class Store:
         Raises:
             NotFoundError: No variable has one of the keys.
         """
-        self._held.delete(keys)
+        self.variables.delete(keys)
         self.engine.unbind(keys)
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
         """Drops what is there of a creation that failed elsewhere."""
-        self.delete([key for key in keys if key in self._held])
+        self.delete([key for key in keys if key in self.variables])
         for number in optimizers:
             self.engine.forget(number)
-            for held in self._held.values():
+            for held in self.variables.values():
                 held.slots.pop(number, None)
 
     def clear(self) -> None:
@@ -199,7 +183,7 @@ class Store:
 
         A plan that is still computing cannot be committed any more.
         """
-        self._held.clear()
+        self.variables.clear()
         self.engine.clear()
         self._ledger, self._writers = Ledger(), Writers(self._task)
         self._parts = Parts(self._task)
@@ -228,7 +212,7 @@ class Store:
                 its writer is above the step.
             BusyError: The step could not be remembered.
         """
-        return self._duplicate(push) or push_plan(push, self._held, self.engine)
+        return self._duplicate(push) or push_plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """All closures below are over: pushes of theirs are duplicates from now on."""
@@ -237,7 +221,7 @@ class Store:
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
         ends it. Changes nothing, and nobody has to wait for it."""
-        return fold_of(message, specs, self._held.get)
+        return fold_of(message, specs, self.variables.get)
 
     def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
         """Applies a push whose arithmetic was done on the way, or says that it has to
@@ -251,7 +235,7 @@ class Store:
         if duplicate is not None:
             return duplicate
         held = fold.held
-        if self._held.get(held.entry.key) is not held:
+        if self.variables.get(held.entry.key) is not held:
             return Again()  # it was deleted; the answer to the next one says so
         if not fold.is_current or fold.sum is None:
             held.patient_until = held.version + PATIENCE
@@ -310,7 +294,9 @@ class Store:
         """The same code under the same id again has nothing to do."""
         if self.engine.is_registered(optimizer, code):
             return Done()
-        return OptimizerPlan(self._held.generation, self.engine, optimizer, name, code)
+        return OptimizerPlan(
+            self.variables.generation, self.engine, optimizer, name, code
+        )
 
     def plan_binding(
         self, optimizer: int, arrays: Sequence[np.ndarray]
@@ -329,9 +315,9 @@ class Store:
                 f"bytes, got {[array.dtype.name for array in arrays]!r:.80}"
             )
         data = arrays[0].tobytes()
-        if known.bindings.has(data, self._held.get):
+        if known.bindings.has(data, self.variables.get):
             return Done()
-        return BindPlan(self._held.generation, known, data, self._held.get)
+        return BindPlan(self.variables.generation, known, data, self.variables.get)
 
     # ---- committing --------------------------------------------------------------
 
@@ -342,7 +328,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
             AlreadyExistsError: The id of an optimizer is taken by another one.
         """
-        if plan.generation != self._held.generation:
+        if plan.generation != self.variables.generation:
             raise StaleSessionError(
                 f"{self._task}: the session ended while its request was computed"
             )
@@ -353,16 +339,16 @@ class Store:
                 self.counts.rows += sum(map(len, rows))
                 return Pulled(versions, (*leases, *rows))
             case CreatePlan(entries=entries, cells=cells):
-                self._held.hold(entries, cells)
+                self.variables.hold(entries, cells)
             case InitializePlan(entries=new, cells=cells):
                 made = [VariableEntry(*entry[:4]) for entry in new]
-                self._held.hold(made, cells)
+                self.variables.hold(made, cells)
             case OptimizerPlan(loaded=loaded):
                 assert loaded is not None, "commit before compute"
                 self.engine.register(loaded)
             case BindPlan(optimizer=optimizer, tree=tree):
                 assert tree is not None, "commit before compute"
-                here = [key for key in tree.leaves if key in self._held]
+                here = [key for key in tree.leaves if key in self.variables]
                 optimizer.bindings.add(tree, here)
             case _:
                 assert_never(plan)
@@ -399,7 +385,7 @@ class Store:
 
     def statistics(self) -> dict[str, int]:
         """Cheap: one pass over the variables, none over their values."""
-        held, counts = self._held.values(), self.counts
+        held, counts = self.variables.values(), self.counts
         return {
             "variables": len(held),
             "bytes": sum(each.cell.nbytes for each in held),
@@ -419,4 +405,4 @@ class Store:
         }
 
     def _versions(self, push: Push) -> list[int]:
-        return self._held.versions([update.key for update in push.updates])
+        return self.variables.versions([update.key for update in push.updates])

@@ -195,10 +195,10 @@ class ServerVariables:
     # it, and then either blocked upon or awaited.
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        return self.read_many([variable])[0]
+        return self._session.run(*self._reading([variable]))[0]
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return (await self.read_many_async([variable]))[0]
+        return (await self._session.run_async(*self._reading([variable])))[0]
 
     def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
         return self._session.run(*self._reading(variables))
@@ -227,7 +227,7 @@ class ServerVariables:
         operands: tuple[np.ndarray, ...],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        self.update_many([(variable, op, operands, optimizer)])
+        self._session.run(*self._updating([(variable, op, operands, optimizer)]))
 
     async def update_async(
         self,
@@ -236,7 +236,8 @@ class ServerVariables:
         operands: tuple[np.ndarray, ...],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        await self.update_many_async([(variable, op, operands, optimizer)])
+        update = (variable, op, operands, optimizer)
+        await self._session.run_async(*self._updating([update]))
 
     def bind(self, call: GradientCall) -> None:
         """Tells the parameter servers of the tree of an optimizer, once.

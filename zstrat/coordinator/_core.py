@@ -1,8 +1,8 @@
-"""The coordinator itself, whose two faces block or are awaited.
+"""What both coordinators of a strategy are: the blocking one and the awaited one.
 
-Both `ClusterCoordinator` and `AsyncClusterCoordinator` of a strategy hold the same
-`CoordinatorCore`. It lives on the user's side and keeps the functions that were
-scheduled; the engine and the dispatcher do not know it, so dropping it ends them.
+`ClusterCoordinator` and `AsyncClusterCoordinator` hold the same `CoordinatorCore`. It
+lives on the user's side and keeps the functions that were scheduled. The engine and the
+dispatcher do not know it, so when both coordinators are dropped, it is, and ends them.
 """
 
 from __future__ import annotations
@@ -126,6 +126,12 @@ class CoordinatorCore:
 
     # ---- the rest --------------------------------------------------------------------
 
+    @property
+    def errors(self) -> list[Exception]:
+        """All errors that came with the one that was raised last, the first first."""
+        with self.engine.lock:
+            return list(self.engine.queue.errors)
+
     def metrics(self) -> dict[str, PlainTree]:
         """Counters and gauges, as plain data; cheap, from any thread."""
         queue, dispatcher = self.engine.queue, self.dispatcher
@@ -159,7 +165,7 @@ class CoordinatorCore:
         """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
         cause = "the coordinator was shut down"
         with self.session.lock:
-            if self.session.coordinators.get("control") is self:
+            if self.session.coordinators.get("core") is self:
                 # In this order, for an interrupt may come between any two lines: who
                 # makes the next coordinator must not issue a step number again.
                 self.engine.close(cause)
@@ -212,8 +218,8 @@ class _LoopCalls:
 _Options = Mapping[str, Any]
 
 
-def control_of(strategy: object, options: _Options) -> CoordinatorCore:
-    """The control of the strategy; made by the first who asks.
+def core_of(strategy: object, options: _Options) -> CoordinatorCore:
+    """The core of the strategy's coordinators; made by the first who asks.
 
     Raises:
         ValueError: It is no strategy for a coordinator, or it has a coordinator with
@@ -228,13 +234,13 @@ def control_of(strategy: object, options: _Options) -> CoordinatorCore:
     given = {name: value for name, value in options.items() if value is not None}
     with session.lock:
         made = session.coordinators
-        control: CoordinatorCore | None = made.get("control")
-        if control is None:
-            control = made["control"] = CoordinatorCore(strategy, **given)
+        core: CoordinatorCore | None = made.get("core")
+        if core is None:
+            core = made["core"] = CoordinatorCore(strategy, **given)
             made["options"] = given
         elif given and given != made["options"]:
             raise ValueError(
                 "this strategy has a coordinator already, made with the options "
                 f"{made['options']}; got {given}: there is one per strategy"
             )
-        return control
+        return core
