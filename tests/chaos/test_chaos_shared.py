@@ -30,12 +30,13 @@ def test_updates_of_all_programs_are_applied_once_each(elements, each, lane):
         shape = (elements,)
         specs = [VariableSpec(key, f"v{key}", shape, "float32", 0) for key in range(3)]
         holder = ClusterSession.hold(spec, settings)
-        holder.create_variables([(spec, 0 * one) for spec in specs])
+        made = [(spec, 0 * one) for spec in specs]
+        holder.run(holder.servers.create_variables(made), "creating")
         programs = [holder]
         programs += [ClusterSession.join(spec, settings, index) for index in (1, 2)]
         try:
             assert under_cuts(relay, programs, specs, each, one) == []
-            for value in holder.read(specs):
+            for value in holder.run(holder.servers.read(specs), "reading"):
                 np.testing.assert_array_equal(value, each * one)
         finally:
             for program in reversed(programs):
@@ -52,7 +53,8 @@ def under_cuts(relay, programs, specs, each, one):
             for number in range(each):
                 if number == each // 4:
                     half.wait(60)
-                program.update(spec, UpdateOp.ADD, 0, [one])
+                update = program.servers.update([(spec, UpdateOp.ADD, 0, [one])])
+                program.run(update, "adding")
         except Exception as error:
             errors.append(error)
 

@@ -419,7 +419,7 @@ class World:
             self.connect()
         self.strategy = FakeStrategy(self.session)
         coordinator = ClusterCoordinator(self.strategy, **options)
-        coordinator._control.engine._watchers = Watchers(self)
+        coordinator._core.engine._watchers = Watchers(self)
         return coordinator
 
     def on_loop(self, function, *args, **kwargs):
@@ -427,6 +427,17 @@ class World:
             return function(*args, **kwargs)
 
         return self.session.portal.run(call(), 20.0, "the test")
+
+    def read(self, specs):
+        """The values, from the parameter servers."""
+        return self.session.run(self.session.servers.read(specs), "the test")
+
+    def update(self, updates):
+        """Blocks until the parameter servers have applied these."""
+        self.session.run(self.session.servers.update(updates), "the test")
+
+    async def update_async(self, updates):
+        await self.session.run_async(self.session.servers.update(updates), "the test")
 
     def until(self, predicate):
         """Blocks until the predicate holds, seen from the loop."""

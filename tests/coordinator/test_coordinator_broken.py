@@ -29,7 +29,7 @@ def test_a_lost_ps_is_raised_for_as_long_as_it_is_gone(world):
         with pytest.raises(PSUnavailableError, match=r"/job:ps/task:0.*killed"):
             call()
     with pytest.raises(PSUnavailableError, match="/job:ps/task:0"):
-        world.session.read([])
+        world.read([])
     assert value.error is not None
     world.on_loop(ps.come_back, same=True)
     world.on_loop(world.release)

@@ -214,8 +214,8 @@ def test_a_worker_gets_no_closure_before_its_resources(world):
         return next(iterator)["x"]
 
     # An eager function is not traced, so schedule does not wait for the element.
-    value = coordinator._control.engine.put(
-        coordinator._control.call(draw, (iterator,), None)
+    value = coordinator._core.engine.put(
+        coordinator._core.call(draw, (iterator,), None)
     )
     world.until(lambda: len(builds) == 2)
     assert not any(worker.queue or worker.ran for worker in world.workers)
@@ -256,7 +256,7 @@ def test_an_iterator_stays_for_as_long_as_closures_need_it(world):
         worker.held = True
     value = coordinator.schedule(step, args=(iter(dataset),))
     gc.collect()
-    world.on_loop(coordinator._control.dispatcher.turn_soon)
+    world.on_loop(coordinator._core.dispatcher.turn_soon)
 
     def release():
         for worker in world.workers:
@@ -285,12 +285,12 @@ def test_per_worker_resources_are_arguments_too(world):
 
 def test_a_dataset_that_is_dropped_before_it_is_begun_is_dropped_after(world):
     coordinator = world.coordinator()
-    builder = coordinator._control.dispatcher.builder
+    builder = coordinator._core.dispatcher.builder
 
     def in_one_turn():
         """Added and dropped after a turn has taken what is new, before it cleans."""
         record = Record(
-            coordinator._control.engine, 0, name="x", purpose="value", maker=None
+            coordinator._core.engine, 0, name="x", purpose="value", maker=None
         )
         builder.add_soon(record)
         builder.drop_soon(record.number)

@@ -89,7 +89,7 @@ def test_what_cannot_be_cancelled_is_waited_for(world):
 
     thread = threading.Thread(target=join)
     thread.start()
-    world.until(lambda: coordinator._control.engine.queue.phase.value == "draining")
+    world.until(lambda: coordinator._core.engine.queue.phase.value == "draining")
     assert not joined.is_set()
 
     def finish():
@@ -138,7 +138,7 @@ def test_of_two_threads_that_join_one_gets_the_error(world):
     threads = [threading.Thread(target=join) for _ in range(4)]
     for thread in threads:
         thread.start()
-    world.until(lambda: len(coordinator._control.engine._watchers) == 4)
+    world.until(lambda: len(coordinator._core.engine._watchers) == 4)
     world.on_loop(world.release)
     for thread in threads:
         thread.join(20)
@@ -152,7 +152,7 @@ def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
     main = threading.main_thread().ident
 
     def interrupt():
-        world.until(lambda: coordinator._control.engine._watchers)
+        world.until(lambda: coordinator._core.engine._watchers)
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -160,7 +160,7 @@ def test_ctrl_c_in_a_join_is_prompt_and_leaves_all_closable(world):
     with pytest.raises(KeyboardInterrupt):
         coordinator.join()
     thread.join()
-    assert not coordinator._control.engine._watchers
+    assert not coordinator._core.engine._watchers
     world.on_loop(world.release)
     assert value.fetch() == 1
     coordinator.shutdown()
@@ -177,7 +177,7 @@ def test_ctrl_c_while_an_error_is_drained_does_not_lose_the_error(world):
     begun = world.on_loop(busy.queue.pop)
     world.on_loop(failing.work)
     main = threading.main_thread().ident
-    engine = coordinator._control.engine
+    engine = coordinator._core.engine
 
     def interrupt():
         world.until(lambda: engine.queue.phase.value == "draining" and engine._watchers)
@@ -214,7 +214,7 @@ def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
     coordinator = world.coordinator()
     error = CuriousError("why")
     world.workers[0]._run = lambda *_: (Outcome.FAILED, error)
-    coordinator._control.engine.lock = CuriousError.lock
+    coordinator._core.engine.lock = CuriousError.lock
     CuriousError.held.clear()
     value = coordinator.schedule(good)
     with pytest.raises(CuriousError, match="why"):
@@ -227,8 +227,8 @@ def test_exceptions_of_the_user_are_made_without_the_lock(make_world):
 def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
     world = make_world(workers=1)
     coordinator = world.coordinator()
-    dispatcher = coordinator._control.dispatcher
-    (seat,) = dispatcher.seats
+    dispatcher = coordinator._core.dispatcher
+    (channel,) = dispatcher.channels
     (worker,) = world.workers
     told = []
 
@@ -237,7 +237,7 @@ def test_a_worker_that_does_not_read_is_told_later_what_to_forget(make_world):
 
     def clean_twice():
         worker.link.notify = too_busy
-        seat.arguments.add(99)
+        channel.arguments.add(99)
         dispatcher.retired.append(99)
         dispatcher._clean()
         worker.link.notify = told.append

@@ -116,7 +116,7 @@ def test_dropping_the_strategy_ends_thread_and_tasks(make_world):
     value = coordinator.schedule(good)
     thread = world.session.portal._thread
     session = weakref.ref(world.session)
-    coordinator._control.engine._watchers = {}  # the world's own knows the session
+    coordinator._core.engine._watchers = {}  # the world's own knows the session
     world.session = world.strategy = None
     del coordinator
     gc.collect()
@@ -186,7 +186,7 @@ def test_after_a_shutdown_that_was_interrupted_no_step_number_is_used_again(worl
     coordinator = world.coordinator()
     for _ in range(3):
         coordinator.schedule(good).fetch()
-    control = coordinator._control
+    control = coordinator._core
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -199,7 +199,7 @@ def test_after_a_shutdown_that_was_interrupted_no_step_number_is_used_again(worl
     again = ClusterCoordinator(world.strategy)
     assert again.schedule(good).fetch() == 1
     assert control.engine.queue.steps.next == 4
-    assert again._control.engine.queue.steps.next == 5
+    assert again._core.engine.queue.steps.next == 5
 
 
 def test_who_waits_for_a_resource_is_told_at_the_end(world):

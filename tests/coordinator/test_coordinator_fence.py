@@ -56,7 +56,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(failing):
 @pytest.mark.parametrize("when", ["before the error", "while it is drained"])
 def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
     world, coordinator, (lost, *_), bad_one, other = failing
-    engine = coordinator._control.engine
+    engine = coordinator._core.engine
     if when == "before the error":
         world.on_loop(other.kill)
         world.on_loop(bad_one.work, 1)
@@ -74,13 +74,13 @@ def test_one_that_was_applied_nowhere_may_be_scheduled_again(failing, when):
 
 def _when(world, engine, act):
     """Acts when the error is being drained; on the loop."""
-    before = engine._cancel
+    before = engine.loop.cancel
 
     def cancel():
         before()
         world.session.portal.call_soon(act)
 
-    engine._cancel = cancel
+    engine.loop.cancel = cancel
 
 
 def test_the_error_waits_for_the_servers(failing):
@@ -88,7 +88,7 @@ def test_the_error_waits_for_the_servers(failing):
     world.ps[1].silent = True
     world.on_loop(bad_one.work, 1)
     world.on_loop(other.kill)
-    engine = coordinator._control.engine
+    engine = coordinator._core.engine
     with pytest.raises(TimeoutError):
         coordinator.join(timeout=0.05)
     assert engine.queue.phase.value == "fencing"

@@ -181,7 +181,7 @@ def test_two_may_hold_it(world):
         second.wait()
         value = coordinator.schedule(good)
         first.__exit__()
-        assert coordinator._control.engine.queue.held
+        assert coordinator._core.engine.queue.held
         assert not value.is_ready
     assert value.fetch() == 1
 
@@ -194,7 +194,7 @@ def test_a_new_coordinator_is_held_too(world):
         coordinator.shutdown()
         again = world.coordinator()
         value = again.schedule(good)
-        assert again._control.engine.queue.held
+        assert again._core.engine.queue.held
     assert value.fetch() == 1
     with Resting(world) as resting:
         assert resting.wait().end == 3
@@ -207,7 +207,7 @@ def test_updates_of_the_program_wait_or_are_waited_for(world):
     ps.reads = False
 
     def update():
-        world.session.update(spec, UpdateOp.ADD, 0, [np.float32(1)])
+        world.update([(spec, UpdateOp.ADD, 0, [np.float32(1)])])
 
     threads = [threading.Thread(target=update) for _ in range(2)]
     threads[0].start()
@@ -235,7 +235,7 @@ def test_an_update_that_nobody_waits_for_any_more_is_waited_for(world):
     adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
 
     async def give_up():
-        update = asyncio.ensure_future(world.session.update_many_async(adds))
+        update = asyncio.ensure_future(world.update_async(adds))
         await asyncio.to_thread(world.until, lambda: len(ps.pushes) == 1)
         update.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -258,7 +258,7 @@ def test_an_update_whose_line_is_cut_is_waited_for_and_sent_again(world):
     adds = [(spec, UpdateOp.ADD, 0, [np.float32(1)])]
 
     def add():
-        asyncio.run(world.session.update_many_async(adds))
+        asyncio.run(world.update_async(adds))
 
     thread = threading.Thread(target=add)
     thread.start()
@@ -294,7 +294,7 @@ def test_giving_up_lets_all_go_on(world):
     async def main():
         task = asyncio.ensure_future(give_up())
         await asyncio.to_thread(
-            world.until, lambda: coordinator._control.engine.queue.held
+            world.until, lambda: coordinator._core.engine.queue.held
         )
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

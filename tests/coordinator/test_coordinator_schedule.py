@@ -165,7 +165,7 @@ def test_schedule_waits_while_the_queue_is_full(world):
 
     thread = threading.Thread(target=schedule_many)
     thread.start()
-    world.until(lambda: coordinator._control.engine._watchers)
+    world.until(lambda: coordinator._core.engine._watchers)
     assert 3 <= len(scheduled) <= 5, "three wait, and two are in flight"
     assert thread.is_alive()
     world.on_loop(world.release)
@@ -194,7 +194,7 @@ def test_a_join_does_not_hold_up_other_threads(world):
     coordinator.schedule(constant)
     joiner = threading.Thread(target=coordinator.join)
     joiner.start()
-    world.until(lambda: coordinator._control.engine._watchers)
+    world.until(lambda: coordinator._core.engine._watchers)
     later = coordinator.schedule(constant)
     world.until(lambda: sum(len(w.queue) for w in world.workers) == 2)
     first = next(w for w in world.workers if any(s == 1 for *_, s in w.queue))
@@ -234,7 +234,7 @@ def test_shutdown_of_the_cluster_ends_the_daemons(world):
     assert all(task.exited for task in world.tasks.values())
     coordinator.shutdown(cluster=True)
     with pytest.raises(ClosedError):
-        world.session.read([])
+        world.read([])
 
 
 def test_leaving_the_block_joins(world):
@@ -281,7 +281,7 @@ def test_a_join_that_is_cut_short_by_a_shutdown_says_so(world):
 
     thread = threading.Thread(target=join)
     thread.start()
-    world.until(lambda: coordinator._control.engine._watchers)
+    world.until(lambda: coordinator._core.engine._watchers)
     coordinator.shutdown()
     thread.join(20)
     assert raised
@@ -349,7 +349,7 @@ class StruckLock:
 
 
 def strike_wake(engine, monkeypatch, before):
-    wake, left = engine._wake, [1]
+    wake, left = engine.loop.wake, [1]
 
     def struck():
         is_due = bool(left and left.pop())
@@ -358,14 +358,14 @@ def strike_wake(engine, monkeypatch, before):
         if is_due:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine, "_wake", struck)
+    monkeypatch.setattr(engine.loop, "wake", struck)
 
 
 @pytest.mark.parametrize("where", ["before waking", "after waking", "unlocking"])
 def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
     coordinator = world.coordinator()
     coordinator.schedule(constant).fetch()
-    engine = coordinator._control.engine
+    engine = coordinator._core.engine
     coordinator.join()
     if where == "unlocking":
         lock = engine.lock
@@ -385,7 +385,7 @@ def test_ctrl_c_in_schedule_loses_no_closure(world, monkeypatch, where):
 def test_done_wakes_those_who_were_forgotten(world, monkeypatch):
     coordinator = world.coordinator()
     coordinator.schedule(constant).fetch()
-    strike_wake(coordinator._control.engine, monkeypatch, True)
+    strike_wake(coordinator._core.engine, monkeypatch, True)
     with pytest.raises(KeyboardInterrupt):
         coordinator.schedule(constant)
     while not coordinator.done():

@@ -58,8 +58,10 @@ def spec(key, ps, rows=4, part=None):
     return VariableSpec(key, f"v{key}", (rows, 2), "float64", ps, part=part)
 
 
-def run_async(work):
-    return asyncio.run(work)
+def done(session, form, work):
+    if form == "blocking":
+        return session.run(work, "the test")
+    return asyncio.run(session.run_async(work, "the test"))
 
 
 PARTS = [(spec(1, 0), np.array([2, 3])), (spec(2, 1), np.array([0]))]
@@ -68,10 +70,7 @@ PARTS += [(spec(3, 0), np.array([], np.int64))]
 
 @pytest.mark.parametrize("form", ["blocking", "async"])
 def test_rows_of_many_variables_in_one_request_per_server(session, form):
-    if form == "blocking":
-        rows = session.read_rows(PARTS)
-    else:
-        rows = run_async(session.read_rows_async(PARTS))
+    rows = done(session, form, session.servers.read_rows(PARTS))
     assert [r.tolist() for r in rows] == [[[2, 20], [3, 30]], [[0, 0]], []]
     assert rows[2].shape == (0, 2)
     assert [[m.rows for m in asked] for asked in session.asked] == [[[1, 3]], [[2]]]
@@ -85,10 +84,7 @@ def test_updates_of_many_variables_in_one_request_per_server(session, form):
         (spec(2, 1), UpdateOp.ASSIGN, 0, [np.zeros((4, 2))]),
         (spec(3, 0), UpdateOp.SCATTER_ADD, 0, [index, one]),
     ]
-    if form == "blocking":
-        session.update_many(updates)
-    else:
-        run_async(session.update_many_async(updates))
+    done(session, form, session.servers.update(updates))
     (here,), (there,) = session.asked
     assert (here.step, here.part, here.writer) == (0, 0, session.session)
     assert [tuple(update) for update in here.updates] == [
@@ -109,10 +105,7 @@ def initial(spec):
 @pytest.mark.parametrize("form", ["blocking", "async"])
 def test_servers_are_told_to_make_their_variables(session, form):
     entries = [initial(spec(key, key % 2)) for key in range(3)]
-    if form == "blocking":
-        session.initialize_variables(entries, b"code")
-    else:
-        run_async(session.initialize_variables_async(entries, b"code"))
+    done(session, form, session.servers.initialize_variables(entries, b"code"))
     (here,), (there,) = session.asked
     assert ([e.key for e in here.variables], here.code) == ([0, 2], b"code")
     assert there.variables == [entries[1][1]]
@@ -128,7 +121,7 @@ def test_large_tables_may_take_longer():
 def test_parts_are_created_as_such(session):
     part = ComponentRows("w", 0, 2, 0, 8)
     made = [(spec(1, 0, part=part), np.zeros((4, 2))), (spec(2, 0), np.zeros((4, 2)))]
-    session.create_variables(made)
+    session.run(session.servers.create_variables(made), "creating variables")
     ((message,), _) = session.asked
     assert [entry.sharded for entry in message.variables] == [True, False]
 
@@ -137,15 +130,17 @@ def test_nothing_is_asked_when_a_server_is_lost(session):
     world = session.world
     world.on_loop(world.ps[1].kill)
     world.until(lambda: session.cluster.broken is not None)
-    calls = [
-        lambda: session.read_rows(PARTS[:1]),
-        lambda: session.update_many([]),
-        lambda: session.initialize_variables([], b""),
-        lambda: session.client,
+    servers = session.servers
+    works = [
+        servers.read_rows(PARTS[:1]),
+        servers.update([]),
+        servers.initialize_variables([], b""),
     ]
-    for call in calls:
+    for work in works:
         with pytest.raises(PSUnavailableError, match="ps/task:1"):
-            call()
+            session.run(work, "the test")
+    with pytest.raises(PSUnavailableError, match="ps/task:1"):
+        _ = session.client
     assert session.asked == [[], []]
 
 
@@ -154,4 +149,4 @@ def test_coroutines_of_others_run_beside(session):
         return await client.pull([], [])
 
     assert session.run(rows(session.client), "nothing") == []
-    assert run_async(session.run_async(rows(session.client), "nothing")) == []
+    assert asyncio.run(session.run_async(rows(session.client), "nothing")) == []

@@ -58,7 +58,7 @@ def bind(store, optimizer: int, told: Binding) -> None:
 def bind_each(store, optimizer: int, transformation, keys, gradients=None) -> None:
     """Each of these variables as a tree of its own, as pieces of none: for optimizers
     that look at no other."""
-    for held in store.find(keys):
+    for held in store.variables.find(keys):
         cell = held.cell
         tree = {"w": ((held.entry.key,), cell.shape, cell.dtype)}
         bind(store, optimizer, binding(transformation, tree, gradients))

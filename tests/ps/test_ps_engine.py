@@ -221,7 +221,7 @@ def test_programs_are_compiled_once_per_shape_and_dtype():
     store = store_with("adam")
     store.create([VariableEntry(9, "twin", True, False)], [np.zeros(SHAPES[1], "f4")])
     bind_each(store, 1, made("adam"), [9])
-    engine = store._engine
+    engine = store.engine
     for turn in range(3):
         grads = gradients(turn)
         store.push(optimize({**grads, 9: grads[1]}))

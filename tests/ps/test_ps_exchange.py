@@ -200,7 +200,7 @@ async def test_what_fails_while_it_computes_is_the_outcome_of_its_part(
     rig, monkeypatch, inline
 ):
     monkeypatch.setattr(requests_module, "INLINE", inline)
-    (lost,) = rig.service._store.find([0])
+    (lost,) = rig.service._store.variables.find([0])
     lost.cell.lose("XLA said so")
     pushed = await rig.answer(exchange(0, reads=[1], rows=[1], indices=[[0]]))
     assert isinstance(error_of(pushed.push_error), UnavailableError)

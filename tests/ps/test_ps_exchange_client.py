@@ -18,7 +18,7 @@ from zstrat.errors import (
     to_wire,
 )
 from zstrat.ps import PsClient, PsService, PsUpdate, Ref, RowsRef
-from zstrat.ps.client import _exchange_client as exchange_module
+from zstrat.ps.client import _pushing as exchange_module
 from zstrat.transport import Endpoint, Link, hello, new_incarnation
 from zstrat.wire import (
     Done,

@@ -357,7 +357,7 @@ async def test_who_came_before_has_his_turn_before(ps, sender):
 
 
 def test_a_pinned_value_stays_what_it_was(ps, sender):
-    (held,) = ps.service._store.find([KEY])
+    (held,) = ps.service._store.variables.find([KEY])
     sender.push(ramp())
     sender.carry()
     pin = held.cell.pin()

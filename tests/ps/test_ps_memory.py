@@ -5,7 +5,7 @@ import pytest
 
 from zstrat.errors import ResourceExhaustedError
 from zstrat.ps.engine._engine import OptimizerEngine
-from zstrat.ps.store import _creating, _store
+from zstrat.ps.store import _creating, _lookups
 from zstrat.ps.store._store import Store
 from zstrat.wire import VariableEntry
 
@@ -16,11 +16,12 @@ def test_a_lookup_may_take_a_quarter_of_what_is_left(monkeypatch):
     store = Store(OptimizerEngine(lambda code: None), task="/job:ps/task:0")
     row = np.zeros((1, MiB // 4), np.float32)
     store.create([VariableEntry(1, "table", True, False)], (row,))
-    monkeypatch.setattr(_store, "available_bytes", lambda: 100 * MiB)
+    monkeypatch.setattr(_lookups, "available_bytes", lambda: 100 * MiB)
     assert store.plan_rows([], [1], (np.zeros(24, int),)).work > 24 * MiB
     with pytest.raises(ResourceExhaustedError, match=f"of {100 * MiB} that are left"):
         store.plan_rows([], [1], (np.zeros(26, int),))
-    assert store.row_bytes([1, 2], (np.zeros(26, int), np.zeros(3, int))) == 26 * MiB
+    indices = (np.zeros(26, int), np.zeros(3, int))
+    assert _lookups.row_bytes(store.variables, [1, 2], indices) == 26 * MiB
 
 
 def test_what_the_kernel_says_is_believed_if_it_says_anything(monkeypatch, tmp_path):

@@ -241,11 +241,11 @@ def test_programs_are_few_and_shared_by_tables():
             rows = rng.choice(777, size, replace=False)
             store.push(rows_push((key, rows, table(2, size))))
     # 16 to 1024 rows in steps of two per doubling, and two for slots.
-    assert store._engine.programs <= 12 + 2
-    before = store._engine.programs
+    assert store.engine.programs <= 12 + 2
+    before = store.engine.programs
     rows = rng.choice(777, 333, replace=False)
     store.push(rows_push((1, rows, table(2, 333)), (2, rows, table(2, 333))))
-    assert store._engine.programs == before
+    assert store.engine.programs == before
 
 
 def test_a_reader_never_sees_a_row_change():
@@ -262,7 +262,7 @@ def test_a_reader_never_sees_a_row_change():
         store.push(rows_push((1, indices, gradient)))
     assert len(places) == 1  # in place while nobody looks
     (lease,) = store.read([Read(1, -1)])[1]
-    slots = [cell.lease() for cell in store._held[1].slots[1].cells]
+    slots = [cell.lease() for cell in store.variables[1].slots[1].cells]
     before = [x.tobytes() for x in (lease, *slots)]
     store.push(rows_push((1, indices, gradient)))
     assert [x.tobytes() for x in (lease, *slots)] == before
@@ -280,7 +280,7 @@ def test_slots_of_a_table_larger_than_a_block_are_made_in_blocks(monkeypatch):
     store.push(rows_push((1, np.empty(0, int), np.empty((0, WIDTH), "f4"))))
     want.push(np.empty(0, int), np.empty((0, WIDTH), "f4"))
     leaves = jax.tree.leaves(want.state)
-    slots = store._held[1].slots[1]
+    slots = store.variables[1].slots[1]
     assert any(leaf.rows for leaf in slots.leaves)
     for cell, leaf, about in zip(slots.cells, leaves, slots.leaves, strict=True):
         assert about.rows == (leaf.shape == (ROWS, WIDTH))

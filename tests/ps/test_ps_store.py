@@ -309,7 +309,7 @@ def test_a_step_beyond_all_that_can_be_remembered_is_refused(store):
 
 def two_values(store: Store):
     store.create([entry(2), entry(3)], [filled(2, 1), filled(3, 1)])
-    return store._held[2].cell, store._held[3].cell
+    return store.variables[2].cell, store.variables[3].cell
 
 
 def test_a_push_to_a_value_that_was_lost_changes_nothing():

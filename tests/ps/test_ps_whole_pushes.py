@@ -125,7 +125,7 @@ def test_new_slots_are_there_before_numpy_may_write_the_value():
     programs = UpdatePrograms(1, "slow")
     (rule,) = binding(slow, ((1,), (400, 400), "f4")).rules()
     step = SlotStep(Cell(np.eye(400, dtype="f4")), {}, rule, np.zeros((400, 400), "f4"))
-    programs.prepare(step, Ahead())
+    programs.prepare([step], [], Ahead())
     (slot,) = step.slots[1].cells
     assert slot.give().is_ready()
 
@@ -176,17 +176,17 @@ ADD = (UpdateOp.ADD, ONES)
 )
 def test_memory_for_all_of_a_push_is_there_before_it_begins(monkeypatch, updates):
     store, twin = store_with("adam"), store_with("adam")
-    pin = store.find([1])[0].cell.pin()
+    pin = store.variables.find([1])[0].cell.pin()
     whole = push(*[(1, *update) for update in updates])
     with monkeypatch.context() as patch:
-        for module in ("store._cell", "engine._xla_rows"):
+        for module in ("store._cell", "engine._row_updates"):
             patch.setattr(f"zstrat.ps.{module}.lasting", no_memory)
         with pytest.raises(ResourceExhaustedError, match=f"{TASK}: variable 'v1'"):
             store.push(whole)
     np.testing.assert_array_equal(value_of(store, 1), np.zeros((8, 2)))
     plan = store.plan_push(whole)
     plan._reserve()
-    held = store.find([1])[0].cell
+    held = store.variables.find([1])[0].cell
     with monkeypatch.context() as patch:
         # What the value needs is set aside; slots may still need some.
         make = cell_module.lasting
@@ -224,7 +224,7 @@ def test_a_push_without_memory_for_its_last_value_holds_none_for_its_first(monke
     store = store_with("adam")
     readers = store.read([Read(1, -1), Read(2, -1)])
     before = store.statistics()["held_bytes"]
-    first, make = store.find([1])[0].cell, cell_module.lasting
+    first, make = store.variables.find([1])[0].cell, cell_module.lasting
     monkeypatch.setattr(
         "zstrat.ps.store._cell.Cell._beside",
         lambda cell: _beside(cell, make if cell is first else no_memory),
@@ -261,7 +261,7 @@ def test_half_of_a_push_that_xla_could_not_finish_is_never_seen():
 
 def test_a_lost_value_heals_with_an_assignment_before_its_gradient():
     store, twin = store_with("adam"), store_with("adam")
-    store.find([1])[0].cell.lose("XLA was out of memory")
+    store.variables.find([1])[0].cell.lose("XLA was out of memory")
     words = f"{TASK}: variable 'v1'.*XLA was out of memory"
     with pytest.raises(UnavailableError, match=words):
         store.push(push((1, UpdateOp.OPTIMIZE, ONES), (1, UpdateOp.ASSIGN, FIVES)))

@@ -226,31 +226,42 @@ class FakeCluster:
         self.on_rest()
         yield self.cut
 
+    @property
+    def servers(self):
+        return self
+
+    def creation_timeout(self, entries=()):
+        return 1.0
+
+    def run(self, work, what, timeout=None):
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError(f"{what}: waits")
+
     async def run_async(self, work, what):
         if self.lost is not None:
             work.close()
             raise PSUnavailableError(f"/job:ps/task:{self.lost}", "killed")
         return await work
 
-    def create_variables(self, variables):
+    async def create_variables(self, variables):
         for spec, array in variables:
             self.client.homes[spec.key] = (spec, LocalHome(array))
 
-    def withdraw(self, specs, optimizers):
+    async def withdraw(self, specs, optimizers):
         del optimizers
         for spec in specs:
             self.client.homes.pop(spec.key, None)
 
-    def create_optimizer(self, optimizer, name, code):
+    async def create_optimizer(self, optimizer, name, code):
         del optimizer, name, code
 
-    def read(self, specs):
+    async def read(self, specs):
         return [self.client.homes[spec.key][1].read(None) for spec in specs]
 
-    async def read_async(self, specs):
-        return self.read(specs)
-
-    def bind_optimizer(self, number, data, servers=None):
+    async def bind_optimizer(self, number, data, servers=None):
         assert servers is None
         known = self.client.optimizers[number]
         binding = decoded(known.name, known.transformation, data)
@@ -258,13 +269,7 @@ class FakeCluster:
             for key in keys:
                 self.client.rules[number, key] = rule
 
-    async def bind_optimizer_async(self, number, data, servers=None):
-        self.bind_optimizer(number, data, servers)
-
-    def update(self, spec, op, optimizer, arrays):
-        self.update_many([(spec, op, optimizer, arrays)])
-
-    def update_many(self, updates):
+    async def update(self, updates):
         operands = {}
         for spec, op, optimizer, arrays in updates:
             if op is UpdateOp.OPERANDS:

@@ -16,7 +16,7 @@ from zstrat.wire import UpdateOp
 
 
 class FakeSession:
-    """The blocking and awaitable methods of a session, over a dict."""
+    """A session and the coroutines of its servers, over a dict: none of them waits."""
 
     def __init__(self, ps_count, worker_count, devices):
         self.ps_count, self.worker_count, self.devices = ps_count, worker_count, devices
@@ -33,14 +33,31 @@ class FakeSession:
         self.refuse = None
         self.is_closed = False
 
-    def create_variables(self, variables):
+    @property
+    def servers(self):
+        return self
+
+    def run(self, work, what, timeout=None):
+        try:
+            work.send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError(f"{what}: waits")
+
+    async def run_async(self, work, what):
+        return await work
+
+    def creation_timeout(self, entries=()):
+        return 1.0
+
+    async def create_variables(self, variables):
         self.requests.append("create")
         for spec, array in variables:
             assert 0 <= spec.ps < self.ps_count
             assert spec.key not in self.values
             self.values[spec.key], self.specs[spec.key] = array, spec
 
-    def initialize_variables(self, entries, code):
+    async def initialize_variables(self, entries, code):
         """What the parameter servers would do."""
         self.requests.append("initialize")
         self.entries += [entry for _, entry in entries]
@@ -61,12 +78,12 @@ class FakeSession:
             assert array.dtype == spec.numpy_dtype
             self.values[spec.key], self.specs[spec.key] = array, spec
 
-    def delete_variables(self, specs):
+    async def delete_variables(self, specs):
         self.requests.append("delete")
         for spec in specs:
             del self.values[spec.key], self.specs[spec.key]
 
-    def withdraw(self, specs, optimizers):
+    async def withdraw(self, specs, optimizers):
         self.requests.append("withdraw")
         for spec in specs:
             self.values.pop(spec.key, None)
@@ -74,22 +91,22 @@ class FakeSession:
         for optimizer in optimizers:
             self.transformations.pop(optimizer, None)
 
-    def create_optimizer(self, optimizer_id, name, code):
+    async def create_optimizer(self, optimizer_id, name, code):
         if self.refuse is not None:
             raise InvalidArgumentError(f"{name}: {self.refuse}")
         assert optimizer_id > 0
         self.transformations[optimizer_id] = load(code)
 
-    def read(self, specs):
+    async def read(self, specs):
         self.requests.append("read")
         return [self.values[spec.key] for spec in specs]
 
-    def read_rows(self, parts):
+    async def read_rows(self, parts):
         self.requests.append("read_rows")
         return [self.values[spec.key][indices] for spec, indices in parts]
 
-    def update_many(self, updates):
-        self.requests.append("update_many")
+    async def update(self, updates):
+        self.requests.append("update" if len(updates) == 1 else "update_many")
         operands = {}
         for spec, op, optimizer_id, arrays in updates:
             if op is UpdateOp.OPERANDS:
@@ -98,11 +115,7 @@ class FakeSession:
                 shared = operands.get((spec.ps, optimizer_id), ())
                 self._apply(spec, op, optimizer_id, arrays, shared)
 
-    def update(self, spec, op, optimizer_id, arrays):
-        self.requests.append("update")
-        self._apply(spec, op, optimizer_id, arrays)
-
-    def bind_optimizer(self, optimizer_id, data, servers=None):
+    async def bind_optimizer(self, optimizer_id, data, servers=None):
         assert servers is None
         known = self.transformations[optimizer_id]
         binding = Binding.decoded(f"optimizer {optimizer_id}", known, data)
@@ -110,13 +123,10 @@ class FakeSession:
             for key in keys:
                 self.rules[optimizer_id, key] = rule
 
-    async def bind_optimizer_async(self, optimizer_id, data, servers=None):
-        self.bind_optimizer(optimizer_id, data, servers)
-
-    def read_slots(self, optimizer_id, specs):
+    async def read_slots(self, optimizer_id, specs):
         return [dict(self.slots.get((spec.key, optimizer_id), {})) for spec in specs]
 
-    def write_slot(self, optimizer_id, spec, name, value):
+    async def write_slot(self, optimizer_id, spec, name, value):
         if (spec.key, optimizer_id) not in self.slots:
             self.slots[spec.key, optimizer_id] = self._begun(spec.key, optimizer_id)
         assert name in self.slots[spec.key, optimizer_id]
@@ -146,18 +156,6 @@ class FakeSession:
         after = map(np.asarray, after)
         self.slots[spec.key, optimizer_id] = dict(zip(rule.names, after, strict=True))
         self.values[spec.key] = np.asarray(moved)
-
-    async def read_async(self, specs):
-        return self.read(specs)
-
-    async def update_async(self, spec, op, optimizer_id, arrays):
-        self.update(spec, op, optimizer_id, arrays)
-
-    async def read_rows_async(self, parts):
-        return self.read_rows(parts)
-
-    async def update_many_async(self, updates):
-        self.update_many(updates)
 
     def close(self):
         self.is_closed = True
@@ -190,12 +188,13 @@ class FakeCluster:
         """One step of a shipped function, as a worker runs it."""
         prepared = prepare(shipped, args, {})
         plan = prepared.plan
-        result = prepared.run(self.session.read(plan.reads))
+        session = self.session
+        result = prepared.run(session.run(session.read(plan.reads), "reading"))
         for call in plan.calls:
-            self.session.bind_optimizer(call.optimizer.id, call.binding().encoded())
-        self.session.update_many(
-            [(x.spec, x.op, x.optimizer, x.arrays) for x in result.updates]
-        )
+            tree = call.binding().encoded()
+            session.run(session.bind_optimizer(call.optimizer.id, tree), "binding")
+        updates = [(x.spec, x.op, x.optimizer, x.arrays) for x in result.updates]
+        session.run(session.update(updates), "updating")
         return rebuild(
             result.layout.structure, result.leaves, plan.out_structure.treedef
         )

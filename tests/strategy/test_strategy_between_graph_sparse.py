@@ -11,6 +11,7 @@ from zstrat.data import Dataset
 
 class Session:
     session = 7
+    servers = None
 
     def close(self):
         pass

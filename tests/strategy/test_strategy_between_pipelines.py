@@ -15,6 +15,7 @@ class Session:
     """Nothing is created here."""
 
     session = 7
+    servers = None
 
     def close(self):
         pass

@@ -88,8 +88,8 @@ def late(session, monkeypatch):
     """The servers carry out what they are asked, and say so too late."""
 
     def then_fail(method):
-        def called(*args):
-            method(*args)
+        async def called(*args):
+            await method(*args)
             raise DeadlineExceededError("too late")
 
         return called
@@ -127,7 +127,7 @@ def test_what_cannot_be_removed_is_tried_again(make_cluster, monkeypatch):
         variable(fake.strategy, [5], "late")
     with monkeypatch.context() as busy:
 
-        def too_late(specs, optimizers):
+        async def too_late(specs, optimizers):
             raise DeadlineExceededError("still busy")
 
         busy.setattr(fake.session, "withdraw", too_late)

@@ -139,9 +139,11 @@ def test_an_unknown_placement_is_refused(make_cluster):
 def test_a_hundred_gigabytes_are_never_here(make_cluster):
     fake = make_cluster(ps=4, variable_partitioner=in_parts(8))
     sent = []
-    fake.session.initialize_variables = lambda entries, code: sent.append(
-        (entries, code)
-    )
+
+    async def told(entries, code):
+        sent.append((entries, code))
+
+    fake.session.initialize_variables = told
     tracemalloc.start()
     try:
         with fake.strategy.scope():
@@ -200,7 +202,7 @@ def test_a_function_that_makes_parts_makes_them_there(make_cluster):
     ]
 
 
-def here(session, function, entries, code):
+async def here(session, function, entries, code):
     """Initializes with the function of this process, so that calls are seen."""
     shipped = load(code)
     made = initializers.Sliced(function, shipped.takes_shape, shipped.names_parts)

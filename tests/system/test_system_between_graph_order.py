@@ -84,19 +84,19 @@ def test_what_a_server_refused_counts_for_nobody(spec):
 
 def test_what_came_too_late_gives_its_value_to_nobody(spec, monkeypatch):
     with program(spec, 0) as chief, program(spec, 1) as other:
-        session = chief._session
-        create, optimize = session.create_variables, session.create_optimizer
+        servers = chief._session.servers
+        create, optimize = servers.create_variables, servers.create_optimizer
 
         def too_late(method):
-            def called(*args):
-                method(*args)
+            async def called(*args):
+                await method(*args)
                 raise zs.DeadlineExceededError("too late")
 
             return called
 
         with monkeypatch.context() as patch, chief.scope():
-            patch.setattr(session, "create_variables", too_late(create))
-            patch.setattr(session, "create_optimizer", too_late(optimize))
+            patch.setattr(servers, "create_variables", too_late(create))
+            patch.setattr(servers, "create_optimizer", too_late(optimize))
             with pytest.raises(zs.DeadlineExceededError):
                 zs.create_variables({"a": np.ones(2, "f4"), "b": np.ones(3, "f4")})
             with pytest.raises(zs.DeadlineExceededError):

@@ -96,7 +96,7 @@ def test_what_is_saved_while_training_goes_on_is_whole_steps(counting, tmp_path)
         session, one = counting.coordinator.strategy.session, np.ones((), "f4")
         adds = [(v.spec, UpdateOp.ADD, 0, [one]) for v in counting.own]
         while not over.is_set():
-            session.update_many(adds)
+            session.run(session.servers.update(adds), "adding")
             updates[0] += 1
 
     threads = [threading.Thread(target=f) for f in (train, update)]

@@ -79,7 +79,7 @@ def test_a_step_that_was_applied_is_not_called_cancelled(coordinator, pipe):
 
     joining = threading.Thread(target=join)
     joining.start()
-    while coordinator._control.engine.queue.phase.value != "draining":
+    while coordinator._core.engine.queue.phase.value != "draining":
         pass
     os.kill(pid, signal.SIGKILL)
     joining.join(60)

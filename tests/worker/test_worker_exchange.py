@@ -15,7 +15,7 @@ from zstrat.wire import DeleteVariables, Exchange, Pull, Push
 async def under_way(world, *kinds, prepared=0):
     """Waits until the links, which are held, have been sent these messages, and until
     so many steps are prepared."""
-    pipeline = world.worker._tenancy.shop.pipeline
+    pipeline = world.worker._session.runner.pipeline
     async with asyncio.timeout(20):
         while True:
             line = await world.worker._executor.submit(lambda: len(pipeline._line))

@@ -258,7 +258,7 @@ async def test_code_that_captures_a_resource_follows_it(world):
         value = resolve(resource)
         return function(lambda: value)
 
-    world.worker._tenancy.shop.resources._load = load
+    world.worker._session.runner.resources._load = load
     digest = await world.ship("captures")
     assert await world.run(digest, [1]) == [1]
     await world.build(lambda: np.float32(2), resource=resource, purpose="value")

@@ -260,9 +260,9 @@ async def test_draining_has_a_bound(world):
         assert go_on.wait(20)
 
     world.dispatch(await world.ship(slow), [1])
-    tenancy = world.worker._tenancy
+    session = world.worker._session
     refusal = WorkerLostError("w", "ends")
-    assert await tenancy.drain(refusal, asyncio.get_running_loop().time()) is False
+    assert await session.drain(refusal, asyncio.get_running_loop().time()) is False
     go_on.set()
     await world.outcomes([1])
 

@@ -7,7 +7,7 @@ import pytest
 
 from zstrat.errors import PeerLostError
 from zstrat.wire import Hello
-from zstrat.worker._way import ServerWay
+from zstrat.worker._worker_session import ServerPresence
 
 FIRST, SECOND = (Hello(1, "ps", 0, life, "here", 1) for life in (1, 2))
 SILENT = PeerLostError("ps:0", "it was silent")
@@ -35,7 +35,7 @@ class Told:
 
 
 def way_of(grace):
-    way = ServerWay(grace)
+    way = ServerPresence(grace)
     way.line = Told()
     return way, way.line
 

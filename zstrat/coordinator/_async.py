@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._control import CoordinatorCore, control_of
+from ._core import CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset
 from ._values import RemoteValue
 
@@ -40,7 +40,7 @@ class AsyncClusterCoordinator:
         max_attempts: int | None = None,
         worker_wait_timeout: float | None = None,
     ) -> None:
-        self._control: CoordinatorCore = control_of(
+        self._core: CoordinatorCore = core_of(
             strategy,
             {
                 "max_queued": max_queued,
@@ -53,13 +53,12 @@ class AsyncClusterCoordinator:
     @property
     def strategy(self) -> CoordinatedStrategy:
         """The strategy that it schedules for."""
-        return self._control.strategy
+        return self._core.strategy
 
     @property
     def errors(self) -> list[Exception]:
         """All errors that came with the one that was raised last, the first first."""
-        with self._control.engine.lock:
-            return list(self._control.engine.queue.errors)
+        return self._core.errors
 
     async def schedule(
         self,
@@ -73,25 +72,25 @@ class AsyncClusterCoordinator:
 
         Cancellation: nothing is scheduled.
         """
-        control = self._control
-        call = control.calls.find(fn, args, kwargs)
+        core = self._core
+        call = core.calls.find(fn, args, kwargs)
         if call is None:
-            call = await asyncio.to_thread(control.calls.make, fn, args, kwargs)
-        return await control.engine.put_async(call)
+            call = await asyncio.to_thread(core.calls.make, fn, args, kwargs)
+        return await core.engine.put_async(call)
 
     async def join(self) -> None:
         """Waits until all that was scheduled before has ended.
 
         Cancellation: all goes on; join again.
         """
-        await self._control.engine.join_async()
+        await self._core.engine.join_async()
 
     async def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does.
 
         Cancellation: as `join`.
         """
-        return await self._control.engine.done_async()
+        return await self._core.engine.done_async()
 
     async def fetch(self, val: Any) -> Any:
         """The same nested structure with every `RemoteValue` in it fetched.
@@ -106,18 +105,18 @@ class AsyncClusterCoordinator:
         self, dataset_fn: Callable[..., Iterable[Any]] | Iterable[Any]
     ) -> PerWorkerDataset:
         """See `ClusterCoordinator.create_per_worker_dataset`; pickles on a thread."""
-        return await asyncio.to_thread(make_dataset, self._control, dataset_fn)
+        return await asyncio.to_thread(make_dataset, self._core, dataset_fn)
 
     def metrics(self) -> dict[str, PlainTree]:
         """See `ClusterCoordinator.metrics`."""
-        return self._control.metrics()
+        return self._core.metrics()
 
     async def shutdown(self, cluster: bool = False) -> None:
         """See `ClusterCoordinator.shutdown`.
 
         Cancellation: it is shut down all the same.
         """
-        await asyncio.to_thread(self._control.shutdown, cluster)
+        await asyncio.to_thread(self._core.shutdown, cluster)
 
     async def __aenter__(self) -> Self:
         return self

@@ -82,7 +82,9 @@ class Cluster:
         self._closing = False
         count, addresses = len(workers), list(ps)
 
-        def lane(job: str, task: int, index: int, address: str) -> TaskSession:
+        def session_with(
+            job: str, number: int, index: int, address: str
+        ) -> TaskSession:
             known = addresses if job == "worker" else []
             opening: OpenSession | JoinSession
             if joins:
@@ -91,7 +93,7 @@ class Cluster:
                 opening = OpenSession(session, index, count, known, prefetch)
             return TaskSession(
                 job,
-                task,
+                number,
                 index,
                 address,
                 opening,
@@ -101,15 +103,15 @@ class Cluster:
                 grace=timeouts.reconnect,
             )
 
-        self.ps = [lane("ps", index, index, at) for index, at in enumerate(ps)]
+        self.ps = [session_with("ps", index, index, at) for index, at in enumerate(ps)]
         self.workers = [
-            lane("worker", task, index, at)
-            for index, (task, at) in enumerate(sorted(workers.items()))
+            session_with("worker", number, index, at)
+            for index, (number, at) in enumerate(sorted(workers.items()))
         ]
-        self._ps_lanes = frozenset(map(id, self.ps))
+        self._ps_ids = frozenset(map(id, self.ps))
         self._absent: dict[int, str] = {}
         self._fixed: SessionOpened | None = None
-        links = [lane.link for lane in self.ps]
+        links = [task.link for task in self.ps]
         self.client = PsClient(
             links,
             session,
@@ -137,10 +139,10 @@ class Cluster:
         arrival = Arrival(self.ps, self.workers, loop.call_later)
         arrival.start()
         try:
-            for lane in (*self.ps, *self.workers):
-                lane.start()
+            for task in (*self.ps, *self.workers):
+                task.start()
             missing = await asyncio.gather(
-                *(lane.wait_ready(deadline) for lane in self.ps), return_exceptions=True
+                *(task.wait_ready(deadline) for task in self.ps), return_exceptions=True
             )
             _raise_all([item for item in missing if isinstance(item, BaseException)])
             await self._any_worker(deadline)
@@ -160,25 +162,25 @@ class Cluster:
         loop = asyncio.get_running_loop()
         patience = self._timeouts.drain if leave else LEAVING
         goodbye = CloseSession(self.session, leave)
-        lanes = (*self.workers, *self.ps)  # workers first: they push while they drain
+        tasks = (*self.workers, *self.ps)  # workers first: they push while they drain
         answers = []
-        for lane in lanes:
-            lane.leave()
-            if lane.is_ready and (self._ends or leave):
+        for task in tasks:
+            task.leave()
+            if task.is_ready and (self._ends or leave):
                 answers.append(
-                    lane.link.submit(goodbye, deadline=loop.time() + patience)
+                    task.link.submit(goodbye, deadline=loop.time() + patience)
                 )
                 answers[-1].add_done_callback(_heed)
         if answers:
             await asyncio.wait(answers, timeout=patience)
-        await asyncio.gather(*(lane.close() for lane in lanes))
+        await asyncio.gather(*(task.close() for task in tasks))
 
     @property
     def broken(self) -> PSUnavailableError | None:
         """The parameter server that is not there, as the error that says so."""
         for index, reason in self._absent.items():
-            lane = self.ps[index]
-            return PSUnavailableError(lane.name, reason, lane.gone)
+            task = self.ps[index]
+            return PSUnavailableError(task.name, reason, task.gone)
         return None
 
     @property
@@ -188,31 +190,31 @@ class Cluster:
 
     # ---- told by the task sessions ---------------------------------------------------
 
-    def ready(self, lane: TaskSession) -> None:
-        if id(lane) not in self._ps_lanes:
-            self._compare(lane)
+    def ready(self, task: TaskSession) -> None:
+        if id(task) not in self._ps_ids:
+            self._compare(task)
             if self.dispatcher is not None:
-                self.dispatcher.ready(lane)
+                self.dispatcher.ready(task)
             return
-        self._absent.pop(lane.index, None)
+        self._absent.pop(task.index, None)
         if self.dispatcher is not None and not self._absent:
             self.dispatcher.engine.mend()
             self.dispatcher.turn_soon()
 
-    def lost(self, lane: TaskSession, reason: str) -> None:
+    def lost(self, task: TaskSession, reason: str) -> None:
         if self._closing:
             return
-        if id(lane) not in self._ps_lanes:
+        if id(task) not in self._ps_ids:
             if self.dispatcher is not None:
-                self.dispatcher.lost(lane, reason)
+                self.dispatcher.lost(task, reason)
             return
-        self._absent[lane.index] = reason
+        self._absent[task.index] = reason
         if self.dispatcher is not None and (broken := self.broken) is not None:
             self.dispatcher.engine.fail(broken, lasting=True)
 
-    def heard(self, lane: TaskSession, message: Message) -> None:
-        if self.dispatcher is not None and id(lane) not in self._ps_lanes:
-            self.dispatcher.heard(lane, message)
+    def heard(self, task: TaskSession, message: Message) -> None:
+        if self.dispatcher is not None and id(task) not in self._ps_ids:
+            self.dispatcher.heard(task, message)
 
     def attach(self, dispatcher: Dispatcher) -> None:
         """From now on the dispatcher is told about workers."""
@@ -225,45 +227,45 @@ class Cluster:
     # ---- private ---------------------------------------------------------------------
 
     async def _any_worker(self, deadline: float) -> None:
-        async def outcome(lane: TaskSession) -> Exception | None:
+        async def outcome(task: TaskSession) -> Exception | None:
             try:
-                await lane.wait_ready(deadline)
+                await task.wait_ready(deadline)
             except Exception as error:  # goes to the caller, if no worker comes
                 return error
             return None
 
         async with asyncio.TaskGroup() as tasks:
             coming = [
-                tasks.create_task(outcome(lane), name=f"wait for {lane.name}")
-                for lane in self.workers
+                tasks.create_task(outcome(task), name=f"wait for {task.name}")
+                for task in self.workers
             ]
             for one in asyncio.as_completed(coming):
                 if await one is None:
-                    for task in coming:
-                        task.cancel()
+                    for other in coming:
+                        other.cancel()
                     return
-        _raise_all([error for task in coming if (error := task.result())])
+        _raise_all([error for one in coming if (error := one.result())])
 
     async def _joining_workers(self, deadline: float) -> None:
         """Waits for those that are connected already; others are not waited for."""
         joining = [
-            lane.wait_ready(deadline)
-            for lane in self.workers
-            if lane.link.is_open and not lane.is_ready and lane.refusal is None
+            task.wait_ready(deadline)
+            for task in self.workers
+            if task.link.is_open and not task.is_ready and task.refusal is None
         ]
         # Who does not come in time joins later, and is compared then.
         await asyncio.gather(*joining, return_exceptions=True)
 
-    def _compare(self, lane: TaskSession) -> None:
-        if self._fixed is None or lane.opened is None:
+    def _compare(self, task: TaskSession) -> None:
+        if self._fixed is None or task.opened is None:
             return
-        planned, has = self._fixed.devices, lane.opened.devices
+        planned, has = self._fixed.devices, task.opened.devices
         if planned != has:
             log.warning(
                 "%s at %s joins with %d devices, but steps are planned for workers "
                 "with %d (num_replicas_in_sync): start it with as many as the others",
-                lane.name,
-                lane.address,
+                task.name,
+                task.address,
                 has,
                 planned,
             )
@@ -275,7 +277,7 @@ def _alike(workers: Sequence[TaskSession]) -> SessionOpened | None:
     Raises:
         ValueError: They differ; TF's words.
     """
-    there = {lane.name: lane.opened for lane in workers if lane.opened is not None}
+    there = {task.name: task.opened for task in workers if task.opened is not None}
     if len({opened.devices for opened in there.values()}) > 1:
         each = ", ".join(f"{name} has {o.devices}" for name, o in there.items())
         raise ValueError(

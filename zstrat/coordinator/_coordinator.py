@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import jax
 
-from ._control import CoordinatorCore, control_of
+from ._core import CoordinatorCore, core_of
 from ._datasets import PerWorkerDataset, make_dataset, make_resources
 from ._values import PerWorkerValues, RemoteValue
 
@@ -41,7 +41,7 @@ class ClusterCoordinator:
             options.
     """
 
-    _control: CoordinatorCore
+    _core: CoordinatorCore
 
     def __new__(
         cls,
@@ -58,25 +58,24 @@ class ClusterCoordinator:
             "max_attempts": max_attempts,
             "worker_wait_timeout": worker_wait_timeout,
         }
-        control = control_of(strategy, options)
-        with control.session.lock:
-            made = control.session.faces.get("blocking")
+        core = core_of(strategy, options)
+        with core.session.lock:
+            made = core.session.coordinators.get("blocking")
             if not isinstance(made, ClusterCoordinator):
                 made = super().__new__(cls)
-                made._control = control
-                control.session.faces["blocking"] = made
+                made._core = core
+                core.session.coordinators["blocking"] = made
             return made
 
     @property
     def strategy(self) -> CoordinatedStrategy:
         """The strategy that it schedules for."""
-        return self._control.strategy
+        return self._core.strategy
 
     @property
     def errors(self) -> list[Exception]:
         """All errors that came with the one that was raised last, the first first."""
-        with self._control.engine.lock:
-            return list(self._control.engine.queue.errors)
+        return self._core.errors
 
     def schedule(
         self,
@@ -95,7 +94,7 @@ class ClusterCoordinator:
             ValueError: A `RemoteValue` is among the arguments.
             Exception: An error of an earlier closure; this one is not scheduled then.
         """
-        return self._control.engine.put(self._control.call(fn, args, kwargs))
+        return self._core.engine.put(self._core.call(fn, args, kwargs))
 
     def join(self, timeout: float | None = None) -> None:
         """Blocks until all that was scheduled before has ended.
@@ -106,11 +105,11 @@ class ClusterCoordinator:
             UnavailableError: No worker was there for ``worker_wait_timeout`` seconds.
             DeadlineExceededError: ``timeout`` seconds have passed; all goes on.
         """
-        self._control.engine.join(timeout)
+        self._core.engine.join(timeout)
 
     def done(self) -> bool:
         """Whether nothing waits and nothing runs. Raises as `join` does."""
-        return self._control.engine.done()
+        return self._core.engine.done()
 
     def fetch(self, val: Any) -> Any:
         """The same nested structure with every `RemoteValue` in it fetched.
@@ -130,11 +129,11 @@ class ClusterCoordinator:
                 `InputContext` that has the worker's index and the number of workers;
                 returns an iterable of pytrees of arrays. Or such an iterable itself.
         """
-        return make_dataset(self._control, dataset_fn)
+        return make_dataset(self._core, dataset_fn)
 
     def metrics(self) -> dict[str, PlainTree]:
         """Counters and gauges: closures that wait and run, and the state of workers."""
-        return self._control.metrics()
+        return self._core.metrics()
 
     def shutdown(self, cluster: bool = False) -> None:
         """Cancels what waits and runs, and lets the workers go. Idempotent.
@@ -142,7 +141,7 @@ class ClusterCoordinator:
         Variables can be read on, unless ``cluster``: then the session is closed, and
         workers and parameter servers end as processes.
         """
-        self._control.shutdown(cluster)
+        self._core.shutdown(cluster)
 
     def __enter__(self) -> Self:
         return self
@@ -165,7 +164,7 @@ class ClusterCoordinator:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> PerWorkerValues:
-        return make_resources(self._control, fn, args, kwargs)
+        return make_resources(self._core, fn, args, kwargs)
 
 
 def _is_value(leaf: object) -> bool:

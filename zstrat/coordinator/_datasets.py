@@ -24,7 +24,7 @@ from ._values import Claim, PerWorker, PerWorkerValues
 if TYPE_CHECKING:
     from zstrat.wire import LayoutMessage
 
-    from ._control import CoordinatorCore
+    from ._core import CoordinatorCore
     from ._resources import Record
 
 FIRST_BUILD: Final = 600.0
@@ -35,8 +35,8 @@ FIRST_BUILD: Final = 600.0
 class PerWorkerDataset:
     """A dataset on every worker; ``iter()`` begins a pass through it."""
 
-    def __init__(self, control: CoordinatorCore, maker: Code, name: str) -> None:
-        self._control, self._maker, self._name = control, maker, name
+    def __init__(self, core: CoordinatorCore, maker: Code, name: str) -> None:
+        self._core, self._maker, self._name = core, maker, name
         self._spec: Any = None
         """Of an element, once a worker has told: that of every pass."""
 
@@ -51,8 +51,8 @@ class PerWorkerDataset:
                 "iter() of a per-worker dataset inside a step function: call it "
                 "outside and pass the iterator as an argument"
             )
-        record = self._control.create_resource("iterator", self._name, self._maker)
-        return PerWorkerIterator(self, self._control, record)
+        record = self._core.create_resource("iterator", self._name, self._maker)
+        return PerWorkerIterator(self, self._core, record)
 
     @property
     def element_spec(self) -> Any:
@@ -70,8 +70,8 @@ class PerWorkerDataset:
 
     def build(self) -> PerWorkerValues:
         """The datasets themselves, as an argument of scheduled functions."""
-        record = self._control.create_resource("value", self._name, self._maker)
-        return _values(self._control, record)
+        record = self._core.create_resource("value", self._name, self._maker)
+        return _values(self._core, record)
 
 
 @final
@@ -79,11 +79,11 @@ class PerWorkerIterator(PerWorker):
     """One iterator on every worker; what ``next()`` gives in a scheduled function."""
 
     def __init__(
-        self, dataset: PerWorkerDataset, control: CoordinatorCore, record: Record
+        self, dataset: PerWorkerDataset, core: CoordinatorCore, record: Record
     ) -> None:
         self.resource = record.number
-        self._dataset, self._control, self._record = dataset, control, record
-        self.claim = Claim(control.drop_resource, record.number)
+        self._dataset, self._core, self._record = dataset, core, record
+        self.claim = Claim(core.drop_resource, record.number)
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ class PerWorkerIterator(PerWorker):
             DeadlineExceededError: ``timeout`` seconds were not enough.
         """
         record = self._record
-        self._control.engine.wait_until(
+        self._core.engine.wait_until(
             lambda: record.is_settled, timeout, f"building {record.name}"
         )
         for value in record.values:
@@ -137,7 +137,7 @@ class PerWorkerIterator(PerWorker):
 
     def _stand_in_spec(self) -> Any:
         dataset, record = self._dataset, self._record
-        if dataset._spec is None and _wait_known(self._control, record):
+        if dataset._spec is None and _wait_known(self._core, record):
             assert record.layout is not None
             dataset._spec = spec_of(record.layout)
         return dataset._spec
@@ -149,7 +149,7 @@ class PerWorkerIterator(PerWorker):
         )
 
 
-def make_dataset(control: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
+def make_dataset(core: CoordinatorCore, dataset_fn: object) -> PerWorkerDataset:
     """See `ClusterCoordinator.create_per_worker_dataset`.
 
     Raises:
@@ -169,11 +169,11 @@ def make_dataset(control: CoordinatorCore, dataset_fn: object) -> PerWorkerDatas
             "create_per_worker_dataset takes a function that returns an iterable, or "
             f"an iterable; got {type(dataset_fn).__name__}"
         )
-    return PerWorkerDataset(control, Code(dump_code(dataset_fn)), name)
+    return PerWorkerDataset(core, Code(dump_code(dataset_fn)), name)
 
 
 def make_resources(
-    control: CoordinatorCore,
+    core: CoordinatorCore,
     fn: Callable[..., Any],
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
@@ -183,11 +183,11 @@ def make_resources(
         PickledArguments(tuple(args or ()), kwargs or {}) if args or kwargs else None
     )
     if arguments is not None:
-        arguments.retire_to(control.dispatcher.retired)
-    record = control.create_resource(
+        arguments.retire_to(core.dispatcher.retired)
+    record = core.create_resource(
         "value", f"the result of {fn!r}", Code(dump_code(fn)), arguments
     )
-    return _values(control, record)
+    return _values(core, record)
 
 
 def spec_of(layout: LayoutMessage) -> Any:
@@ -200,21 +200,21 @@ def spec_of(layout: LayoutMessage) -> Any:
     return rebuild(layout.structure, leaves)
 
 
-def _values(control: CoordinatorCore, record: Record) -> PerWorkerValues:
+def _values(core: CoordinatorCore, record: Record) -> PerWorkerValues:
     def stand_in() -> Any:
-        if not _wait_known(control, record):
+        if not _wait_known(core, record):
             return None
         assert record.layout is not None
         return spec_of(record.layout)
 
-    claim = Claim(control.drop_resource, record.number)
+    claim = Claim(core.drop_resource, record.number)
     return PerWorkerValues(record.values, record.number, claim, stand_in)
 
 
-def _wait_known(control: CoordinatorCore, record: Record) -> bool:
+def _wait_known(core: CoordinatorCore, record: Record) -> bool:
     """Waits until a worker has told the layout; False if all that are there failed."""
     if not record.is_known:
-        control.engine.wait_until(
+        core.engine.wait_until(
             lambda: record.is_known or record.failure is not None,
             FIRST_BUILD,
             f"building {record.name} on the first worker",

@@ -71,19 +71,19 @@ class Dispatcher:
         prefetch: int,
         worker_wait_timeout: float,
     ) -> None:
-        lanes = list(workers)
+        tasks = list(workers)
         self.engine, self.queue = engine, engine.queue
-        names = [lane.name for lane in lanes]
+        names = [task.name for task in tasks]
         self.members = Members(names, closures_in_flight, prefetch)
-        self.seats = [
-            WorkerChannel(session, lane, member)
-            for lane, member in zip(lanes, self.members.members, strict=True)
+        self.channels = [
+            WorkerChannel(session, task, member)
+            for task, member in zip(tasks, self.members.members, strict=True)
         ]
         self.retired: deque[int] = deque()
         """Numbers of arguments that nobody needs any more; anyone may append."""
         self.unfetched: deque[Kept] = deque()
         """Kept results that nobody can fetch any more; anyone may append."""
-        self.builder = Builder(engine, self.members, self.seats, self.turn_soon)
+        self.builder = Builder(engine, self.members, self.channels, self.turn_soon)
         self.outcomes = Outcomes(engine, self.members, self.unfetched)
         self.fences = fences
         self.turns = self.dispatches = 0
@@ -100,9 +100,9 @@ class Dispatcher:
     def start(self) -> None:
         """Takes the workers that are in the session already."""
         self.members.start(self._now())
-        for seat in self.seats:
-            if seat.lane.is_ready:
-                self.ready(seat.lane)
+        for channel in self.channels:
+            if channel.task.is_ready:
+                self.ready(channel.task)
 
     def stop(self, cause: str) -> None:
         """Ends everything: what waits and what runs is cancelled."""
@@ -128,9 +128,9 @@ class Dispatcher:
 
     def cancel_running(self) -> None:
         """Drops what the workers have not begun."""
-        for seat in self.seats:
-            if seat.member.in_flight and seat.lane.is_ready:
-                self._say(seat, CancelSteps(self._session))
+        for channel in self.channels:
+            if channel.member.in_flight and channel.task.is_ready:
+                self._say(channel, CancelSteps(self._session))
 
     def hold(self) -> None:
         """Nothing begins any more, and what the workers have not begun comes back."""
@@ -152,16 +152,16 @@ class Dispatcher:
 
     async def bring(self, kept: Kept, deadline: float) -> list[np.ndarray]:
         """Fetches a result that stayed on its worker."""
-        seat = self.seats[kept.worker]
+        channel = self.channels[kept.worker]
         gone = ClosureAbortedError(
             f"the result of step {kept.step} was too large to travel with its "
-            f"completion and went away with {seat.member.name}; schedule it again, and "
-            "fetch large results soon, or return less"
+            f"completion and went away with {channel.member.name}; schedule it again, "
+            "and fetch large results soon, or return less"
         )
-        if seat.member.epoch != kept.epoch or not seat.lane.is_ready:
+        if channel.member.epoch != kept.epoch or not channel.task.is_ready:
             raise gone
         try:
-            answer = await seat.lane.link.submit(
+            answer = await channel.task.link.submit(
                 Fetch(self._session, kept.step), deadline=deadline
             )
         except PeerLostError as error:
@@ -171,53 +171,55 @@ class Dispatcher:
 
     # ---- told by the task sessions ---------------------------------------------------
 
-    def ready(self, lane: TaskSession) -> None:
+    def ready(self, task: TaskSession) -> None:
         """A worker is in the session: build its resources, then use it."""
         if self._stopped:
             return
-        seat = self.seats[lane.index]
+        channel = self.channels[task.index]
         self.engine.deserted = None
-        self.members.connected(lane.index)
-        seat.clear()
+        self.members.connected(task.index)
+        channel.clear()
         # A worker that never noticed that it was lost may still hold old closures.
-        self._say(seat, CancelSteps(self._session))
-        self.builder.rebuild(seat)
+        self._say(channel, CancelSteps(self._session))
+        self.builder.rebuild(channel)
 
-    def lost(self, lane: TaskSession, reason: str) -> None:
+    def lost(self, task: TaskSession, reason: str) -> None:
         """A worker is gone: its closures go to the others."""
-        now, seat = self._now(), self.seats[lane.index]
-        orphans = self.members.lost(lane.index, reason, now)
+        now, channel = self._now(), self.channels[task.index]
+        orphans = self.members.lost(task.index, reason, now)
         if self._stopped:
             return
         with self.engine.lock:
             for closure in orphans:
-                if lane.lives_on:  # so it was not the closure that killed it
+                if task.lives_on:  # so it was not the closure that killed it
                     again = self.queue.retry(closure, now, begun=True)
                     self.engine.settle(again)
                 else:
-                    self.engine.settle(self.queue.lost(closure, seat.member.name, now))
-            self.builder.abort(seat, reason)
+                    self.engine.settle(
+                        self.queue.lost(closure, channel.member.name, now)
+                    )
+            self.builder.abort(channel, reason)
             self.engine.notify()
         if orphans:
             log.warning(
-                "%s had %d closures in flight: others run them", lane.name, len(orphans)
+                "%s had %d closures in flight: others run them", task.name, len(orphans)
             )
         self.turn_soon()
 
-    def heard(self, lane: TaskSession, message: Message) -> None:
+    def heard(self, task: TaskSession, message: Message) -> None:
         """A notice of a worker."""
         match message:
             case Completions(session=session) if session == self._session:
                 # Those who come after us need them too: they are told once.
                 told = {layout.layout: layout for layout in message.layouts}
-                lane.layouts.update(told)
+                task.layouts.update(told)
                 if not self._stopped:
-                    seat = self.seats[lane.index]
-                    more = self.outcomes.take(seat, message, self._now())
-                    if more or self._has_errands(seat):
+                    channel = self.channels[task.index]
+                    more = self.outcomes.take(channel, message, self._now())
+                    if more or self._has_messages_for(channel):
                         self.turn_soon()
             case _:
-                log.warning("%s sent a %s", lane.name, type(message).__name__)
+                log.warning("%s sent a %s", task.name, type(message).__name__)
 
     # ---- a turn ----------------------------------------------------------------------
 
@@ -245,8 +247,8 @@ class Dispatcher:
             self.builder.add(record)
             self.turn_soon()
         for grant, closures in work:
-            seat = self.seats[grant.member.index]
-            self._dispatch(seat, closures, low_water, now, grant.alone)
+            channel = self.channels[grant.member.index]
+            self._dispatch(channel, closures, low_water, now, grant.alone)
         self._clean()
         self._set_timer(due, now)
         self._set_alarm(now)
@@ -258,35 +260,35 @@ class Dispatcher:
 
     def _dispatch(
         self,
-        seat: WorkerChannel,
+        channel: WorkerChannel,
         closures: list[Closure],
         low_water: int,
         now: float,
         alone: bool,
     ) -> None:
-        self.members.dispatched(seat.member, closures, now, alone=alone)
+        self.members.dispatched(channel.member, closures, now, alone=alone)
         unsent = closures
         try:
-            unsent = self._ship(seat, closures)
+            unsent = self._ship(channel, closures)
             while unsent:
-                seat.dispatch(unsent[:PER_MESSAGE], low_water)
+                channel.dispatch(unsent[:PER_MESSAGE], low_water)
                 self.dispatches += 1
                 unsent = unsent[PER_MESSAGE:]
         except BusyError:  # it does not read: somebody else may
             with self.engine.lock:
                 for closure in unsent:
-                    if seat.member.in_flight.pop(closure.step, None) is not None:
+                    if channel.member.in_flight.pop(closure.step, None) is not None:
                         again = self.queue.retry(closure, now, SETBACK, begun=False)
                         self.engine.settle(again)
-            self.members.ended(seat.member, 0, now)
+            self.members.ended(channel.member, 0, now)
             self.turn_soon()
         except (PeerLostError, ClosedError) as error:
             # Its session tells the same, now or in this very iteration.
-            self.lost(seat.lane, str(error))
+            self.lost(channel.task, str(error))
         except Exception as error:  # goes to the closures, which would wait for ever
-            self._end(seat, [Ended(closure, error) for closure in unsent])
+            self._end(channel, [Ended(closure, error) for closure in unsent])
 
-    def _ship(self, seat: WorkerChannel, closures: list[Closure]) -> list[Closure]:
+    def _ship(self, channel: WorkerChannel, closures: list[Closure]) -> list[Closure]:
         """Ships what the closures need; ends those that cannot have it."""
         checked: dict[int, Exception | None] = {}
         good: list[Closure] = []
@@ -294,24 +296,24 @@ class Dispatcher:
         for closure in closures:
             call = closure.call
             if id(call) not in checked:
-                checked[id(call)] = seat.ship(call)
+                checked[id(call)] = channel.ship(call)
             error = checked[id(call)]
             if error is None:
                 good.append(closure)
             else:
                 bad.append(Ended(closure, error))
         if bad:
-            self._end(seat, bad)
+            self._end(channel, bad)
         return good
 
-    def _end(self, seat: WorkerChannel, bad: list[Ended]) -> None:
+    def _end(self, channel: WorkerChannel, bad: list[Ended]) -> None:
         """Ends closures that did not get as far as their worker."""
         with self.engine.lock:
             for item in bad:
-                del seat.member.in_flight[item.closure.step]
+                del channel.member.in_flight[item.closure.step]
                 self.queue.end(item.closure, item.error)
             self.engine.settle(bad)
-            self.members.ended(seat.member, 0, self._now())
+            self.members.ended(channel.member, 0, self._now())
             self.engine.notify()
         self.turn_soon()
 
@@ -323,35 +325,36 @@ class Dispatcher:
         resources = self.builder.dropped()
         results = _emptied(self.unfetched)
         news = bool(arguments or resources or results)
-        for seat in self.seats:
-            if not seat.lane.is_ready or not (news or seat.unsaid):
+        for channel in self.channels:
+            member = channel.member
+            if not channel.task.is_ready or not (news or channel.unsaid):
                 continue
             mine = [
                 kept.step
                 for kept in results
-                if (kept.worker, kept.epoch) == (seat.member.index, seat.member.epoch)
+                if (kept.worker, kept.epoch) == (member.index, member.epoch)
             ]
             try:
-                seat.forget(arguments, resources, mine)
+                channel.forget(arguments, resources, mine)
             except BusyError as error:  # it is told with the next turns
-                log.info("%s: %s", seat.lane.name, error)
+                log.info("%s: %s", channel.task.name, error)
             except PeerLostError as error:
-                self.lost(seat.lane, error.reason)
+                self.lost(channel.task, error.reason)
 
-    def _say(self, seat: WorkerChannel, message: CancelSteps | DropResults) -> None:
+    def _say(self, channel: WorkerChannel, message: CancelSteps | DropResults) -> None:
         try:
-            seat.lane.link.notify(message)
+            channel.task.link.notify(message)
         except (PeerLostError, BusyError) as error:
             # Its loss is told anyway; if it does not read, what it has not begun runs.
-            log.info("%s: %s", seat.lane.name, error)
+            log.info("%s: %s", channel.task.name, error)
 
-    def _has_errands(self, seat: WorkerChannel) -> bool:
+    def _has_messages_for(self, channel: WorkerChannel) -> bool:
         """Whether a turn has something to do though no closure waits. What is found in
         neither place can wait for the next turn."""
         return bool(
             self.retired
             or self.unfetched
-            or seat.unsaid
+            or channel.unsaid
             or self._alarm is not None
             or self.members.alone_since is not None
         )

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from zstrat.errors import ClosedError, DeadlineExceededError, ZstratError
 from zstrat.transport import Bell, LoopBell, ThreadBell
@@ -35,27 +35,42 @@ Attempt = Callable[[], Ready | None]
 _NOT_READY = RemoteValueStatus.NOT_READY
 
 
+class LoopSide(Protocol):
+    """What is asked of the loop thread, from any other. The first three are called with
+    the lock held: they take no lock and return at once."""
+
+    def wake(self) -> None:
+        """Closures wait. Called seldom: only if the loop had taken all there were."""
+        ...
+
+    def cancel(self) -> None:
+        """What the workers have not begun is to be cancelled."""
+        ...
+
+    def fence(self, end: int, doubtful: list[int]) -> None:
+        """The parameter servers are to end all steps below ``end``, and to say which of
+        the doubtful ones they have applied; `ClosureEngine.fenced` hears of it."""
+        ...
+
+    def bring(self, kept: Kept) -> list[np.ndarray]:
+        """Fetches a result that is kept on its worker; blocks."""
+        ...
+
+    async def bring_async(self, kept: Kept) -> list[np.ndarray]:
+        """`bring`, awaited on any event loop."""
+        ...
+
+
 class ClosureEngine:
-    """The queue with its lock, and all who wait for it.
+    """The queue with its lock, and all who wait for it."""
 
-    Args:
-        wake: Tells the loop that closures wait; returns at once, called seldom.
-        cancel: Tells the loop to cancel what the workers have not begun.
-        fence: Tells the loop to have the parameter servers end all steps below a
-            number, and to ask which of some have been applied; it calls `fenced`.
-        bring: Fetches a kept result, blocking; ``bring_async`` from any event loop.
-    """
-
-    def __init__(
-        self,
-        queue: Queue,
-        *,
-        wake: Callable[[], object],
-        cancel: Callable[[], object],
-        fence: Callable[[int, list[int]], object],
-        bring: Callable[[Kept], list[np.ndarray]],
-        bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]],
-    ) -> None:
+    def __init__(self, queue: Queue, loop: LoopSide) -> None:
+        self.loop = loop
+        # A value asks its engine; whoever fetches one waits without the lock.
+        self.bring: Callable[[Kept], list[np.ndarray]] = loop.bring
+        self.bring_async: Callable[[Kept], Awaitable[list[np.ndarray]]] = (
+            loop.bring_async
+        )
         self.lock = threading.Lock()
         self.queue = queue
         self.broken: ZstratError | None = None
@@ -64,8 +79,6 @@ class ClosureEngine:
         """Why work waits in vain: no worker was there for long."""
         self.hungry = True
         """The loop has taken all that waited: the next `put` must wake it."""
-        self.bring, self.bring_async = bring, bring_async
-        self._wake, self._cancel, self._fence = wake, cancel, fence
         self._wanted = 0
         self._over = 0
         """At the end: all steps below this one ended by themselves."""
@@ -154,7 +167,7 @@ class ClosureEngine:
         with self.lock:
             self._wanted += 1
         try:
-            self._wake()  # if nobody is there, the loop has to count the seconds
+            self.loop.wake()  # if nobody is there, the loop has to count the seconds
             self._block(partial(self._try_until, ready), timeout, what)
         finally:
             with self.lock:
@@ -236,13 +249,13 @@ class ClosureEngine:
         by the next one who looks (`_remind`)."""
         self.queue.put(closure)
         if self.hungry:
-            self._wake()
+            self.loop.wake()
             self.hungry = False
 
     def _remind(self) -> None:
         """Wakes the loop if somebody was interrupted before doing so."""
         if self.hungry and self.queue.waiting_fresh:
-            self._wake()
+            self.loop.wake()
 
     def _try_done(self) -> Ready | None:
         ready = self._try_raise()
@@ -255,7 +268,7 @@ class ClosureEngine:
         if queue.phase is Phase.FAILED:
             self.settle(self._blamed(queue.drain()))
             self.hungry = True
-            self._cancel()
+            self.loop.cancel()
         if queue.phase is Phase.CLOSED:
             raise ClosedError("the coordinator is shut down; make a new one")
         if queue.phase is Phase.DRAINING and not queue.is_quiet:
@@ -273,7 +286,7 @@ class ClosureEngine:
 
     def _fence_if_quiet(self) -> None:
         if self.queue.is_quiet:
-            self._fence(self.queue.steps.next, self.queue.fence())
+            self.loop.fence(self.queue.steps.next, self.queue.fence())
 
     def _try_rest(self) -> Ready | None:
         queue = self.queue

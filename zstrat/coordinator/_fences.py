@@ -96,7 +96,7 @@ class Fences:
         """
         runs = list(over)
         await asyncio.gather(
-            *(self._one(lane, low_water, runs, []) for lane in self._ps)
+            *(self._one(task, low_water, runs, []) for task in self._ps)
         )
 
     async def stop(self) -> None:
@@ -110,20 +110,20 @@ class Fences:
     ) -> dict[int, Effect]:
         asked = list(doubtful)
         outcomes = await asyncio.gather(
-            *(self._one(lane, low_water, over, asked) for lane in self._ps),
+            *(self._one(task, low_water, over, asked) for task in self._ps),
             return_exceptions=True,
         )
         applied: dict[int, list[str]] = {step: [] for step in asked}
         silent: list[str] = []
-        for lane, outcome in zip(self._ps, outcomes, strict=True):
+        for task, outcome in zip(self._ps, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 gone = isinstance(outcome, PSUnavailableError)  # which was told
                 level = logging.INFO if gone else logging.WARNING
-                log.log(level, "%s may still take pushes: %s", lane.name, outcome)
-                silent.append(lane.name)
+                log.log(level, "%s may still take pushes: %s", task.name, outcome)
+                silent.append(task.name)
                 continue
             for step in outcome:
-                applied[step].append(lane.name)
+                applied[step].append(task.name)
         return {
             step: Effect(self._words(names, silent), is_certain=bool(names))
             for step, names in applied.items()
@@ -133,9 +133,9 @@ class Fences:
     def _words(self, applied: Sequence[str], silent: Sequence[str]) -> str:
         """What is known of a step's updates."""
         others = [
-            lane.name
-            for lane in self._ps
-            if lane.name not in applied and lane.name not in silent
+            task.name
+            for task in self._ps
+            if task.name not in applied and task.name not in silent
         ]
         words = []
         if applied:
@@ -147,7 +147,7 @@ class Fences:
         return "; ".join(words)
 
     async def _one(
-        self, lane: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
+        self, task: TaskSession, low_water: int, over: list[StepRun], asked: list[int]
     ) -> list[int]:
         """Which of the steps asked about a server has applied."""
         deadline = asyncio.get_running_loop().time() + self._patience
@@ -160,28 +160,28 @@ class Fences:
             end = at + PER_MESSAGE
             mark = low_water if end >= most else 0
             message = Fence(self._session, mark, runs[at:end], asked[at:end])
-            applied += await self._answer(lane, message, deadline)
+            applied += await self._answer(task, message, deadline)
         return applied
 
     async def _answer(
-        self, lane: TaskSession, fence: Fence, deadline: float
+        self, task: TaskSession, fence: Fence, deadline: float
     ) -> list[int]:
         """Asks again if the line was cut: saying it twice is as good as once. It stays
         behind updates of the program that wait for the line."""
-        way = lane.line or lane.link
+        way = task.line or task.link
         while True:
-            if lane.index in self._absent:
-                raise PSUnavailableError(lane.name, self._absent[lane.index])
+            if task.index in self._absent:
+                raise PSUnavailableError(task.name, self._absent[task.index])
             try:
                 answer = await way.submit(fence, deadline=deadline)
             except PeerLostError:
-                await self._returned(lane, deadline)
+                await self._returned(task, deadline)
                 continue
             if not isinstance(answer, Fenced):
-                raise ProtocolError(f"{lane.name} answered {type(answer).__name__}")
+                raise ProtocolError(f"{task.name} answered {type(answer).__name__}")
             return answer.applied
 
-    async def _returned(self, lane: TaskSession, deadline: float) -> None:
+    async def _returned(self, task: TaskSession, deadline: float) -> None:
         """Waits a moment for a server whose line was cut.
 
         Raises:
@@ -189,7 +189,7 @@ class Fences:
         """
         now = asyncio.get_running_loop().time()
         try:
-            await lane.wait_ready(min(deadline, now + MOMENT))
+            await task.wait_ready(min(deadline, now + MOMENT))
         except DeadlineExceededError:
             if now + MOMENT >= deadline:
                 raise
@@ -204,8 +204,8 @@ ones are some ten thousand, a hundredth of what a server can remember."""
 class Marking:
     """To the servers of these task sessions. On the loop."""
 
-    def __init__(self, session: int, lanes: Sequence[TaskSession]) -> None:
-        self._session, self._lanes = session, lanes
+    def __init__(self, session: int, tasks: Sequence[TaskSession]) -> None:
+        self._session, self._tasks = session, tasks
         self._next_at = 0.0
 
     def tell(self, low_water: int, now: float) -> None:
@@ -214,10 +214,10 @@ class Marking:
             return
         self._next_at = now + INTERVAL
         mark = RaiseMark(self._session, low_water)
-        for lane in self._lanes:
-            if not lane.is_ready:
+        for task in self._tasks:
+            if not task.is_ready:
                 continue
             try:
-                lane.link.notify(mark)
+                task.link.notify(mark)
             except (PeerLostError, BusyError, ClosedError):  # its session tells of it
                 continue

@@ -101,7 +101,7 @@ class Outcomes:
         self.stale = 0
         """Outcomes of closures that were given to another worker in the meantime."""
 
-    def take(self, seat: WorkerChannel, message: Completions, now: float) -> bool:
+    def take(self, channel: WorkerChannel, message: Completions, now: float) -> bool:
         """Ends the closures of the message, or has them tried again.
 
         Returns:
@@ -109,9 +109,9 @@ class Outcomes:
         """
         self._forgive(now)
         offset = ended = 0
-        member, results = seat.member, message.results
+        member, results = channel.member, message.results
         in_flight, queue = member.in_flight, self._engine.queue
-        layouts = seat.lane.layouts
+        layouts = channel.task.layouts
         failures: list[tuple[Closure, Completion]] = []
         # Without the lock: constructors of the user's own exceptions run here.
         errors = {
@@ -147,21 +147,21 @@ class Outcomes:
                     self._watch(value, kept)
             for closure, completion in failures:
                 error = errors.get(closure.step)
-                self._failed(seat, closure, completion, error, now)
+                self._failed(channel, closure, completion, error, now)
             self._members.ended(member, ended, now)
             self._engine.notify()
             return queue.queued > 0
 
     def _failed(
         self,
-        seat: WorkerChannel,
+        channel: WorkerChannel,
         closure: Closure,
         completion: Completion,
         error: Exception | None,
         now: float,
     ) -> None:
         """One that did not end well, or whose result cannot be read. Lock held."""
-        queue, settle, member = self._engine.queue, self._engine.settle, seat.member
+        queue, settle, member = self._engine.queue, self._engine.settle, channel.member
         if completion.outcome not in (OK, FAILED):
             settle(queue.retry(closure, now, SETBACK, begun=False))
             if isinstance(error, WorkerLostError):

@@ -133,10 +133,10 @@ class Builder:
         self,
         engine: ClosureEngine,
         members: Members,
-        seats: list[WorkerChannel],
+        channels: list[WorkerChannel],
         turn_soon: Callable[[], None],
     ) -> None:
-        self._engine, self._members, self._seats = engine, members, seats
+        self._engine, self._members, self._channels = engine, members, channels
         self._turn_soon = turn_soon
         self._records: dict[int, Record] = {}
         self._new: deque[Record] = deque()
@@ -161,13 +161,13 @@ class Builder:
     def add(self, record: Record) -> None:
         """Builds it on every worker that is there, and later on the others."""
         self._records[record.number] = record
-        for seat in self._seats:
-            if seat.member.state in (MemberState.OPEN, MemberState.BUILDING):
-                self._members.build(seat.member.index)
-                self._build(seat, record)
+        for channel in self._channels:
+            if channel.member.state in (MemberState.OPEN, MemberState.BUILDING):
+                self._members.build(channel.member.index)
+                self._build(channel, record)
             else:
                 with self._engine.lock:
-                    member = seat.member
+                    member = channel.member
                     record.aborted(member.index, member.name, member.reason)
                     self._engine.notify()
 
@@ -201,42 +201,48 @@ class Builder:
         for record in (*self._records.values(), *self.take_new()):
             record.ended(cause)
 
-    def rebuild(self, seat: WorkerChannel) -> None:
+    def rebuild(self, channel: WorkerChannel) -> None:
         """The worker (re)joined: all resources from the beginning, then it is open."""
         records = list(self._records.values())
-        self._members.build(seat.member.index, len(records))
+        self._members.build(channel.member.index, len(records))
         with self._engine.lock:
             for record in records:
-                record.begin(seat.member.index)
+                record.begin(channel.member.index)
         for record in records:
-            self._build(seat, record)
-        self._built(seat, seat.member.epoch, 0)
+            self._build(channel, record)
+        self._built(channel, channel.member.epoch, 0)
 
-    def abort(self, seat: WorkerChannel, reason: str) -> None:
+    def abort(self, channel: WorkerChannel, reason: str) -> None:
         """The worker is gone, and its resources with it. Lock held."""
         for record in self._records.values():
-            record.aborted(seat.member.index, seat.member.name, reason)
+            record.aborted(channel.member.index, channel.member.name, reason)
 
     # ---- private ---------------------------------------------------------------------
 
-    def _build(self, seat: WorkerChannel, record: Record) -> None:
-        seat.resources.add(record.number)
+    def _build(self, channel: WorkerChannel, record: Record) -> None:
+        channel.resources.add(record.number)
         loop = asyncio.get_running_loop()
-        epoch = seat.member.epoch
+        epoch = channel.member.epoch
         try:
-            seat.put_code(record.maker)
-            arguments = seat.put_arguments(record.arguments)
+            channel.put_code(record.maker)
+            arguments = channel.put_arguments(record.arguments)
         except PeerLostError:
             return  # its loss is told, and all is built again when it returns
         message = BuildResource(
-            seat.session, record.number, record.purpose, record.maker.digest, arguments
+            channel.session,
+            record.number,
+            record.purpose,
+            record.maker.digest,
+            arguments,
         )
-        future = seat.lane.link.submit(message, deadline=loop.time() + BUILD_DEADLINE)
-        future.add_done_callback(lambda f: self._answered(seat, epoch, record, f))
+        future = channel.task.link.submit(
+            message, deadline=loop.time() + BUILD_DEADLINE
+        )
+        future.add_done_callback(lambda f: self._answered(channel, epoch, record, f))
 
     def _answered(
         self,
-        seat: WorkerChannel,
+        channel: WorkerChannel,
         epoch: int,
         record: Record,
         answer: asyncio.Future[Message],
@@ -244,12 +250,12 @@ class Builder:
         if answer.cancelled():
             return
         error = answer.exception()
-        if seat.member.epoch != epoch or isinstance(error, PeerLostError):
+        if channel.member.epoch != epoch or isinstance(error, PeerLostError):
             return
         if isinstance(error, StaleSessionError):
-            seat.lane.reopen("it is not in our session any more")
+            channel.task.reopen("it is not in our session any more")
             return
-        worker, name = seat.member.index, seat.member.name
+        worker, name = channel.member.index, channel.member.name
         with self._engine.lock:
             if error is None:
                 message = answer.result()
@@ -257,11 +263,11 @@ class Builder:
                 record.built(worker, message.layout)
             else:
                 assert isinstance(error, Exception)
-                seat.failed[record.number] = record.failed(worker, name, error)
+                channel.failed[record.number] = record.failed(worker, name, error)
             self._engine.notify()
-        self._built(seat, epoch, 1)
+        self._built(channel, epoch, 1)
 
-    def _built(self, seat: WorkerChannel, epoch: int, count: int) -> None:
-        self._members.built(seat.member.index, epoch, count)
-        if seat.member.state is MemberState.OPEN:
+    def _built(self, channel: WorkerChannel, epoch: int, count: int) -> None:
+        self._members.built(channel.member.index, epoch, count)
+        if channel.member.state is MemberState.OPEN:
             self._turn_soon()

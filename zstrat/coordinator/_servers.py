@@ -53,7 +53,6 @@ _RATE: Final = 32 * 2**20
 """Bytes per second that a parameter server fills by an initializer at the least: numpy
 draws ten times as many normal numbers on a slow core."""
 
-
 _PIECE: Final = 4 * 2**20
 """Bytes of a slot that are read with one message."""
 
@@ -84,11 +83,12 @@ class ParameterServers:
             raise broken
         return self._cluster.client
 
-    async def create(
+    async def create_variables(
         self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> None:
+        """Creates the variables with these values, where their specs say."""
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in variables], [], self._patience)
+            await self._wait_for([spec for spec, _ in variables], [], self._patience)
             return
         await self.client.create(
             [
@@ -101,32 +101,61 @@ class ParameterServers:
             ]
         )
 
-    async def initialize(
-        self,
-        entries: Sequence[tuple[VariableSpec, InitialEntry]],
-        code: bytes,
-        timeout: float,
+    async def initialize_variables(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
     ) -> None:
+        """Has the servers make the variables, where their specs say, by one shipped
+        initializer; no value travels.
+
+        Raises:
+            InvalidArgumentError: The initializer failed there, or its result has
+                another shape or dtype.
+        """
+        timeout = initializing_timeout(entries, self._patience)
         if self._cluster.joins:
-            await self._appear([spec for spec, _ in entries], [], timeout)
+            await self._wait_for([spec for spec, _ in entries], [], timeout)
             return
         deadline = asyncio.get_running_loop().time() + timeout
         places = [(spec.ps, entry) for spec, entry in entries]
         await self.client.initialize(places, code, deadline=deadline)
 
-    async def delete(self, specs: Sequence[VariableSpec]) -> None:
+    def creation_timeout(
+        self, entries: Sequence[tuple[VariableSpec, InitialEntry]] = ()
+    ) -> float:
+        """Seconds to wait for what this program creates, of which the servers make the
+        values of ``entries``."""
+        timeout = initializing_timeout(entries, self._patience)
+        # A server that waits for another program's creation says itself what is
+        # missing: the caller must not give up before that answer is here.
+        return timeout + 2 * ANSWERING if self._cluster.joins else timeout
+
+    async def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
+        """Frees the variables."""
         await self.client.delete([Ref(spec.ps, spec.key) for spec in specs])
 
     async def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
+        """The values, in order; read-only arrays. One request per server."""
         return await self.client.pull([Ref(spec.ps, spec.key) for spec in specs])
 
     async def read_rows(
         self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
     ) -> list[np.ndarray]:
+        """Rows of variables, ``[n, ...]`` for each of ``parts``: a variable and the
+        indices ``[n]`` of its first axis. One request per server.
+
+        Raises:
+            InvalidArgumentError: A row is not there; names the variable and the index.
+        """
         rows = [RowsRef(spec.ps, spec.key, indices) for spec, indices in parts]
         return await self.client.pull((), rows)
 
     async def update(self, updates: Sequence[SpecUpdate]) -> None:
+        """Applies updates, in one request per server: on each server all of its own, or
+        none. Ends when every reader sees them.
+
+        Raises:
+            ValueError: The updates of one server do not fit one message.
+        """
         pushed = [
             PsUpdate(spec.ps, spec.key, op, optimizer, tuple(arrays))
             for spec, op, optimizer, arrays in updates
@@ -135,8 +164,11 @@ class ParameterServers:
         await gate.through(lambda: self.client.update(pushed))
 
     async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+        """Gives the optimizer to all parameter servers."""
         if self._cluster.joins:
-            await self._appear([], [AwaitedOptimizer(optimizer, name)], self._patience)
+            await self._wait_for(
+                [], [AwaitedOptimizer(optimizer, name)], self._patience
+            )
             return
         await self.client.create_optimizer(optimizer, name, code)
 
@@ -174,18 +206,21 @@ class ParameterServers:
     async def bind_optimizer(
         self, optimizer: int, data: bytes, servers: Sequence[int] | None = None
     ) -> None:
-        """Any program that applies gradients tells the tree, and tells it first."""
+        """Tells parameter servers (None: all) which variables the optimizer moves:
+        ``data`` is `zstrat.optimizers.Binding.encoded`. The same again is fine. Every
+        program that applies gradients tells the tree, before its first gradient."""
         await self.client.bind(optimizer, data, servers)
 
     async def withdraw(
         self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
     ) -> None:
-        """Where another program holds the session, this one has created nothing."""
+        """Removes what a creation that failed has left on its servers."""
+        # Where another program holds the session, this one has created nothing.
         if not self._cluster.joins:
             refs = [Ref(spec.ps, spec.key) for spec in specs]
             await self.client.withdraw(refs, optimizers)
 
-    async def _appear(
+    async def _wait_for(
         self,
         specs: Sequence[VariableSpec],
         optimizers: list[AwaitedOptimizer],

@@ -16,21 +16,16 @@ from zstrat.transport import Link, Portal, Security, hello, new_incarnation
 from zstrat.wire import Job
 
 from ._cluster import Cluster
-from ._servers import ANSWERING, ParameterServers, initializing_timeout, session_of
+from ._servers import ParameterServers, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-
-    import numpy as np
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 
     from zstrat.cluster import ClusterSpec
     from zstrat.config import Settings
     from zstrat.ps import PsClient
-    from zstrat.variables import VariableSpec
-    from zstrat.wire import InitialEntry, UpdateOp
 
     from ._rest import Cut
-    from ._servers import SpecUpdate
     from ._task_session import MakeTaskLink
 
 T = TypeVar("T")
@@ -40,10 +35,11 @@ T = TypeVar("T")
 class ClusterSession:
     """The tasks of a cluster, for as long as this program holds them.
 
-    Every blocking method has a twin ``..._async`` that may be awaited on any event
-    loop; cancelling one gives up its outcome, while what was sent is carried out.
+    What is asked of the parameter servers is a coroutine of ``servers``. It is carried
+    out on the loop that owns the links: `run` blocks until it has ended, `run_async` is
+    awaited.
 
-    Raises, all methods:
+    Raises, `run` and `run_async`:
         PSUnavailableError: A parameter server that the call needs is gone.
         ClosedError: After `close`.
         DeadlineExceededError: There was no answer within ``timeouts.request``.
@@ -53,7 +49,7 @@ class ClusterSession:
         self.cluster, self.portal, self.settings = cluster, portal, settings
         self.lock = threading.Lock()
         self.servers = ParameterServers(cluster, settings.timeouts.request)
-        self.faces: dict[str, Any] = {}
+        self.coordinators: dict[str, Any] = {}
         """What was made for this session once: its coordinators. Guarded by `lock`."""
         self.next_step = 1
         """Steps are unique in the session, whichever coordinator numbers them."""
@@ -162,152 +158,7 @@ class ClusterSession:
         """Local devices of one worker."""
         return self.cluster.opened.devices
 
-    # ---- parameter servers -----------------------------------------------------------
-
-    def create_variables(
-        self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
-    ) -> None:
-        """Creates the variables with these values, where their specs say."""
-        work = self.servers.create(variables)
-        self.run(work, "creating variables", self._allowance())
-
-    async def create_variables_async(
-        self, variables: Sequence[tuple[VariableSpec, np.ndarray]]
-    ) -> None:
-        work = self.servers.create(variables)
-        await self.run_async(work, "creating variables")
-
-    def initialize_variables(
-        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
-    ) -> None:
-        """Has the servers make the variables, where their specs say, by one shipped
-        initializer; no value travels.
-
-        Waits for ``timeouts.request`` and besides as long as so many bytes may take.
-
-        Raises:
-            InvalidArgumentError: The initializer failed there, or its result has
-                another shape or dtype.
-        """
-        timeout = initializing_timeout(entries, self.settings.timeouts.request)
-        work = self.servers.initialize(entries, code, timeout)
-        self.run(work, "initializing variables", self._allowance(timeout))
-
-    async def initialize_variables_async(
-        self, entries: Sequence[tuple[VariableSpec, InitialEntry]], code: bytes
-    ) -> None:
-        timeout = initializing_timeout(entries, self.settings.timeouts.request)
-        work = self.servers.initialize(entries, code, timeout)
-        await self.run_async(work, "initializing variables")
-
-    def delete_variables(self, specs: Sequence[VariableSpec]) -> None:
-        """Frees the variables."""
-        self.run(self.servers.delete(specs), "deleting variables")
-
-    def read(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        """The values, in order; read-only arrays. One request per server."""
-        return self.run(self.servers.read(specs), "reading variables")
-
-    async def read_async(self, specs: Sequence[VariableSpec]) -> list[np.ndarray]:
-        return await self.run_async(self.servers.read(specs), "reading variables")
-
-    def read_rows(
-        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
-    ) -> list[np.ndarray]:
-        """Rows of variables, ``[n, ...]`` for each of ``parts``: a variable and the
-        indices ``[n]`` of its first axis. One request per server.
-
-        Raises:
-            InvalidArgumentError: A row is not there; names the variable and the index.
-        """
-        return self.run(self.servers.read_rows(parts), "reading rows")
-
-    async def read_rows_async(
-        self, parts: Sequence[tuple[VariableSpec, np.ndarray]]
-    ) -> list[np.ndarray]:
-        return await self.run_async(self.servers.read_rows(parts), "reading rows")
-
-    def update(
-        self,
-        spec: VariableSpec,
-        op: UpdateOp,
-        optimizer_id: int,
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        """Applies one update; returns when every reader sees it.
-
-        Args:
-            optimizer_id: 0 unless ``op`` is one of the OPTIMIZE kinds.
-        """
-        self.update_many([(spec, op, optimizer_id, arrays)])
-
-    async def update_async(
-        self,
-        spec: VariableSpec,
-        op: UpdateOp,
-        optimizer_id: int,
-        arrays: Sequence[np.ndarray],
-    ) -> None:
-        await self.update_many_async([(spec, op, optimizer_id, arrays)])
-
-    def update_many(self, updates: Sequence[SpecUpdate]) -> None:
-        """Applies updates, each with the number of its optimizer (0 for none), in one
-        request per server: on each server all of its own, or none.
-
-        Raises:
-            ValueError: The updates of one server do not fit one message.
-        """
-        self.run(self.servers.update(updates), "updating variables")
-
-    async def update_many_async(self, updates: Sequence[SpecUpdate]) -> None:
-        await self.run_async(self.servers.update(updates), "updating variables")
-
-    def create_optimizer(self, optimizer_id: int, name: str, code: bytes) -> None:
-        """Gives the optimizer to all parameter servers."""
-        work = self.servers.create_optimizer(optimizer_id, name, code)
-        self.run(work, "creating an optimizer", self._allowance())
-
-    async def create_optimizer_async(
-        self, optimizer_id: int, name: str, code: bytes
-    ) -> None:
-        work = self.servers.create_optimizer(optimizer_id, name, code)
-        await self.run_async(work, "creating an optimizer")
-
-    def read_slots(
-        self, optimizer_id: int, specs: Sequence[VariableSpec]
-    ) -> list[dict[str, np.ndarray]]:
-        """What an optimizer keeps beside variables, by name, as it is now."""
-        work = self.servers.read_slots(optimizer_id, specs)
-        return self.run(work, "reading the state of an optimizer")
-
-    def write_slot(
-        self, optimizer_id: int, spec: VariableSpec, name: str, value: np.ndarray
-    ) -> None:
-        """Assigns one array that an optimizer keeps beside a variable."""
-        work = self.servers.write_slot(optimizer_id, spec, name, value)
-        self.run(work, "assigning to the state of an optimizer")
-
-    def bind_optimizer(
-        self, optimizer_id: int, data: bytes, servers: Sequence[int] | None = None
-    ) -> None:
-        """Tells parameter servers (None: all) which variables the optimizer moves."""
-        work = self.servers.bind_optimizer(optimizer_id, data, servers)
-        self.run(work, "telling the tree of an optimizer")
-
-    async def bind_optimizer_async(
-        self, optimizer_id: int, data: bytes, servers: Sequence[int] | None = None
-    ) -> None:
-        work = self.servers.bind_optimizer(optimizer_id, data, servers)
-        await self.run_async(work, "telling the tree of an optimizer")
-
-    def withdraw(
-        self, specs: Sequence[VariableSpec], optimizers: Sequence[int]
-    ) -> None:
-        """Removes what a creation that failed has left on its servers."""
-        work = self.servers.withdraw(specs, optimizers)
-        self.run(work, "removing what a failed creation has left")
-
-    # ---- coroutines of others ------------------------------------------------------
+    # ---- what is done on the loop ----------------------------------------------------
 
     @property
     def client(self) -> PsClient:
@@ -331,13 +182,11 @@ class ClusterSession:
             timeout = self.settings.timeouts.request
         return self.portal.run(work, timeout, what)
 
-    def _allowance(self, timeout: float | None = None) -> float:
-        """Seconds for a creation. A server that waits for another program's says itself
-        what is missing, and is not to be cut short."""
-        timeout = self.settings.timeouts.request if timeout is None else timeout
-        return timeout + 2 * ANSWERING if self.cluster.joins else timeout
-
     async def run_async(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        """`run`, awaited on any event loop.
+
+        Cancellation: gives up the outcome, while what was sent is carried out.
+        """
         return await self.portal.run_async(work, what)
 
     @contextlib.asynccontextmanager

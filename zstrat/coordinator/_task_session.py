@@ -94,15 +94,15 @@ class MakeTaskLink(Protocol):
 class TaskSessionEvents(Protocol):
     """Who is told what happens to a task session, on the loop thread."""
 
-    def ready(self, lane: TaskSession) -> None:
+    def ready(self, task: TaskSession) -> None:
         """The task is in our session."""
         ...
 
-    def lost(self, lane: TaskSession, reason: str) -> None:
+    def lost(self, task: TaskSession, reason: str) -> None:
         """It is not, any more."""
         ...
 
-    def heard(self, lane: TaskSession, message: Message) -> None:
+    def heard(self, task: TaskSession, message: Message) -> None:
         """A notice of a task that is in our session."""
         ...
 
@@ -403,14 +403,14 @@ class Arrival:
     @property
     def awaited(self) -> list[TaskSession]:
         """The tasks that connecting waits for now; one of the workers will do."""
-        ps = [lane for lane in self._ps if not lane.is_ready]
-        if any(lane.is_ready for lane in self._workers):
+        ps = [task for task in self._ps if not task.is_ready]
+        if any(task.is_ready for task in self._workers):
             return ps
         return [*ps, *self._workers]
 
     def _tell(self) -> None:
         awaited = [
-            f"{lane.name} at {lane.address} ({lane.state})" for lane in self.awaited
+            f"{task.name} at {task.address} ({task.state})" for task in self.awaited
         ]
         if awaited:
             log.warning("connecting: still waiting for %s", ", ".join(awaited))

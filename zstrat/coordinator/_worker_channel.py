@@ -41,7 +41,7 @@ class WorkerChannel:
     """One worker, as the dispatcher sees it."""
 
     session: int
-    lane: TaskSession
+    task: TaskSession
     member: Member
     codes: set[bytes] = field(default_factory=set)
     arguments: set[int] = field(default_factory=set)
@@ -63,7 +63,7 @@ class WorkerChannel:
         if code.digest in self.codes:
             return
         message = PutCode(self.session, code.digest, code.code)
-        self.lane.link.submit(message).add_done_callback(self._told)
+        self.task.link.submit(message).add_done_callback(self._told)
         self.codes.add(code.digest)
 
     def put_arguments(self, arguments: PickledArguments | None) -> int:
@@ -72,7 +72,7 @@ class WorkerChannel:
             return 0
         number = arguments.number
         if number not in self.arguments:
-            self.lane.link.notify(
+            self.task.link.notify(
                 PutArguments(self.session, number, arguments.code, arguments.arrays)
             )
             self.arguments.add(number)
@@ -108,7 +108,7 @@ class WorkerChannel:
                 number = call.arguments.number if call.arguments else 0
                 batches.append(Batch(call.function.digest, number, attempt, steps))
             steps.append(closure.step)
-        self.lane.link.notify(Dispatch(self.session, low_water, batches))
+        self.task.link.notify(Dispatch(self.session, low_water, batches))
 
     def forget(
         self, arguments: Iterable[int], resources: Iterable[int], results: Iterable[int]
@@ -129,7 +129,7 @@ class WorkerChannel:
         if gone := sorted(results):
             unsaid.append(DropResults(session, gone))
         while unsaid:
-            self.lane.link.notify(unsaid[0])
+            self.task.link.notify(unsaid[0])
             unsaid.popleft()
 
     def _told(self, answer: asyncio.Future[Message]) -> None:
@@ -139,4 +139,4 @@ class WorkerChannel:
             return
         log.warning("%s did not take code: %s", self.member.name, error)
         if isinstance(error, StaleSessionError):
-            self.lane.reopen("it is not in our session any more")
+            self.task.reopen("it is not in our session any more")

@@ -22,8 +22,7 @@ from ._programs import HereProgram
 from ._results import Computed, StepResult, StepUpdate
 from .lookup._lookups import Wanted
 from .lookup._row_updates import outgoing
-from .lookup._rows_program import RowsProgram
-from .lookup._running import Lookups
+from .lookup._rows_program import Lookups, RowsProgram
 from .trace import joined
 from .trace._eager import Immediate
 from .trace._int32_checks import require_fitting, tell_of_arguments

@@ -18,7 +18,8 @@ from zstrat.errors import InvalidArgumentError, to_wire
 from zstrat.wire import Again, Exchange, Exchanged, Pulled, Push, Pushed
 
 from ._requests import PendingRequest, pulled, pushed
-from .store._plans import PushPlan, RowsPlan
+from .store._lookups import RowsPlan
+from .store._plans import PushPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -162,7 +162,7 @@ class Joining:
             return wish._replace(name=store.engine.get(wish.optimizer).name)
         if wish.key not in store:
             return None
-        (held,) = store.find([wish.key])
+        (held,) = store.variables.find([wish.key])
         dtype, shape = held.cell.dtype.name, list(held.cell.shape)
         return Awaited(wish.key, held.entry.name, dtype, shape)
 

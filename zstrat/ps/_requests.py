@@ -32,7 +32,8 @@ from zstrat.wire import (
 from .store._creating import CreatePlan
 from .store._fold import Folded
 from .store._ledger import UNNAMED
-from .store._plans import Plan, PushPlan, RowsPlan
+from .store._lookups import RowsPlan
+from .store._plans import Plan, PushPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

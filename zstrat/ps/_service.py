@@ -67,6 +67,7 @@ from ._thread import ComputeThread
 from .engine._engine import OptimizerEngine
 from .snapshots._snapshot_service import SnapshotRequest, SnapshotService
 from .store._fold import Folded
+from .store._lookups import row_bytes
 from .store._store import Store
 
 if TYPE_CHECKING:
@@ -217,7 +218,8 @@ class PsService:
     def _announce(self, remote: Caller, message: PullRows | Exchange) -> None:
         """A short message may ask for much: no other is read before it has left."""
         operands = len(message.arrays) - len(message.rows)
-        nbytes = self._store.row_bytes(message.rows, message.arrays[operands:])
+        indices = message.arrays[operands:]
+        nbytes = row_bytes(self._store.variables, message.rows, indices)
         if nbytes > _LARGE:
             remote.promise(nbytes)
 

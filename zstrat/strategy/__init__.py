@@ -42,4 +42,4 @@ from .replica._per_replica import PerReplica as PerReplica
 from .replica._regroup import regroup as regroup
 from .server._between_graph import BetweenGraphStrategy as BetweenGraphStrategy
 from .server._parameter_server import ParameterServerStrategy as ParameterServerStrategy
-from .server._placement import ServerVariables as ServerVariables
+from .server._server_variables import ServerVariables as ServerVariables

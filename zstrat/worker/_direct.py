@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zstrat.ps import EagerRun, PsClient
     from zstrat.variables import (
         GradientCall,
+        HomeRows,
         HomeUpdate,
         OptimizerHandle,
         VariableHandle,
@@ -179,9 +180,7 @@ class Direct:
         with _named(*specs):
             return self._ask(lambda client: client.pull(refs))
 
-    def read_rows(
-        self, parts: Sequence[tuple[VariableHandle, np.ndarray]]
-    ) -> list[np.ndarray]:
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         """Rows ``[n, ...]`` of each variable at its indices ``[n]``; one request per
         server.
 
@@ -194,9 +193,7 @@ class Direct:
         with _named(*[spec for spec, _ in named]):
             return self._ask(lambda client: client.pull((), rows))
 
-    async def read_rows_async(
-        self, parts: Sequence[tuple[VariableHandle, np.ndarray]]
-    ) -> list[np.ndarray]:
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
         raise _not_here(*[variable for variable, _ in parts])
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
@@ -211,14 +208,7 @@ class Direct:
     ) -> None:
         self.update_many([(variable, op, operands, optimizer)])
 
-    def update_many(
-        self,
-        updates: Sequence[
-            tuple[
-                VariableHandle, UpdateOp, tuple[np.ndarray, ...], OptimizerHandle | None
-            ]
-        ],
-    ) -> None:
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
         """They are applied with the next read, or at the end of the step, together with
         all that waits: on each server all of its own or none."""
         if not updates:
@@ -234,14 +224,7 @@ class Direct:
         """See `bind`; each run asks, and servers that know it answer at once."""
         bind(self._ask, call)
 
-    async def update_many_async(
-        self,
-        updates: Sequence[
-            tuple[
-                VariableHandle, UpdateOp, tuple[np.ndarray, ...], OptimizerHandle | None
-            ]
-        ],
-    ) -> None:
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
         raise _not_here(*[variable for variable, *_ in updates])
 
     async def update_async(

@@ -30,7 +30,7 @@ _LOG: Final = logging.getLogger("zstrat.worker")
 
 
 class StepSource(Protocol):
-    """What the executor works in: the closures of one session, and how to do them."""
+    """The closures of one session, and how to do them."""
 
     @property
     def pipeline(self) -> Pipeline: ...
@@ -51,14 +51,15 @@ class StepSource(Protocol):
         """Runs the step; returns the time at its end."""
         ...
 
-    def carry(self, post: Post) -> None:
-        """Takes a post over. Called on the loop."""
+    @property
+    def carry_out(self) -> Callable[[Post], None]:
+        """Does what was posted. Called on the loop."""
         ...
 
 
 @final
 class Executor:
-    """Owns the thread. All public methods belong to the loop, but for `present`.
+    """Owns the thread. All public methods belong to the loop, but for `work_for`.
 
     Args:
         on_crash: Called on the loop if the thread ends by a defect of zstrat's own.
@@ -75,7 +76,7 @@ class Executor:
         # Unbounded as a queue, bounded by those who write: the service bounds closures,
         # transport the requests of a peer, and each pull is answered once.
         self._inbox: Final[queue.SimpleQueue[Callable[[], None]]] = queue.SimpleQueue()
-        self._shop: StepSource | None = None
+        self._source: StepSource | None = None
         self._stopping = False
         # A daemon, so that user code which never returns cannot keep the process alive.
         self._thread: Final = threading.Thread(
@@ -106,9 +107,9 @@ class Executor:
         await self._loop.run_in_executor(None, self._thread.join, timeout)
         return not self._thread.is_alive()
 
-    def present(self, shop: StepSource | None) -> None:
-        """From now on the thread works in this shop. To be called on the thread."""
-        self._shop = shop
+    def work_for(self, source: StepSource | None) -> None:
+        """From now on the thread does these closures. To be called on the thread."""
+        self._source = source
 
     def _stop(self) -> None:
         self._stopping = True
@@ -126,26 +127,26 @@ class Executor:
         inbox = self._inbox
         while not inbox.empty():
             inbox.get_nowait()()
-        shop = self._shop
-        if shop is None or self._stopping:
+        source = self._source
+        if source is None or self._stopping:
             if not self._stopping:
                 inbox.get()()
             return
-        clock, pipeline = shop.clock, shop.pipeline
+        clock, pipeline = source.clock, source.pipeline
         now = clock()
         while inbox.empty():
             do, step = pipeline.next(now)
             if do is Do.RUN:
                 assert step is not None
-                now = shop.run(step, now)
+                now = source.run(step, now)
             elif do is Do.PREPARE:
                 assert step is not None
-                now = shop.prepare(step, now)
+                now = source.prepare(step, now)
             elif do is Do.ADVANCE:
                 assert step is not None
-                now = shop.advance(step, now)
+                now = source.advance(step, now)
             elif do is Do.POST:
-                self._call(shop.carry, pipeline.post())
+                self._call(source.carry_out, pipeline.post())
                 now = clock()
             elif do is Do.WAIT:
                 # No deadline: an idle worker waits for work as long as it lives.

@@ -44,11 +44,9 @@ from zstrat.wire import (
 
 from ._direct import Asking, Direct, bind
 from ._executor import Executor
-from ._requests import Owned, serve
 from ._resources import Load, Resources
 from ._step_runner import Prepare, RunEager, StepRunner
-from ._way import ServerWay
-from ._worker_session import WorkerSession
+from ._worker_session import Owned, ServerPresence, WorkerSession
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -111,7 +109,7 @@ class WorkerService:
         self._load, self._prepare, self._run_eager = load, prepare, run_eager
         self._clock, self._started_at = clock, clock()
         self._ownership = Ownership(self._task)
-        self._tenancy: WorkerSession | None = None
+        self._session: WorkerSession | None = None
         self._leaving: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._platform, self._devices = "", 0
@@ -148,8 +146,7 @@ class WorkerService:
             case CloseSession():
                 return self._close(message)
             case _:
-                tenancy = self._tenancy_of(message.session)
-                return serve(tenancy, self._executor, message)
+                return self._session_of(message.session).serve(message)
 
     def lost(self, remote: Remote, reason: str) -> None:
         """A connection ended; if it was the owner's, all that is its is dropped."""
@@ -162,14 +159,14 @@ class WorkerService:
 
     # Sessions
 
-    def _tenancy_of(self, session: int) -> WorkerSession:
+    def _session_of(self, session: int) -> WorkerSession:
         self._ownership.check(session)
-        if self._tenancy is None:
+        if self._session is None:
             raise StaleSessionError(
                 f"{self._task} is not ready for session {session:#x}: wait until it "
                 "has answered OpenSession"
             )
-        return self._tenancy
+        return self._session
 
     def _open(self, remote: Remote, message: OpenSession) -> Awaitable[SessionOpened]:
         """Takes the owner at once; what is awaited is that all is ready.
@@ -182,56 +179,61 @@ class WorkerService:
         new = self._ownership.open(message.session, remote, remote.hello)
         # A coordinator that connects anew knows nothing of what is here, and has given
         # its closures to others: it starts afresh too, but for code that is compiled.
-        before = None if new else self._tenancy
-        self._tenancy = tenancy = self._move_in(remote, message, before)
-        return self._opened(tenancy)
+        before = None if new else self._session
+        self._session = session = self._new_session(remote, message, before)
+        return self._opened(session)
 
-    async def _opened(self, tenancy: WorkerSession) -> SessionOpened:
+    async def _opened(self, session: WorkerSession) -> SessionOpened:
         patience = min(self._settings.timeouts.connect, OPENING)
         deadline = asyncio.get_running_loop().time() + patience
         try:
             self._platform, self._devices = await self._executor.submit(devices)
-            await tenancy.wait_open(deadline)
+            await session.wait_open(deadline)
         except BaseException:  # to the coordinator, as the answer
-            if self._tenancy is tenancy:
-                self._ownership.close(tenancy.session)
+            if self._session is session:
+                self._ownership.close(session.session)
                 self._drop("its session could not be opened")
             raise
         return SessionOpened(self._platform, self._devices)
 
-    def _move_in(
+    def _new_session(
         self, remote: Remote, message: OpenSession, before: WorkerSession | None
     ) -> WorkerSession:
         """A new session in place of the present one, with the code of ``before``."""
         timeouts = self._settings.timeouts
-        ways = [ServerWay(timeouts.reconnect) for _ in message.ps]
+        presences = [ServerPresence(timeouts.reconnect) for _ in message.ps]
         links = [
             self._make_link(
-                address, f"/job:ps/task:{number}", on_open=way.opened, on_lost=way.lost
+                address,
+                f"/job:ps/task:{number}",
+                on_open=there.opened,
+                on_lost=there.lost,
             )
-            for number, (address, way) in enumerate(zip(message.ps, ways, strict=True))
+            for number, (address, there) in enumerate(
+                zip(message.ps, presences, strict=True)
+            )
         ]
-        tenancy = WorkerSession(
+        session = WorkerSession(
             message.session,
             remote,
             links,
-            ways,
+            presences,
             patience=timeouts.request,
             counts=self._counts,
         )
-        shop = self._make_shop(tenancy, message)
+        runner = self._make_runner(session, message)
         if before is not None:
-            old = before.shop.resources
-            self._executor.tell(partial(shop.resources.inherit, old))
+            old = before.runner.resources
+            self._executor.tell(partial(runner.resources.inherit, old))
         self._drop("its coordinator opened a session anew", is_over=before is None)
-        tenancy.occupy(self._executor, shop)
-        return tenancy
+        session.start(self._executor, runner)
+        return session
 
-    def _make_shop(self, tenancy: WorkerSession, opening: OpenSession) -> StepRunner:
+    def _make_runner(self, session: WorkerSession, opening: OpenSession) -> StepRunner:
         index, count = opening.index, opening.worker_count
         asking = Asking(
             asyncio.get_running_loop(),
-            tenancy.client,
+            session.client,
             2 * self._settings.timeouts.request,
         )
         return StepRunner(
@@ -242,7 +244,7 @@ class WorkerService:
             run_eager=self._run_eager,
             home=partial(Direct, asking),
             bind=partial(bind, asking),
-            carry=tenancy.carry,
+            carry_out=session.carry_out,
             inline=self._settings.limits.inline,
             prefetch=opening.prefetch,
         )
@@ -256,14 +258,14 @@ class WorkerService:
         return Done()
 
     def _drop(self, reason: str, *, is_over: bool = True) -> None:
-        tenancy, self._tenancy = self._tenancy, None
-        if tenancy is None:
+        session, self._session = self._session, None
+        if session is None:
             return
-        tenancy.leave()
+        session.leave()
         if is_over and self._is_alone:
             self._executor.tell(jax.clear_caches)
         task = asyncio.get_running_loop().create_task(
-            tenancy.close_links(reason), name=f"close session {tenancy.session:#x}"
+            session.close_links(reason), name=f"close session {session.session:#x}"
         )
         self._leaving.add(task)  # awaited by close()
         task.add_done_callback(self._leaving.discard)
@@ -282,11 +284,11 @@ class WorkerService:
         Cancellation: closures that come are still sent back.
         """
         self._refusal = WorkerLostError(self._task, "it is shutting down")
-        if self._tenancy is None:
+        if self._session is None:
             return True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.timeouts.drain
-        return await self._tenancy.drain(self._refusal, deadline)
+        return await self._session.drain(self._refusal, deadline)
 
     async def close(self) -> None:
         """Ends the session and the executor thread; a closure that does not return
@@ -308,7 +310,7 @@ class WorkerService:
 
     def statistics(self) -> dict[str, PlainTree]:
         """Plain numbers, cheap enough to ask for at any time. Bytes and seconds."""
-        tenancy, owner = self._tenancy, self._ownership.owner
+        session, owner = self._session, self._ownership.owner
         values: dict[str, PlainTree] = {
             "job": self._me.job,
             "task": self._task,
@@ -317,9 +319,9 @@ class WorkerService:
             "session": 0 if owner is None else owner.session,
             "owner": "" if owner is None else str(owner),
             "draining": self._refusal is not None,
-            "queued": 0 if tenancy is None else tenancy.queued,
-            "kept_results": 0 if tenancy is None else len(tenancy.results),
-            "kept_bytes": 0 if tenancy is None else tenancy.results.nbytes,
+            "queued": 0 if session is None else session.queued,
+            "kept_results": 0 if session is None else len(session.results),
+            "kept_bytes": 0 if session is None else session.results.nbytes,
             "rss": resident_bytes(),
             "compilations": self._compilations.count,
             "compile_seconds": self._compilations.seconds,
@@ -328,7 +330,7 @@ class WorkerService:
         }
         for name in _COUNTED:
             values[name] = self._counts[name]
-        values.update({} if tenancy is None else tenancy.shop.statistics())
+        values.update({} if session is None else session.runner.statistics())
         return values
 
 

@@ -90,7 +90,7 @@ class StepRunner:
         index, count: This worker and how many there are.
         home: Makes the home of variables for one eager run.
         bind: Tells the parameter servers of the tree of an optimizer; blocks.
-        carry: Takes posts over, on the loop.
+        carry_out: Does what was posted, on the loop.
         inline: Bytes of a result that travel with the completion.
         prefetch: Optimizer steps whose values are fetched while one computes.
     """
@@ -105,7 +105,7 @@ class StepRunner:
         run_eager: RunEager,
         home: Callable[[EagerRun], EagerHome],
         bind: Callable[[GradientCall], None],
-        carry: Callable[[Post], None],
+        carry_out: Callable[[Post], None],
         inline: int,
         prefetch: int = 0,
         clock: Clock = time.monotonic,
@@ -115,14 +115,12 @@ class StepRunner:
         self.resources: Final = resources
         self._index, self._count = index, count
         self._prepare, self._run_eager = prepare, run_eager
-        self._home, self._carry, self._bind = home, carry, bind
+        self._home, self._bind = home, bind
+        self.carry_out: Final = carry_out
         self._bound: Final = WeakSet[Plan]()
         self._layouts: Final = ResultLayouts(inline)
         self._costs: Final[dict[bytes, Costs]] = {}
         self._catalog: Final = Catalog()
-
-    def carry(self, post: Post) -> None:
-        self._carry(post)
 
     def statistics(self) -> dict[str, PlainTree]:
         """Safe to call from the loop."""

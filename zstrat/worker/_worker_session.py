@@ -1,41 +1,129 @@
-"""One coordinator's stay on this worker, as the loop sees it.
+"""The session of one coordinator on this worker, as the loop sees it.
 
-A tenancy owns the links to the parameter servers, carries out the posts of the executor
-thread (pushes, then pulls, then endings) and tells the coordinator how its closures
-ended. The law: a closure is *open* from its dispatch until its ending was put into a
-message; one that is open is not taken again, and one that is not open is not reported.
+It owns the links to the parameter servers, carries out the posts of the executor thread
+(pushes, then pulls, then endings) and tells the coordinator how its closures ended.
+Whatever unpickles or runs user code goes to the executor thread, in the order of its
+arrival, so that a closure meets what was shipped before it. Which closures are open,
+and what the coordinator has heard of them, is kept by `Reports`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, assert_never, final
 
 from zstrat.errors import BusyError, ClosedError, ZstratError
 from zstrat.ps import PsClient
+from zstrat.wire import (
+    BuildResource,
+    CancelSteps,
+    Dispatch,
+    Done,
+    DropArguments,
+    DropResources,
+    DropResults,
+    Failure,
+    Fetch,
+    Fetched,
+    Message,
+    PutArguments,
+    PutCode,
+    ResourceBuilt,
+)
 
 from . import _closure
 from ._reports import Reports, Results
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Awaitable, Sequence
 
     import numpy as np
 
-    from zstrat.ps import PsUpdate
+    from zstrat.errors import PeerLostError
+    from zstrat.ps import PsUpdate, ServerLine
     from zstrat.transport import Link, Remote
-    from zstrat.wire import Batch, Dispatch
+    from zstrat.wire import Batch, Hello
 
     from ._closure import Ending, Post, SharedPull
     from ._executor import Executor
+    from ._resources import Resources
     from ._step_runner import StepRunner
-    from ._way import ServerWay
 
 MAX_OPEN: Final = 16384
 """Closures that may wait here. A coordinator keeps 20 ms of work on a worker, at most
 hundreds of closures; more is a mistake, and they are not begun but sent back."""
+
+
+Owned = (
+    PutCode
+    | PutArguments
+    | DropArguments
+    | Dispatch
+    | CancelSteps
+    | Fetch
+    | DropResults
+    | BuildResource
+    | DropResources
+)
+"""Messages that belong to the open session. Their senders were checked."""
+
+RESTARTED: Final = "it was started again, and what it held is gone"
+
+
+@final
+class ServerPresence:
+    """How one parameter server stands, as its link says it and its line is told.
+
+    A server that was started again has lost what it held of the session, so it stays
+    lost for as long as the session lasts. One that is only away has a while to come
+    back. The line is set before the link is started.
+
+    Args:
+        grace: Seconds that a server whose link has lost it has to come back.
+    """
+
+    line: ServerLine
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._life: int | None = None
+        """The incarnation that holds what is the session's."""
+        self._absence: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def opened(self, hello: Hello) -> None:
+        """The link says that the server has greeted."""
+        self._stop_absence()
+        if self._is_closed:
+            return
+        if self._life in (None, hello.incarnation):
+            self._life = hello.incarnation
+            self.line.resume()
+        else:
+            self.line.lose(RESTARTED, gone=True)
+
+    def lost(self, error: PeerLostError) -> None:
+        """The link says that it has lost the server."""
+        if self._absence is None and not self._is_closed:
+            loop = asyncio.get_running_loop()
+            self._absence = loop.call_later(self._grace, self._give_up, error.reason)
+
+    def close(self, error: Exception) -> None:
+        """Nobody waits for the server any more."""
+        self._is_closed = True
+        self._stop_absence()
+        self.line.close(error)
+
+    def _give_up(self, reason: str) -> None:
+        self._absence = None
+        self.line.lose(reason, gone=False)
+
+    def _stop_absence(self) -> None:
+        if self._absence is not None:
+            self._absence.cancel()
+            self._absence = None
 
 
 @final
@@ -44,8 +132,8 @@ class WorkerSession:
 
     Args:
         remote: The coordinator's connection.
-        links: To all parameter servers, in task order; owned by the tenancy.
-        ways: What the links tell how they stand.
+        links: To all parameter servers, in task order; owned by the session.
+        presences: What these links tell how their servers stand.
         patience: Seconds that a request waits for a server that is away.
         counts: The worker's counters, over all sessions.
     """
@@ -55,26 +143,26 @@ class WorkerSession:
         session: int,
         remote: Remote,
         links: Sequence[Link],
-        ways: Sequence[ServerWay],
+        presences: Sequence[ServerPresence],
         *,
         patience: float,
         counts: Counter[str],
     ) -> None:
         self.session: Final = session
         self.client: Final = PsClient(links, session, patience=patience)
-        for way, line in zip(ways, self.client.lines, strict=True):
-            way.line = line
+        for presence, line in zip(presences, self.client.lines, strict=True):
+            presence.line = line
         self.results: Final = Results()
         self._reports: Final = Reports(session, remote, self.results, counts)
-        self._links, self._ways, self._counts = links, ways, counts
+        self._links, self._presences, self._counts = links, presences, counts
         self._refusal: ZstratError | None = None
         self._low_water = 0
         self._closed = False
 
-    def occupy(self, executor: Executor, shop: StepRunner) -> None:
+    def start(self, executor: Executor, runner: StepRunner) -> None:
         """Takes the executor and begins to connect. Called once, before all else."""
-        self._executor, self.shop = executor, shop
-        executor.tell(partial(executor.present, shop))
+        self._executor, self.runner = executor, runner
+        executor.tell(partial(executor.work_for, runner))
         for link in self._links:
             link.start()
 
@@ -97,6 +185,36 @@ class WorkerSession:
 
     # From the coordinator
 
+    def serve(self, message: Owned) -> Message | Awaitable[Message]:
+        """Begins what is asked; the answer comes at once or when it is done.
+
+        Raises:
+            NotFoundError: A result is not here.
+        """
+        executor, resources = self._executor, self.runner.resources
+        match message:
+            case Dispatch():
+                self.dispatch(message)
+            case CancelSteps():
+                self.cancel()
+            case PutArguments(arguments=number, code=code, arrays=arrays):
+                executor.tell(partial(resources.put_arguments, number, code, arrays))
+            case DropArguments(arguments=numbers):
+                executor.tell(partial(resources.drop_arguments, numbers))
+            case DropResources(resources=numbers):
+                executor.tell(partial(resources.drop, numbers))
+            case DropResults(steps=steps):
+                self.results.drop(steps)
+            case Fetch(step=step):
+                return Fetched(tuple(self.results.of(step)))
+            case PutCode(digest=digest, code=code):
+                return executor.submit(partial(_put_code, resources, digest, code))
+            case BuildResource():
+                return executor.submit(partial(_build, self.runner, message))
+            case _:
+                assert_never(message)
+        return Done()
+
     def dispatch(self, message: Dispatch) -> None:
         """Takes closures; those that are here already are ignored."""
         batches = [self._reports.opened(batch) for batch in message.batches]
@@ -107,16 +225,17 @@ class WorkerSession:
             self._send_back(batches, refusal)
             return
         self._low_water = message.low_water
-        self._executor.tell(partial(self.shop.dispatch, batches, message.low_water))
+        self._executor.tell(partial(self.runner.dispatch, batches, message.low_water))
 
     def cancel(self, error: ZstratError | None = None) -> None:
         """Ends every closure that has not begun, with the error if one is given."""
-        self._executor.tell(partial(self.shop.cancel, error))
+        self._executor.tell(partial(self.runner.cancel, error))
 
     # From the executor
 
-    def carry(self, post: Post) -> None:
-        """Carries out a post: the pushes first, the pulls read what they wrote."""
+    def carry_out(self, post: Post) -> None:
+        """Does what the executor thread has posted: the pushes first, so that the pulls
+        read what these wrote."""
         if self._closed:
             return
         pushes, pulls = post.pushes, post.pulls
@@ -183,7 +302,7 @@ class WorkerSession:
         values: list[np.ndarray] | None,
         error: BaseException | None,
     ) -> None:
-        self._executor.tell(partial(self.shop.pipeline.arrived, pull, values, error))
+        self._executor.tell(partial(self.runner.pipeline.arrived, pull, values, error))
 
     def _send_back(self, batches: Sequence[Batch], error: ZstratError) -> None:
         steps = [step for batch in batches for step in batch.steps]
@@ -212,16 +331,16 @@ class WorkerSession:
             return
         self._closed = True
         self._reports.close()
-        self._executor.tell(partial(self._executor.present, None))
-        self._executor.tell(self.shop.close)
+        self._executor.tell(partial(self._executor.work_for, None))
+        self._executor.tell(self.runner.close)
 
     async def close_links(self, reason: str) -> None:
         """Closes the links to the parameter servers; the last thing.
 
         Cancellation: links that are not closed yet are left open.
         """
-        for way in self._ways:
-            way.close(ClosedError(reason))
+        for presence in self._presences:
+            presence.close(ClosedError(reason))
         await asyncio.gather(*[link.close(reason) for link in self._links])
 
 
@@ -229,3 +348,18 @@ def _error_of(future: asyncio.Future[Any]) -> BaseException | None:
     if future.cancelled():
         return asyncio.CancelledError("the request was cancelled")
     return future.exception()
+
+
+def _put_code(resources: Resources, digest: bytes, code: bytes) -> Message:
+    try:
+        resources.put_code(digest, code)
+    except BaseException as error:  # goes to the coordinator
+        return Failure(_closure.plain(error))
+    return Done()
+
+
+def _build(runner: StepRunner, message: BuildResource) -> Message:
+    try:
+        return ResourceBuilt(runner.build(message))
+    except BaseException as error:  # goes to the coordinator, with the user's lines
+        return Failure(_closure.plain(error))

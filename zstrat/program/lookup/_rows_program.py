@@ -5,7 +5,7 @@ are elements of the batch as they are: then they are taken from it.
 
 What goes out with the ids of a lookup, the gradient of its rows, does not take them
 along: the host has sorted these ids already, and knows which of the rows are to be
-summed and where they go.
+summed and where they go. `Lookups` is one step that goes through these programs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.program._compile import own
+from zstrat.program._results import Computed
 from zstrat.program.trace import _refusals
 from zstrat.program.trace._flow import Flow
 from zstrat.rows import sums
 
 from ._ids import Ids, RowPlace, TraceInputs
-from ._lookups import Level
+from ._lookups import Level, Wanted
 from ._row_updates import SUMMED, outgoing, parted
 
 if TYPE_CHECKING:
@@ -138,6 +139,73 @@ class RowsProgram:
 
         program.__name__ = program.__qualname__ = self._name
         return jax.jit(program)
+
+
+class Lookups:
+    """One step on its way through its levels: what it has asked for and got.
+
+    An answer is the values and rows of one `Wanted`. The values come with the first one
+    and stay; of the rows of each level the blocks are made when the next thing is
+    computed. ``given`` are the leaves of arguments and elements.
+    """
+
+    __slots__ = ("_asked", "_blocks", "_given", "_program")
+
+    def __init__(self, program: RowsProgram, given: list[Any]) -> None:
+        self._program = program
+        self._given = given
+        self._asked: list[LevelRequest | None] = []
+        self._blocks: list[list[np.ndarray]] = []
+
+    def first(self) -> Wanted:
+        """What is wanted before anything was answered.
+
+        Raises:
+            IndexError: A table has no such row.
+        """
+        return Wanted(self._program.plan.reads, self._ask())
+
+    def advance(self, answer: Sequence[np.ndarray]) -> Wanted | None:
+        """What is wanted next, None if nothing is. Raises as `first`."""
+        if len(self._asked) == self._program.plan.levels:
+            return None
+        self._take(answer)
+        return Wanted((), self._ask())
+
+    def compute(self, answer: Sequence[np.ndarray]) -> Computed:
+        """Computes with the last answer."""
+        self._take(answer)
+        outputs = self._program(self._given, self._blocks)
+        arrays = [*outputs.operands.values(), outputs.shared]
+        return Computed(
+            outputs.results,
+            arrays,
+            lambda: self._program.updates(outputs, self._asked),
+        )
+
+    def _ask(self) -> tuple[Any, ...]:
+        number = len(self._asked)
+        level = self._program.levels[number]
+        if level is None:
+            self._asked.append(None)
+            return ()
+        ids = self._program.ids(number, self._given, self._blocks)
+        asked = level.ask(ids)
+        self._asked.append(asked)
+        return asked.rows
+
+    def _take(self, answer: Sequence[np.ndarray]) -> None:
+        number = len(self._blocks)
+        rows = answer
+        if number == 0:
+            reads = len(self._program.plan.reads)
+            self._given = [*self._given, *answer[:reads]]
+            rows = answer[reads:]
+        level, asked = self._program.levels[number], self._asked[number]
+        if level is None or asked is None:
+            self._blocks.append([])
+        else:
+            self._blocks.append(level.assembled(asked, rows))
 
 
 class Outputs(NamedTuple):

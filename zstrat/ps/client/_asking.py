@@ -12,15 +12,84 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 from zstrat.errors import PeerLostError, ProtocolError, PSUnavailableError
 
+from ._line import ServerLine
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.wire import Message
 
-    from ._line import ServerLine
+    from ._line import LineLink
 
 M = TypeVar("M")
 T = TypeVar("T")
+
+
+class AskedServers:
+    """All parameter servers of one session, each over its line.
+
+    Args:
+        links: One per parameter server, in task order, opened by the caller.
+        session: The session that is open on all of them.
+        patience: Seconds that a request without a deadline waits for a server that is
+            away.
+    """
+
+    def __init__(
+        self, links: Sequence[LineLink], session: int, patience: float
+    ) -> None:
+        self.session = session
+        self.lines = tuple(
+            ServerLine(link, f"/job:ps/task:{ps}", patience)
+            for ps, link in enumerate(links)
+        )
+        """To be told how the links stand, by whoever owns them, if what is asked is to
+        outlive a connection."""
+
+    @property
+    def count(self) -> int:
+        """How many servers there are."""
+        return len(self.lines)
+
+    async def each(
+        self,
+        messages: Sequence[tuple[int, Message]],
+        want: type[M],
+        *,
+        deadline: float | None = None,
+    ) -> list[M]:
+        """Sends messages, ``(ps, message)``, all at once; their answers, in order.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises:
+            PSUnavailableError: A parameter server is gone.
+            ProtocolError: An answer is none of ``want``.
+            Exception: The first that a server answers with.
+
+        Cancellation: what was sent is carried out.
+        """
+        answers: dict[int, M] = {}
+        parts = [
+            CallPart(ps, message, want, partial(answers.__setitem__, place))
+            for place, (ps, message) in enumerate(messages)
+        ]
+        return await self._ask(
+            parts, lambda: [answers[at] for at in range(len(parts))], deadline
+        )
+
+    def _ask(
+        self,
+        parts: Sequence[CallPart[Any]],
+        result: Callable[[], T],
+        deadline: float | None = None,
+    ) -> asyncio.Future[T]:
+        """Sends all parts; done with the last answer or the first error."""
+        call = ServerCall(len(parts), result)
+        for part in parts:
+            call.send(self.lines[part.ps], part, deadline)
+        return call.outcome
 
 
 @final
@@ -133,3 +202,15 @@ class CallPart(Generic[M]):
     @property
     def _task(self) -> str:
         return f"/job:ps/task:{self.ps}"
+
+
+def by_server(pairs: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    """The items of ``(ps, item)`` by server, each in order."""
+    found: dict[int, list[T]] = {}
+    for ps, item in pairs:
+        found.setdefault(ps, []).append(item)
+    return found
+
+
+def nothing(answer: object = None) -> None:
+    """The result of a call whose answers say no more than that it is done."""

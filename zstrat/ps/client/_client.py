@@ -12,57 +12,36 @@ A server that is lost is `PSUnavailableError`, whatever was asked of it.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, final
 
 from zstrat.ps.store._parts import named
-from zstrat.wire import (
-    AppliedParts,
-    AskParts,
-    BindOptimizer,
-    CreateOptimizer,
-    CreateVariables,
-    DeleteVariables,
-    InitialEntry,
-    InitializeVariables,
-    Inspect,
-    Message,
-    Pulled,
-    Pushed,
-    Statistics,
-    VariableEntry,
-    Withdraw,
-)
+from zstrat.wire import AppliedParts, AskParts, Pulled, Pushed
 
-from ._asking import CallPart, ServerCall
-from ._exchange_client import exchange
-from ._line import PATIENCE, ServerLine
-from ._pushing import OwnUpdates, Pushing
-from ._reading import Known, Reading, Ref, RowsRef
+from ._asking import CallPart, nothing
+from ._line import PATIENCE
+from ._pushing import OwnUpdates, Pushing, exchange
+from ._reading import Known, Reading
 from ._snapshot_client import SnapshotCalls
+from ._variable_client import VariableCalls
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Sequence
+
+    import numpy as np
 
     from zstrat.ps.store._parts import EagerRun
-    from zstrat.wire import PlainTree
 
     from ._line import LineLink
     from ._pushing import PsUpdate
-
-BATCH: Final = 512
-"""Variables created by one message: their names fit the header by far."""
+    from ._reading import Ref, RowsRef
 
 MEMORY: Final = 256 * 2**20
 """Default bound in bytes of the values that a client remembers."""
 
-M = TypeVar("M")
-T = TypeVar("T")
 
-
-class PsClient(SnapshotCalls):
+@final
+class PsClient(VariableCalls, SnapshotCalls):
     """Pulls from and pushes to all parameter servers of one session.
 
     Args:
@@ -85,22 +64,11 @@ class PsClient(SnapshotCalls):
         memory: int = MEMORY,
         patience: float = PATIENCE,
     ) -> None:
+        super().__init__(links, session, patience)
         self._links = tuple(links)
-        self.lines = tuple(
-            ServerLine(link, f"/job:ps/task:{ps}", patience)
-            for ps, link in enumerate(links)
-        )
-        """To be told how the links stand, by whoever owns them, if what is asked is to
-        outlive a connection."""
-        self._session = session
         self._own = OwnUpdates(writer)
         self._known = Known(memory)
         self._incarnations: list[int | None] = [None] * len(self._links)
-
-    @property
-    def count(self) -> int:
-        """How many servers there are."""
-        return len(self._links)
 
     # ---- values ------------------------------------------------------------------
 
@@ -128,7 +96,7 @@ class PsClient(SnapshotCalls):
         self._forget_restarted()
         reading = Reading(refs, rows, self._known)
         parts = [
-            CallPart(asked.ps, asked.message(self._session), Pulled, asked.take)
+            CallPart(asked.ps, asked.message(self.session), Pulled, asked.take)
             for asked in reading.messages()
         ]
         return self._ask(parts, reading.result, deadline)
@@ -160,7 +128,7 @@ class PsClient(SnapshotCalls):
             ValueError: The updates of one server do not fit one message, as those of
                 about ten thousand variables: it could not apply them as a whole.
         """
-        pushing = Pushing(self._session, step, part, low_water, updates)
+        pushing = Pushing(self.session, step, part, low_water, updates)
         return self._push(pushing, deadline)
 
     def update(
@@ -171,7 +139,7 @@ class PsClient(SnapshotCalls):
         number, low_water = self._own.begin()
         writer = self._own.writer
         try:
-            pushing = Pushing(self._session, number, 0, low_water, updates, writer)
+            pushing = Pushing(self.session, number, 0, low_water, updates, writer)
             done = self._push(pushing, deadline)
         except BaseException:  # to the caller: it was not sent
             self._own.end(number)
@@ -196,7 +164,7 @@ class PsClient(SnapshotCalls):
             StaleSessionError: A later run has begun.
         """
         step, attempt, low_water = run
-        pushing = Pushing(self._session, step, part, low_water, updates)
+        pushing = Pushing(self.session, step, part, low_water, updates)
         parts = [
             CallPart(ps, named(push, attempt, names), Pushed, pushing.take)
             for ps, push in pushing.messages.items()
@@ -228,13 +196,13 @@ class PsClient(SnapshotCalls):
             parts = [
                 CallPart(
                     ps,
-                    AskParts(self._session, run.step, run.attempt, first),
+                    AskParts(self.session, run.step, run.attempt, first),
                     AppliedParts,
                     partial(take, ps),
                 )
                 for ps, first in open_.items()
             ]
-            await self._ask(parts, _nothing)
+            await self._ask(parts, nothing)
         return found
 
     def exchange(
@@ -258,224 +226,11 @@ class PsClient(SnapshotCalls):
             What `push` and what `pull` would have returned.
         """
         self._forget_restarted()
-        pushing = Pushing(self._session, step, part, low_water, updates)
+        pushing = Pushing(self.session, step, part, low_water, updates)
         reading = Reading(refs, rows, self._known)
-        return exchange(self.lines, self._session, pushing, reading, deadline)
+        return exchange(self.lines, self.session, pushing, reading, deadline)
 
-    # ---- variables and optimizers --------------------------------------------------
-
-    async def create(
-        self, variables: Sequence[tuple[int, VariableEntry, np.ndarray]]
-    ) -> None:
-        """Creates variables, ``(ps, entry, initial value)`` each.
-
-        One of the same key, shape and dtype that is there already stays as it is.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            AlreadyExistsError: A key is taken by another variable.
-
-        Cancellation: variables may have been created.
-        """
-        mine: dict[int, list[tuple[VariableEntry, np.ndarray]]] = {}
-        for ps, entry, value in variables:
-            mine.setdefault(ps, []).append((entry, value))
-        parts: list[CallPart[object]] = []
-        for ps, pairs in mine.items():
-            for at in range(0, len(pairs), BATCH):
-                some = pairs[at : at + BATCH]
-                entries, arrays = [e for e, _ in some], tuple(a for _, a in some)
-                message = CreateVariables(self._session, entries, arrays)
-                parts.append(CallPart(ps, message, object, _nothing))
-        await self._ask(parts, _nothing)
-
-    async def initialize(
-        self,
-        variables: Sequence[tuple[int, InitialEntry]],
-        code: bytes,
-        *,
-        deadline: float | None = None,
-    ) -> None:
-        """Has the servers make variables, ``(ps, entry)`` each, with one shipped
-        initializer; no value travels.
-
-        One of the same key, shape and dtype that is there already stays as it is.
-
-        Args:
-            deadline: Loop time; None: the default of the link, which is too short for
-                tables of many gigabytes.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError: The initializer failed or returned something else;
-                says what.
-            AlreadyExistsError: A key is taken by another variable.
-
-        Cancellation: variables may have been created.
-        """
-        mine: dict[int, list[InitialEntry]] = {}
-        for ps, entry in variables:
-            mine.setdefault(ps, []).append(entry)
-        parts: list[CallPart[object]] = []
-        for ps, entries in mine.items():
-            for at in range(0, len(entries), BATCH):
-                some = entries[at : at + BATCH]
-                message = InitializeVariables(self._session, some, code)
-                parts.append(CallPart(ps, message, object, _nothing))
-        await self._ask(parts, _nothing, deadline)
-
-    async def delete(self, refs: Sequence[Ref]) -> None:
-        """Deletes variables with their optimizer slots.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            NotFoundError: A variable does not exist; nothing is deleted on its server.
-
-        Cancellation: variables may have been deleted.
-        """
-        mine: dict[int, list[int]] = {}
-        for ref in refs:
-            mine.setdefault(ref[0], []).append(ref[1])
-            self._known.drop(ref)
-        await self._ask(
-            [
-                CallPart(ps, DeleteVariables(self._session, keys), object, _nothing)
-                for ps, keys in mine.items()
-            ],
-            _nothing,
-        )
-
-    async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
-        """Ships an optax transformation to all parameter servers.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            InvalidArgumentError: It cannot run there; says what to write instead.
-            AlreadyExistsError: The id is taken by another one.
-
-        Cancellation: it may have been registered.
-        """
-        message = CreateOptimizer(self._session, optimizer, name, code)
-        parts = [
-            CallPart(ps, message, object, _nothing) for ps in range(len(self._links))
-        ]
-        await self._ask(parts, _nothing)
-
-    async def bind(
-        self,
-        optimizer: int,
-        data: bytes,
-        servers: Sequence[int] | None = None,
-        *,
-        deadline: float | None = None,
-    ) -> None:
-        """Tells servers (None: all) which variables an optimizer moves: ``data`` is
-        `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
-
-        Args:
-            deadline: Loop time; None: the default of the link.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            NotFoundError: The optimizer does not exist.
-            InvalidArgumentError: It does not fit, or is another program there.
-            AlreadyExistsError: A variable is in another tree, which moves it otherwise.
-            BusyError: The optimizer has too many trees.
-
-        Cancellation: it may have been bound.
-        """
-        told = range(len(self._links)) if servers is None else servers
-        arrays = (np.frombuffer(data, np.uint8),)
-        message = BindOptimizer(self._session, optimizer, arrays)
-        parts = [CallPart(ps, message, object, _nothing) for ps in told]
-        await self._ask(parts, _nothing, deadline)
-
-    async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
-        """Drops what a failed creation of these has left, as far as it is there. What
-        of it is still under way is done before.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-
-        Cancellation: it may have been dropped.
-        """
-        everywhere = list(optimizers)
-        mine: dict[int, list[int]] = (
-            {ps: [] for ps in range(len(self._links))} if everywhere else {}
-        )
-        for ref in refs:
-            mine.setdefault(ref[0], []).append(ref[1])
-            self._known.drop(ref)
-        await self._ask(
-            [
-                CallPart(
-                    ps, Withdraw(self._session, keys, everywhere), object, _nothing
-                )
-                for ps, keys in mine.items()
-            ],
-            _nothing,
-        )
-
-    async def statistics(self) -> list[dict[str, PlainTree]]:
-        """What each parameter server says of itself, in task order.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-
-        Cancellation: nothing is lost.
-        """
-        answers: dict[int, dict[str, PlainTree]] = {}
-
-        def take(ps: int, answer: Statistics) -> None:
-            answers[ps] = answer.values
-
-        parts = [
-            CallPart(ps, Inspect(), Statistics, partial(take, ps))
-            for ps in range(len(self._links))
-        ]
-        return await self._ask(parts, lambda: [answers[ps] for ps in sorted(answers)])
-
-    # ---- asking several at once ------------------------------------------------------
-
-    async def each(
-        self,
-        messages: Sequence[tuple[int, Message]],
-        want: type[M],
-        *,
-        deadline: float | None = None,
-    ) -> list[M]:
-        """Sends messages, ``(ps, message)``, all at once; their answers, in order.
-
-        Args:
-            deadline: Loop time; None: the default of the link.
-
-        Raises:
-            PSUnavailableError: A parameter server is gone.
-            ProtocolError: An answer is none of ``want``.
-            Exception: The first that a server answers with.
-
-        Cancellation: what was sent is carried out.
-        """
-        answers: dict[int, M] = {}
-        parts = [
-            CallPart(ps, message, want, partial(answers.__setitem__, place))
-            for place, (ps, message) in enumerate(messages)
-        ]
-        return await self._ask(
-            parts, lambda: [answers[at] for at in range(len(parts))], deadline
-        )
-
-    def _ask(
-        self,
-        parts: Sequence[CallPart[Any]],
-        result: Callable[[], T],
-        deadline: float | None = None,
-    ) -> asyncio.Future[T]:
-        """Sends all parts; done with the last answer or the first error."""
-        call = ServerCall(len(parts), result)
-        for part in parts:
-            call.send(self.lines[part.ps], part, deadline)
-        return call.outcome
+    # ---- private ---------------------------------------------------------------------
 
     def _push(self, pushing: Pushing, deadline: float | None) -> asyncio.Future[bool]:
         parts = [
@@ -483,6 +238,10 @@ class PsClient(SnapshotCalls):
             for ps, push in pushing.messages.items()
         ]
         return self._ask(parts, pushing.result, deadline)
+
+    def _forget(self, refs: Iterable[Ref]) -> None:
+        for ref in refs:
+            self._known.drop(ref)
 
     def _forget_restarted(self) -> None:
         """Versions begin anew in a new process."""
@@ -492,7 +251,3 @@ class PsClient(SnapshotCalls):
                 if self._incarnations[ps] is not None:
                     self._known.clear()
                 self._incarnations[ps] = peer.incarnation
-
-
-def _nothing(answer: object = None) -> None:
-    pass

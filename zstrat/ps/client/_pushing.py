@@ -1,22 +1,37 @@
 """One push: the message for each parameter server, and what came of it.
 
-Decides without I/O. All updates of one server are in one message, as it applies all or
-none.
+All updates of one server are in one message, as it applies all or none. A push and the
+pull behind it are one message to each server that has both parts (`exchange`). What
+comes of the two is independent, as it is of two messages: a server that refuses one
+part answers the other, and a part that cannot be sent does not keep the other back.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, final
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
+from zstrat.errors import from_wire
 from zstrat.ps.store._ledger import UNNAMED
-from zstrat.wire import Push, Update, UpdateOp
+from zstrat.wire import Exchange, Exchanged, Pulled, Push, Pushed, Update, UpdateOp
+
+from ._asking import CallPart, ServerCall
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Iterable, Sequence
 
     import numpy as np
 
-    from zstrat.wire import Exchanged, Pushed
+    from zstrat.wire import Message
+
+    from ._line import ServerLine
+    from ._reading import Reading, ServerPull
+
+MOST: Final = 2048
+"""Variables of one exchange: what it says of them fits a header by far. Beyond, the two
+parts travel each by itself, and the one message that is saved is nothing beside them.
+"""
 
 
 class PsUpdate(NamedTuple):
@@ -92,3 +107,113 @@ class OwnUpdates:
         """That update is over, however it ended: what of it is still under way is of
         no effect once the servers know."""
         self._open.pop(number, None)
+
+
+def exchange(
+    lines: Sequence[ServerLine],
+    session: int,
+    pushing: Pushing,
+    reading: Reading,
+    deadline: float | None,
+) -> tuple[asyncio.Future[bool], asyncio.Future[list[np.ndarray]]]:
+    """Sends all that both parts have to say; their outcomes."""
+    left, asked = dict(pushing.messages), list(reading.messages())
+    both = _Both(
+        session,
+        pushing,
+        ServerCall(len(left), pushing.result),
+        ServerCall(len(asked), reading.result),
+        deadline,
+    )
+    for ps in left.keys() - {each.ps for each in asked}:
+        both.send_push(lines[ps], ps, left.pop(ps))
+    for each in asked:
+        push = left.pop(each.ps, None)  # a second message to a server only reads
+        if push is None:
+            both.send_pull(lines[each.ps], each)
+        elif len(push.updates) + len(each.reads) + len(each.rows) > MOST:
+            both.send_apart(lines[each.ps], push, each)
+        else:
+            both.send(lines[each.ps], push, each)
+    return both.pushed.outcome, both.pulled.outcome
+
+
+class _Both:
+    """The two calls that messages of both parts, and of one, are answers for."""
+
+    __slots__ = ("_deadline", "_pushing", "_session", "pulled", "pushed")
+
+    def __init__(
+        self,
+        session: int,
+        pushing: Pushing,
+        pushed: ServerCall[bool],
+        pulled: ServerCall[list[np.ndarray]],
+        deadline: float | None,
+    ) -> None:
+        self._session, self._pushing, self._deadline = session, pushing, deadline
+        self.pushed, self.pulled = pushed, pulled
+
+    def send_push(self, line: ServerLine, ps: int, push: Push) -> None:
+        part = CallPart(ps, push, Pushed, self._pushing.take)
+        self.pushed.send(line, part, self._deadline)
+
+    def send_pull(self, line: ServerLine, asked: ServerPull) -> None:
+        part = CallPart(asked.ps, asked.message(self._session), Pulled, asked.take)
+        self.pulled.send(line, part, self._deadline)
+
+    def send_apart(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
+        self.send_push(line, asked.ps, push)
+        self.send_pull(line, asked)
+
+    def send(self, line: ServerLine, push: Push, asked: ServerPull) -> None:
+        if self.pushed.outcome.done() or self.pulled.outcome.done():
+            self.send_apart(line, push, asked)
+            return
+        message = Exchange(
+            self._session,
+            push.step,
+            push.part,
+            push.low_water,
+            push.updates,
+            asked.reads,
+            asked.rows,
+            (*push.arrays, *asked.indices),
+        )
+        try:
+            reply = line.submit(message, deadline=self._deadline)
+        except (TypeError, ValueError):  # one of them cannot travel, and says so itself
+            self.send_apart(line, push, asked)
+        except Exception as error:  # goes to the callers, as if the server had said it
+            self._fail(error)
+        else:
+            part = CallPart(asked.ps, message, Exchanged, asked.take)
+            reply.add_done_callback(partial(self._replied, line, part))
+
+    def _replied(
+        self,
+        line: ServerLine,
+        part: CallPart[Exchanged],
+        reply: asyncio.Future[Message],
+    ) -> None:
+        try:
+            answer = part.answer(reply)
+        except BaseException as error:  # goes to the callers
+            later = line.again(part.message, self._deadline, reply)
+            if later is None:
+                self._fail(error)
+            else:
+                later.add_done_callback(partial(self._replied, line, part))
+            return
+        if answer.push_error is None:
+            self.pushed.take(self._pushing.take, answer, part)
+        else:
+            self.pushed.fail(from_wire(answer.push_error))
+        if answer.pull_error is None:
+            self.pulled.take(part.take, answer, part)
+        else:
+            self.pulled.fail(from_wire(answer.pull_error))
+
+    def _fail(self, error: BaseException) -> None:
+        self.pushed.fail(error)
+        self.pulled.fail(error)

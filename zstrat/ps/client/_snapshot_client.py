@@ -8,16 +8,14 @@ of the server, or the deadline given, ends the wait for them.
 
 from __future__ import annotations
 
-import abc
 import asyncio
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from zstrat.errors import NotFoundError, PermissionDeniedError, ProtocolError
 from zstrat.wire import (
     Done,
     LoadEntry,
     LoadTensors,
-    Message,
     PinSnapshot,
     ReadSnapshot,
     ReleaseSnapshot,
@@ -30,14 +28,14 @@ from zstrat.wire import (
     WriteSnapshot,
 )
 
+from ._asking import AskedServers, by_server
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import numpy as np
 
     from ._reading import Ref
-
-M = TypeVar("M")
 
 PATIENCE: Final = 24 * 3600.0
 """Seconds for what a disk does: the largest shard on the slowest one. A server that is
@@ -55,30 +53,13 @@ class PinnedTensor(NamedTuple):
     entry: TensorEntry
 
 
-class SnapshotCalls(abc.ABC):
-    """The part of `PsClient` that is about snapshots. Abstract: it asks by `each`.
+class SnapshotCalls(AskedServers):
+    """The part of `PsClient` that is about snapshots.
 
     Raises, all methods:
         PSUnavailableError: A parameter server is gone.
         StaleSessionError: It serves another coordinator.
     """
-
-    _session: int
-
-    @property
-    @abc.abstractmethod
-    def count(self) -> int:
-        """How many servers there are."""
-
-    @abc.abstractmethod
-    async def each(
-        self,
-        messages: Sequence[tuple[int, Message]],
-        want: type[M],
-        *,
-        deadline: float | None = None,
-    ) -> list[M]:
-        """Sends messages to servers; their answers, in order."""
 
     async def pin(
         self, snapshot: int, refs: Sequence[Ref], optimizers: Sequence[int]
@@ -97,19 +78,14 @@ class SnapshotCalls(abc.ABC):
 
         Cancellation: it may have been pinned: `release` it.
         """
-        mine: dict[int, list[int]] = {}
-        for ref in refs:
-            mine.setdefault(ref.ps, []).append(ref.key)
-        servers, wanted = list(mine), list(optimizers)
-        answers = await self.each(
-            [
-                (ps, PinSnapshot(self._session, snapshot, mine[ps], wanted))
-                for ps in servers
-            ],
-            SnapshotPinned,
-        )
+        mine, wanted = by_server(refs), list(optimizers)
+        messages = [
+            (ps, PinSnapshot(self.session, snapshot, keys, wanted))
+            for ps, keys in mine.items()
+        ]
+        answers = await self.each(messages, SnapshotPinned)
         found = []
-        for ps, answer in zip(servers, answers, strict=True):
+        for ps, answer in zip(mine, answers, strict=True):
             entries = await self._rest(ps, snapshot, answer)
             found += [PinnedTensor(ps, at, each) for at, each in enumerate(entries)]
         return found
@@ -143,9 +119,7 @@ class SnapshotCalls(abc.ABC):
 
         Cancellation: the server goes on, until `release`.
         """
-        message = WriteSnapshot(
-            self._session, snapshot, path, list(places), list(names)
-        )
+        message = WriteSnapshot(self.session, snapshot, path, list(places), list(names))
         (written,) = await self.each(
             [(ps, message)], SnapshotWritten, deadline=_patient(deadline)
         )
@@ -163,7 +137,7 @@ class SnapshotCalls(abc.ABC):
 
         Cancellation: nothing is lost.
         """
-        message = ReadSnapshot(self._session, snapshot, place, offset, size)
+        message = ReadSnapshot(self.session, snapshot, place, offset, size)
         (part,) = await self.each([(ps, message)], SnapshotPart)
         if len(part.arrays) != 1 or part.arrays[0].nbytes != size:
             raise ProtocolError(
@@ -179,10 +153,7 @@ class SnapshotCalls(abc.ABC):
         Cancellation: it may be released.
         """
         await self.each(
-            [
-                (ps, ReleaseSnapshot(self._session, snapshot))
-                for ps in range(self.count)
-            ],
+            [(ps, ReleaseSnapshot(self.session, snapshot)) for ps in range(self.count)],
             Done,
         )
 
@@ -208,7 +179,7 @@ class SnapshotCalls(abc.ABC):
         Cancellation: the server goes on.
         """
         for at in range(0, len(entries), ENTRIES):
-            message = LoadTensors(self._session, list(entries[at : at + ENTRIES]))
+            message = LoadTensors(self.session, list(entries[at : at + ENTRIES]))
             await self.each([(ps, message)], Done, deadline=_patient(deadline))
 
     async def store(
@@ -221,7 +192,7 @@ class SnapshotCalls(abc.ABC):
 
         Cancellation: they may have been stored.
         """
-        message = StoreTensors(self._session, list(entries), tuple(arrays))
+        message = StoreTensors(self.session, list(entries), tuple(arrays))
         await self.each([(ps, message)], Done)
 
     async def sees(self, path: str) -> list[bool]:
@@ -246,7 +217,7 @@ class SnapshotCalls(abc.ABC):
         """All tensors of a snapshot: thousands do not fit one answer."""
         entries = list(answer.tensors)
         while len(entries) < answer.total:
-            message = PinSnapshot(self._session, snapshot, [], [], len(entries))
+            message = PinSnapshot(self.session, snapshot, [], [], len(entries))
             (more,) = await self.each([(ps, message)], SnapshotPinned)
             if not more.tensors:
                 raise ProtocolError(

@@ -8,7 +8,7 @@ update writes where they are; a reader's lease turns that into an update beside 
 runs the parts of a larger one on several threads, and waking those costs more than
 starting four small programs (110 us against 40 for four arrays of 512 floats).
 
-Gradients of some rows are gathered, updated and scattered (`_xla_rows`).
+Gradients of some rows are gathered, updated and scattered (`_row_updates`).
 
 jax and optax are imported when the first optimizer is loaded and not before: a ps that
 is never asked to optimise never imports them. They live behind `_xla`.
@@ -29,11 +29,10 @@ from ._bindings import Bindings, digest_of
 from ._slots import is_wide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from ._bindings import Bound
-    from ._row_calls import Ready
-    from ._slots import Ahead, HeldVariable, RowStep, Slots, SlotStep
+    from ._slots import HeldVariable, Slots
     from ._xla import UpdatePrograms
 
 
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 class Registered:
     """An optimizer with its compiled programs, and what it is bound to.
 
-    Its methods run on one thread at a time, which owns the variables.
+    ``programs`` belong to one thread at a time, the one that owns the variables.
     """
 
     optimizer: int
@@ -49,25 +48,6 @@ class Registered:
     digest: bytes
     bindings: Bindings
     programs: UpdatePrograms
-
-    def prepare(self, steps: Sequence[SlotStep], ahead: Ahead) -> None:
-        """Compiles what `apply` will need, and makes slots, unless an earlier update of
-        the push comes in between (`complete`); changes no value.
-
-        Raises:
-            InvalidArgumentError: The transformation cannot be applied to this shape.
-            ResourceExhaustedError: There is no memory for slots.
-        """
-        for step in steps:
-            self.programs.adopted(step.slots, step.rule, step.cell)
-            self.programs.prepare(step, ahead)
-
-    def complete(
-        self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
-    ) -> None:
-        """Makes what `prepare` left for later: the turn of these updates has come."""
-        self.programs.complete(steps)
-        self.programs.rows.complete(rows, ahead)
 
     def make_slots(self, held: HeldVariable) -> Slots | None:
         """New slots for a variable, if it is known yet what moves it.
@@ -79,41 +59,6 @@ class Registered:
         if bound is None:
             return None
         return self.programs.make_slots(bound.alike, held.cell)
-
-    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
-        """Gives leaves, by their places, other dtypes."""
-        self.programs.retype(slots, dtypes)
-
-    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
-        """Whether `prepare` for such steps would have nothing to do."""
-        for step in steps:
-            mine = step.slots.get(self.optimizer)
-            if mine is None or not self.programs.has(mine.layout, step.gradient.dtype):
-                return False
-        return True
-
-    def apply(self, steps: Sequence[SlotStep]) -> None:
-        """Applies one gradient to each variable (which occurs once), and waits."""
-        self.programs.apply(steps)
-
-    def prepare_rows(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
-        """`prepare` for gradients of rows, which are sorted and distinct."""
-        for step in steps:
-            self.programs.adopted(step.slots, step.rule, step.cell)
-        self.programs.rows.prepare(steps, ahead)
-
-    def ready_rows(self, steps: Sequence[RowStep]) -> list[Ready] | None:
-        """What `apply_ready` needs if `prepare_rows` has nothing to do, and all rows
-        can be written where they are; None if not."""
-        return self.programs.rows.ready(steps)
-
-    def apply_ready(self, ready: Sequence[Ready]) -> None:
-        """`apply_rows` without more ado."""
-        self.programs.rows.apply_ready(ready)
-
-    def apply_rows(self, steps: Sequence[RowStep]) -> None:
-        """Applies gradients to rows of each variable (which occurs once)."""
-        self.programs.rows.apply(steps)
 
 
 class Checked(NamedTuple):

@@ -1,6 +1,7 @@
 """What is compiled for gradients of rows: a kind for all tables whose rows look alike,
 and in it a program for each bucket of rows.
 
+`RowLayout` is what XLA is told of a kind: the shapes of what an update takes and gives.
 A kind owns the memory that rows are gathered into, aligned so that XLA reads it without
 a copy. What a program leaves in one call is lent to it again as memory for the next
 (donated): fresh memory costs as much as all of the arithmetic.
@@ -8,31 +9,26 @@ a copy. What a program leaves in one call is lent to it again as memory for the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 
 from zstrat.rows import aligned
 
 from ._arithmetic import CALL_BYTES, FEWEST, as_rows, bucket, sizes
-from ._layouts import (
-    RowLayout,
+from ._slot_layouts import (
     Shape,
+    SlotLayout,
     SlotLayouts,
-    arguments_of,
-    flat,
-    is_apart,
-    nbytes_of,
+    operands_of,
     precision,
-    row_layout,
-    rows_of,
     shape,
     spec,
-    update_of,
-    vector,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +37,50 @@ if TYPE_CHECKING:
     from zstrat.optimizers import LeafRule
     from zstrat.ps.store._cell import Cell
 
+_BYTE: Final = np.dtype(np.uint8)
 ROUNDS: Final = 3
 """How often the dtypes of slots may change before they have to stay as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What a row of a variable and of its slots looks like, and the other slots.
+
+    ``leaves`` are in the order of the state: one row of those that have ``rows``, all
+    of the others.
+    """
+
+    value: Shape
+    rule: LeafRule
+    leaves: tuple[Shape, ...]
+    rows: tuple[bool, ...]
+    gradient: Shape
+
+    @property
+    def gathered(self) -> list[Shape]:
+        """A row of all that is gathered: value, slots with rows, gradient."""
+        return [self.value, *self.split(self.leaves)[0], self.gradient]
+
+    @property
+    def shared(self) -> list[Shape]:
+        return [
+            leaf for leaf, has in zip(self.leaves, self.rows, strict=True) if not has
+        ]
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it is traced and run with 64 bits."""
+        return self.rule.tree.wide
+
+    def merge(self, rows: Iterable[Any], shared: Iterable[Any]) -> list[Any]:
+        """The leaves in the order of the state."""
+        rows, shared = iter(rows), iter(shared)
+        return [next(rows if has else shared) for has in self.rows]
+
+    def split(self, leaves: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+        """Inverse of `merge`."""
+        pairs = list(zip(leaves, self.rows, strict=True))
+        return [x for x, has in pairs if has], [x for x, has in pairs if not has]
 
 
 @dataclass(slots=True)
@@ -87,7 +125,7 @@ class RowProgram:
 class RowKind:
     """All updates whose rows look alike.
 
-    ``is_apart``: the slots without rows are computed without looking at any row.
+    ``_is_apart``: the slots without rows are computed without looking at any row.
     ``most``: how many rows a call takes.
     """
 
@@ -128,7 +166,7 @@ class RowKinds:
         key = (number, gradient)
         kind = self._kinds.get(key)
         if kind is None:
-            layout = row_layout(self.layouts[number], gradient)
+            layout = _row_layout(self.layouts[number], gradient)
             kind = self._alike.get(layout)
             if kind is None:
                 kind = self._alike[layout] = self._new(layout, cell)
@@ -168,18 +206,18 @@ class RowKinds:
                 self.layouts.words(cell),
                 self.layouts.here(),
             ):
-                call = jitted.lower(rows_of(size, row)).compile()
+                call = jitted.lower(_rows_of(size, row)).compile()
             self._initials[rule, row, size] = call
         return call, size
 
     def _settle(self, number: int, gradient: np.dtype) -> int:
         for _ in range(ROUNDS):
             layout = self.layouts[number]
-            rows = row_layout(layout, gradient)
+            rows = _row_layout(layout, gradient)
             (new, *moved), shared = jax.eval_shape(
-                update_of(rows), *arguments_of(rows, FEWEST)
+                _update_of(rows), *_arguments_of(rows, FEWEST)
             )
-            if spec(new) != rows_of(FEWEST, rows.value):
+            if spec(new) != _rows_of(FEWEST, rows.value):
                 raise TypeError(f"it turns rows of {rows.value} into {spec(new)}")
             after = [
                 shape(leaf.shape, new.dtype)
@@ -194,40 +232,40 @@ class RowKinds:
 
     def _new(self, layout: RowLayout, cell: Cell) -> RowKind:
         most = _most(layout.gathered)
-        memory = [aligned((most * nbytes_of(row),), _BYTE) for row in layout.gathered]
+        memory = [aligned((most * _nbytes_of(row),), _BYTE) for row in layout.gathered]
         with precision(layout.is_wide), self.layouts.words(cell):
-            jaxpr = jax.make_jaxpr(update_of(layout))(
-                *arguments_of(layout, FEWEST)
+            jaxpr = jax.make_jaxpr(_update_of(layout))(
+                *_arguments_of(layout, FEWEST)
             ).jaxpr
-        return RowKind(layout, is_apart(jaxpr, layout), most, memory)
+        return RowKind(layout, _is_apart(jaxpr, layout), most, memory)
 
     def _compile(self, kind: RowKind, size: int, cell: Cell) -> RowProgram:
         layout = kind.layout
-        update = update_of(layout)
+        update = _update_of(layout)
         with (
             precision(layout.is_wide),
             self.layouts.words(cell),
             self.layouts.here(),
         ):
-            arguments = arguments_of(layout, size)
+            arguments = _arguments_of(layout, size)
             # A shape that changes with the number of rows shows only here.
             moved, shared = jax.eval_shape(update, *arguments)
             if [*map(spec, moved), *map(spec, shared)] != [
-                *(rows_of(size, row) for row in layout.gathered[:-1]),
+                *(_rows_of(size, row) for row in layout.gathered[:-1]),
                 *layout.shared,
             ]:
                 raise TypeError("its state changes with the number of rows")
             jitted = jax.jit(
-                flat(update, layout, size), donate_argnums=5, keep_unused=True
+                _flat(update, layout, size), donate_argnums=5, keep_unused=True
             )
             value, rows, others, operands, gradient, scratch = arguments
-            scratch = list(map(vector, scratch))
+            scratch = list(map(_vector, scratch))
             call = jitted.lower(
-                vector(value),
-                list(map(vector, rows)),
+                _vector(value),
+                list(map(_vector, rows)),
                 others,
                 operands,
-                vector(gradient),
+                _vector(gradient),
                 scratch,
             ).compile()
 
@@ -236,7 +274,7 @@ class RowKinds:
                 return [jnp.zeros(each.shape, each.dtype) for each in scratch]
 
         inputs = [
-            memory[: size * nbytes_of(row)].view(row.dtype).reshape((size, *row.shape))
+            memory[: size * _nbytes_of(row)].view(row.dtype).reshape((size, *row.shape))
             for memory, row in zip(kind.memory, layout.gathered, strict=True)
         ]
         return RowProgram(
@@ -248,8 +286,96 @@ class RowKinds:
         )
 
 
-_BYTE: Final = np.dtype(np.uint8)
+def _update_of(layout: RowLayout) -> Any:
+    """``(value, rows, shared, operands, gradient, scratch) -> ([value, *rows],
+    shared)``."""
+
+    def update(
+        value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
+    ) -> tuple[Any, Any]:
+        del scratch  # nothing but memory
+        new, leaves = layout.rule.step(
+            value, layout.merge(rows, shared), gradient, operands
+        )
+        rows, shared = layout.split(leaves)
+        return [new, *rows], shared
+
+    return update
+
+
+def _flat(update: Any, layout: RowLayout, size: int) -> Any:
+    """The update of vectors of elements: in rows of 16 floats XLA computes row by row,
+    in one long row half as long."""
+
+    def flattened(
+        value: Any, rows: Any, shared: Any, operands: Any, gradient: Any, scratch: Any
+    ) -> Any:
+        vectors = [value, *rows, gradient]
+        shapes = [(size, *row.shape) for row in layout.gathered]
+        value, *rows, gradient = [
+            vector.reshape(dims) for vector, dims in zip(vectors, shapes, strict=True)
+        ]
+        moved, others = update(value, rows, shared, operands, gradient, scratch)
+        return [each.reshape(-1) for each in moved], others
+
+    return flattened
+
+
+def _vector(rows: Shape) -> Shape:
+    """The same elements in one row."""
+    return shape((math.prod(rows.shape),), rows.dtype)
+
+
+def _arguments_of(layout: RowLayout, size: int) -> tuple[Any, ...]:
+    """What `_update_of` takes, for ``size`` rows."""
+    value, *rows, gradient = (_rows_of(size, row) for row in layout.gathered)
+    operands = list(operands_of(layout.rule))
+    return value, rows, layout.shared, operands, gradient, [value, *rows]
+
+
+def _row_layout(layout: SlotLayout, gradient: np.dtype) -> RowLayout:
+    """
+    Raises:
+        TypeError: Rows are not moved one by one.
+    """
+    if not layout.by_rows:
+        raise TypeError(layout.rule.row_dependence)
+    row = layout.value.shape[1:]
+    return RowLayout(
+        shape(row, layout.value.dtype),
+        layout.rule,
+        tuple(
+            shape(leaf.shape[1:] if about.rows else leaf.shape, leaf.dtype)
+            for leaf, about in zip(layout.leaves, layout.about, strict=True)
+        ),
+        tuple(about.rows for about in layout.about),
+        shape(row, gradient),
+    )
+
+
+def _is_apart(jaxpr: jax.extend.core.Jaxpr, layout: RowLayout) -> bool:
+    """Whether no slot without rows is computed from any row; operands are not. Errs on
+    the safe side: what an inner function returns is taken to depend on all that it is
+    given."""
+    shared = len(layout.shared) + len(layout.rule.uses)
+    first = len(layout.gathered) - 1  # value and slots come before, gradient behind
+    tainted = {*jaxpr.invars[:first], *jaxpr.invars[first + shared :]}
+    for equation in jaxpr.eqns:
+        variables = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]
+        if not tainted.isdisjoint(variables):
+            tainted.update(equation.outvars)
+    outputs = jaxpr.outvars[len(jaxpr.outvars) - len(layout.shared) :]
+    return not any(isinstance(v, jax.extend.core.Var) and v in tainted for v in outputs)
+
+
+def _rows_of(size: int, row: Shape) -> Shape:
+    """So many of these rows."""
+    return shape((size, *row.shape), row.dtype)
+
+
+def _nbytes_of(row: Shape) -> int:
+    return int(math.prod(row.shape) * np.dtype(row.dtype).itemsize)
 
 
 def _most(rows: Iterable[Shape]) -> int:
-    return max(1, CALL_BYTES // max(1, *(nbytes_of(row) for row in rows)))
+    return max(1, CALL_BYTES // max(1, *(_nbytes_of(row) for row in rows)))

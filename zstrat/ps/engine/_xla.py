@@ -4,7 +4,7 @@
 ``(value, slots, gradient, operands) -> (value, slots)``, value and slots donated. It is
 compiled ahead of its first use, so that a transformation which cannot be traced for a
 shape is refused before anything has changed. Gradients of some rows have programs of
-their own (`_xla_rows`), and the same slots.
+their own (`_row_updates`), and the same slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import jax
 
 from zstrat.ps.store._cell import Cell, Write
 
-from ._layouts import (
+from ._row_updates import RowUpdates
+from ._slot_layouts import (
     Context,
     SlotLayout,
     SlotLayouts,
@@ -26,7 +27,6 @@ from ._layouts import (
     spec,
 )
 from ._slots import Ahead, Slots, SlotStep, Unbound, lose
-from ._xla_rows import RowPrograms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from zstrat.optimizers import LeafRule
+
+    from ._row_updates import RowCalls
+    from ._slots import RowStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ class UpdatePrograms:
         self._layouts = SlotLayouts(name)
         self._programs: dict[object, UpdateProgram] = {}
         self._initials: dict[int, Any] = {}
-        self.rows = RowPrograms(optimizer, self._layouts)
+        self.rows = RowUpdates(optimizer, self._layouts)
 
     @property
     def count(self) -> int:
@@ -78,19 +81,99 @@ class UpdatePrograms:
         """In which it is traced and compiled: for the CPU."""
         return self._layouts.here()
 
-    def has(self, layout: int, gradient: np.dtype) -> bool:
-        """Whether the program for slots of this layout is compiled."""
-        return (layout, gradient) in self._programs
+    def is_prepared(self, steps: Sequence[SlotStep]) -> bool:
+        """Whether `prepare` for such steps would have nothing to do."""
+        for step in steps:
+            mine = step.slots.get(self._optimizer)
+            key = None if mine is None else (mine.layout, step.gradient.dtype)
+            if key not in self._programs:
+                return False
+        return True
 
-    def prepare(self, step: SlotStep, ahead: Ahead) -> None:
-        """Makes missing slots, unless it is too early to, and the program if it is the
-        first of its kind.
+    def prepare(
+        self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
+    ) -> None:
+        """Compiles what `apply` will need, and makes slots, unless an earlier update of
+        the push comes in between (`complete`); changes no value.
+
+        Args:
+            rows: Sorted and distinct.
 
         Raises:
             InvalidArgumentError: The transformation cannot be traced for this shape.
             BusyError: Too many shapes have been compiled for.
-            ResourceExhaustedError: There is no memory for slots.
+            ResourceExhaustedError: There is no memory for slots, or beside those that
+                readers look at.
         """
+        for step in steps:
+            self._adopt(step.slots, step.rule, step.cell)
+            self._prepare(step, ahead)
+        if rows:
+            for each in rows:
+                self._adopt(each.slots, each.rule, each.cell)
+            self.rows.prepare(rows, ahead)
+
+    def complete(
+        self, steps: Sequence[SlotStep], rows: Sequence[RowStep], ahead: Ahead
+    ) -> None:
+        """Makes what `prepare` left for later: the turn of these updates has come."""
+        for step in steps:
+            if self._optimizer not in step.slots:
+                step.slots[self._optimizer] = self._initial(step.rule, step.cell)
+        self.rows.complete(rows, ahead)
+
+    def apply(
+        self,
+        steps: Sequence[SlotStep],
+        rows: Sequence[RowStep] = (),
+        ready: Sequence[RowCalls] | None = None,
+    ) -> None:
+        """Applies one gradient to each variable, which occurs once, and waits.
+
+        Args:
+            ready: What ``rows.ready`` has found for ``rows``.
+        """
+        self._apply(steps)
+        if rows:
+            try:
+                self.rows.apply(rows, ready)
+            except BaseException as error:  # to the pusher, and to later readers
+                lose(self._optimizer, steps, error)
+                raise
+
+    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
+        """New slots for a variable, by rows if they have them.
+
+        Raises: As `prepare`.
+        """
+        layout = self._layouts[self._layouts.initial(rule, cell)]
+        if layout.by_rows:
+            return self.rows.initial(rule, cell)
+        return self._initial(rule, cell)
+
+    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
+        """Gives leaves, by their places, other dtypes, as gradients of those would."""
+        layout = self._layouts[slots.layout]
+        leaves = tuple(
+            shape(leaf.shape, dtypes.get(place, leaf.dtype))
+            for place, leaf in enumerate(layout.leaves)
+        )
+        number = self._layouts.number(replace(layout, leaves=leaves))
+        self.rows.convert(slots, number)
+
+    def _adopt(self, slots: dict[int, Slots], rule: LeafRule, cell: Cell) -> None:
+        """Slots that were loaded are from now on as the rule has them.
+
+        Raises:
+            InvalidArgumentError: They are not what the rule keeps.
+        """
+        mine = slots.get(self._optimizer)
+        if isinstance(mine, Unbound):
+            slots[self._optimizer] = self._layouts.adopted(mine, rule, cell)
+
+    def _prepare(self, step: SlotStep, ahead: Ahead) -> None:
+        """Makes missing slots, unless it is too early to, and the program if it is the
+        first of its kind."""
         place = (self._optimizer, id(step.cell))
         slots = step.slots.get(self._optimizer)
         number = ahead.layouts.get(place)
@@ -108,13 +191,7 @@ class UpdatePrograms:
         for cell in () if slots is None else slots.with_rows:
             ahead.writes.setdefault(id(cell), []).append(Write.GIVE)
 
-    def complete(self, steps: Sequence[SlotStep]) -> None:
-        """Makes slots for which `prepare` was too early."""
-        for step in steps:
-            if self._optimizer not in step.slots:
-                step.slots[self._optimizer] = self._initial(step.rule, step.cell)
-
-    def apply(self, steps: Sequence[SlotStep]) -> None:
+    def _apply(self, steps: Sequence[SlotStep]) -> None:
         """Updates values and slots, and waits until they are there."""
         started: list[tuple[SlotStep, Any]] = []
         try:
@@ -133,40 +210,6 @@ class UpdatePrograms:
                     continue
                 lose(self._optimizer, [step], error)
             raise
-
-    def make_slots(self, rule: LeafRule, cell: Cell) -> Slots:
-        """New slots for a variable, by rows if they have them.
-
-        Raises: As `prepare`.
-        """
-        layout = self._layouts[self._layouts.initial(rule, cell)]
-        if layout.by_rows:
-            return self.rows.initial(rule, cell)
-        return self._initial(rule, cell)
-
-    def adopted(
-        self, slots: dict[int, Slots], rule: LeafRule, cell: Cell
-    ) -> Slots | None:
-        """Those of the optimizer, if there are any; from now on as the rule has them.
-
-        Raises:
-            InvalidArgumentError: They were loaded, and are not what the rule keeps.
-        """
-        mine = slots.get(self._optimizer)
-        if isinstance(mine, Unbound):
-            mine = self._layouts.adopted(mine, rule, cell)
-            slots[self._optimizer] = mine
-        return mine
-
-    def retype(self, slots: Slots, dtypes: Mapping[int, np.dtype]) -> None:
-        """Gives leaves, by their places, other dtypes, as gradients of those would."""
-        layout = self._layouts[slots.layout]
-        leaves = tuple(
-            shape(leaf.shape, dtypes.get(place, leaf.dtype))
-            for place, leaf in enumerate(layout.leaves)
-        )
-        number = self._layouts.number(replace(layout, leaves=leaves))
-        self.rows.convert(slots, number)
 
     def _initial(self, rule: LeafRule, cell: Cell) -> Slots:
         number = self._layouts.initial(rule, cell)

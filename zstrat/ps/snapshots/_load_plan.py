@@ -214,7 +214,7 @@ class Loading:
         if isinstance(slots, Unbound):
             return _Target(slots.cells[place], moves, rows, slots)
         if slots.cells[place].dtype != first.source.dtype:
-            first.optimizer.retype(slots, {place: first.source.dtype})
+            first.optimizer.programs.retype(slots, {place: first.source.dtype})
         return _Target(slots.cells[place], moves, rows)
 
 

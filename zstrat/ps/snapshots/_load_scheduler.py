@@ -105,7 +105,7 @@ class Loads:
             loading = Loading(
                 [
                     Move(
-                        store.find([entry.key])[0],
+                        store.variables[entry.key],
                         engine.get(entry.optimizer) if entry.optimizer else None,
                         entry.leaf,
                         entry.at,
@@ -114,7 +114,7 @@ class Loads:
                     )
                     for entry, source in zip(places, sources, strict=True)
                 ],
-                [(store.find([entry.key])[0], entry.optimizer) for entry in anew],
+                [(store.variables[entry.key], entry.optimizer) for entry in anew],
             )
             if loading.optimizes:
                 await _shielded(self._compute.submit(loading.prepare))

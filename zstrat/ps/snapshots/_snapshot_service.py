@@ -159,7 +159,7 @@ class SnapshotService:
                 self._require(epoch)
                 snapshot = self._snapshots.pin(
                     message.snapshot,
-                    self._store.find(message.keys),
+                    self._store.variables.find(message.keys),
                     message.optimizers,
                 )
         entries = [each.entry for each in snapshot.tensors]

@@ -28,10 +28,11 @@ from zstrat.wire import dtype_named
 from ._cell import Cell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import InitialEntry, VariableEntry
+
+    from ._variables import HeldVariables
 
 SMALL: Final = 2**26
 """Values up to this size are copied, so that they are aligned, and lie in huge pages;
@@ -138,15 +139,15 @@ class InitializePlan:
 def create_plan(
     entries: Sequence[VariableEntry],
     arrays: Sequence[np.ndarray],
-    variables: Mapping[int, HeldVariable],
-    task: str,
-    generation: int,
+    variables: HeldVariables,
 ) -> CreatePlan:
-    """
+    """New variables with their values; those that are there already are left out.
+
     Raises:
         AlreadyExistsError: A key is taken by a variable of another shape or dtype.
         InvalidArgumentError: The message is not one array per entry, keys repeat.
     """
+    task = variables.task
     if len(entries) != len(arrays):
         raise InvalidArgumentError(
             f"{task}: {len(entries)} variables came with {len(arrays)} values"
@@ -155,20 +156,19 @@ def create_plan(
     new = [
         (entry, array)
         for entry, array in zip(entries, arrays, strict=True)
-        if _is_new(entry, array.shape, array.dtype, variables, task)
+        if _is_new(entry, array.shape, array.dtype, variables)
     ]
     values = [array for _, array in new]
     work = sum(array.nbytes for array in values)
-    return CreatePlan(generation, [entry for entry, _ in new], values, work, task)
+    generation, entries = variables.generation, [entry for entry, _ in new]
+    return CreatePlan(generation, entries, values, work, task)
 
 
 def initialize_plan(
     entries: Sequence[InitialEntry],
     code: bytes,
     load_code: Callable[[bytes], object],
-    variables: Mapping[int, HeldVariable],
-    task: str,
-    generation: int,
+    variables: HeldVariables,
 ) -> InitializePlan:
     """`create_plan` for values that shipped code will make.
 
@@ -177,11 +177,12 @@ def initialize_plan(
         InvalidArgumentError: Keys repeat.
         ProtocolError: No such dtype travels.
     """
+    task, generation = variables.task, variables.generation
     _check_distinct(entries, task)
     new = [
         entry
         for entry in entries
-        if _is_new(entry, tuple(entry.shape), dtype_named(entry.dtype), variables, task)
+        if _is_new(entry, tuple(entry.shape), dtype_named(entry.dtype), variables)
     ]
     return InitializePlan(generation, new, code, load_code, task)
 
@@ -197,8 +198,7 @@ def _is_new(
     entry: VariableEntry | InitialEntry,
     shape: tuple[int, ...],
     dtype: np.dtype,
-    variables: Mapping[int, HeldVariable],
-    task: str,
+    variables: HeldVariables,
 ) -> bool:
     held = variables.get(entry.key)
     if held is None:
@@ -207,7 +207,7 @@ def _is_new(
     if (cell.shape, cell.dtype) == (shape, dtype):
         return False
     raise AlreadyExistsError(
-        f"{task} holds key {entry.key} as {held.entry.name!r}, "
+        f"{variables.task} holds key {entry.key} as {held.entry.name!r}, "
         f"{cell.dtype.name}{list(cell.shape)}; {entry.name!r}, "
         f"{dtype.name}{list(shape)}, cannot be created under it"
     )

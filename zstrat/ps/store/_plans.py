@@ -8,28 +8,33 @@ on any thread; it fails as a whole or succeeds as a whole.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from zstrat.errors import ResourceExhaustedError
-from zstrat.ps.engine._arithmetic import SCATTERS, compute, gather
+from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
+from zstrat.ps.engine._arithmetic import OPTIMIZERS, SCATTERS, check, compute
 from zstrat.ps.engine._engine import Checked, OptimizerEngine, Registered, fitting
 from zstrat.ps.engine._slots import Ahead, RowStep, SlotStep, lose
 from zstrat.wire import UpdateOp
 
 from ._cell import Write
 from ._creating import CreatePlan, InitializePlan
+from ._lookups import RowsPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from zstrat.ps.engine._bindings import Tree
-    from zstrat.ps.engine._row_calls import Ready
+    from zstrat.ps.engine._row_updates import RowCalls
     from zstrat.ps.engine._slots import HeldVariable
     from zstrat.wire import Push
 
     from ._cell import Cell
+    from ._variables import HeldVariables
+
+
+_OPS: Final[dict[int, UpdateOp]] = {int(op): op for op in UpdateOp}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class ServerUpdate:
     """If an optimizer makes it."""
 
     def compute(self) -> None:
-        """A plain update; those of an optimizer go through `Registered.apply`."""
+        """A plain update; those of an optimizer go through its programs."""
         cell = self.held.cell
         if self.op is UpdateOp.ASSIGN:
             source = out = cell.overwrite()
@@ -76,7 +81,7 @@ class UpdateRun:
     steps: list[SlotStep] = field(default_factory=list)
     rows: list[RowStep] = field(default_factory=list)
     plain: list[ServerUpdate] = field(default_factory=list)
-    ready: list[Ready] | None = None
+    ready: list[RowCalls] | None = None
     """The rows, if they need nothing but to be updated where they are (`look`)."""
 
     @property
@@ -88,7 +93,7 @@ class UpdateRun:
     def look(self) -> None:
         """Finds out what there is to do, once."""
         if self.optimizer is not None and self.rows and self.ready is None:
-            self.ready = self.optimizer.ready_rows(self.rows)
+            self.ready = self.optimizer.programs.rows.ready(self.rows)
 
     @property
     def is_prepared(self) -> bool:
@@ -98,31 +103,23 @@ class UpdateRun:
         return optimizer is None or (
             (self.ready is not None or not self.rows)
             and not self.is_late
-            and optimizer.is_prepared(self.steps)
+            and optimizer.programs.is_prepared(self.steps)
         )
 
     def prepare(self, ahead: Ahead) -> None:
         """What can fail: compiling, slots, memory."""
         if self.optimizer is not None:
-            self.optimizer.prepare(self.steps, ahead)
-            if self.ready is None:
-                self.rows[:] = [step.distinct() for step in self.rows]
-                self.optimizer.prepare_rows(self.rows, ahead)
+            unready = self.rows if self.ready is None else []
+            unready[:] = [step.distinct() for step in unready]
+            self.optimizer.programs.prepare(self.steps, unready, ahead)
 
     def compute(self, ahead: Ahead) -> None:
         """If it fails, what it had written is lost."""
         if self.optimizer is not None:
+            programs = self.optimizer.programs
             if self.is_late:
-                self.optimizer.complete(self.steps, self.rows, ahead)
-            self.optimizer.apply(self.steps)
-            try:
-                if self.ready is None:
-                    self.optimizer.apply_rows(self.rows)
-                else:
-                    self.optimizer.apply_ready(self.ready)
-            except BaseException as error:  # to the pusher, and to later readers
-                lose(self.optimizer.optimizer, self.steps, error)
-                raise
+                programs.complete(self.steps, self.rows, ahead)
+            programs.apply(self.steps, self.rows, self.ready)
         for at, update in enumerate(self.plain):
             try:
                 update.compute()
@@ -196,6 +193,45 @@ class PushPlan:
             cell.reserve(writes)
 
 
+def push_plan(
+    push: Push, variables: HeldVariables, engine: OptimizerEngine
+) -> PushPlan:
+    """A push that fits the variables that it names; touches nothing.
+
+    Raises:
+        NotFoundError: A variable or optimizer does not exist.
+        InvalidArgumentError: An update does not fit its variable.
+    """
+    arrays, at, work, task = push.arrays, 0, 0, variables.task
+    planned: list[ServerUpdate] = []
+    shared: dict[int, Sequence[np.ndarray]] = {}
+    for key, code, optimizer, count in push.updates:
+        held = variables[key]
+        op = _OPS.get(code)
+        if op is None or not 0 < count <= len(arrays) - at:
+            raise InvalidArgumentError(
+                f"{task}: an update of variable {held.entry.name!r} has the "
+                f"operation {code} with {count} of {len(arrays) - at} arrays left"
+            )
+        operands = arrays[at : at + count]
+        at += count
+        if op is UpdateOp.OPERANDS:
+            shared[engine.get(optimizer).optimizer] = operands
+            continue
+        work += work_of(op, held, operands)
+        if op in OPTIMIZERS:
+            known = engine.check(optimizer, op, held, operands, shared.get(optimizer))
+            planned.append(ServerUpdate(held, op, operands, known))
+        else:
+            _check_plain(optimizer, op, held, operands)
+            planned.append(ServerUpdate(held, op, operands))
+    if at != len(arrays):
+        raise InvalidArgumentError(
+            f"{task}: a push has {len(arrays)} arrays, its updates take {at}"
+        )
+    return PushPlan(variables.generation, push, planned, work, runs_of(planned))
+
+
 def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
     """Neighbours of one optimizer on different variables, and what is between them."""
     found = [UpdateRun(None)]
@@ -226,29 +262,6 @@ def runs_of(updates: Iterable[ServerUpdate]) -> list[UpdateRun]:
             rows = RowStep(held.cell, held.slots, rule, indices, gradient, operands)
             run.rows.append(rows._replace(mixed=checked.mixed, late=late))
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class RowsPlan:
-    """Validated reads: values that are leased already, and rows to gather of others.
-    ``work`` is the bytes of the rows."""
-
-    generation: int
-    versions: list[int]
-    leases: Sequence[np.ndarray]
-    wanted: Sequence[tuple[HeldVariable, np.ndarray]]
-    work: int
-    rows: list[np.ndarray] = field(default_factory=list)
-
-    def compute(self) -> None:
-        """Gathers; raises UnavailableError for a value that was lost."""
-        for held, indices in self.wanted:
-            try:
-                self.rows.append(gather(held.cell.look(), indices))
-            except MemoryError:
-                raise ResourceExhaustedError(
-                    f"{held.cell.who}: there is no memory for {len(indices)} rows of it"
-                ) from None
 
 
 @dataclass(slots=True)
@@ -297,3 +310,14 @@ def work_of(op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]) ->
         rows = 16 * operands[0].size + factor * operands[-1].nbytes
         return rows + (held.cell.nbytes if held.cell.is_shared else 0)
     return held.cell.nbytes
+
+
+def _check_plain(
+    optimizer: int, op: UpdateOp, held: HeldVariable, operands: Sequence[np.ndarray]
+) -> None:
+    name = held.entry.name
+    if optimizer:
+        raise InvalidArgumentError(
+            f"variable {name!r}: {op.name} takes no optimizer, got {optimizer}"
+        )
+    check(op, operands, held.cell.shape, held.cell.dtype, name)

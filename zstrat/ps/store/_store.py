@@ -8,25 +8,21 @@ three parts, so that the middle one may run on another thread:
 3. ``commit`` (loop): versions, ledger, statistics.
 
 A version is a number that grows by one with every applied update, and never returns
-for a key within a session, not even when the variable is deleted and created anew.
+for a key within a session (`_variables`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
 from zstrat.errors import (
     InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
     StaleSessionError,
 )
-from zstrat.ps.client._reading import READS, ROWS
-from zstrat.ps.engine._arithmetic import check_rows
-from zstrat.ps.engine._slots import HeldVariable
+from zstrat.ps.client._reading import READS
 from zstrat.wire import (
     Again,
     Done,
@@ -40,31 +36,19 @@ from zstrat.wire import (
     VariableEntry,
 )
 
-from ._creating import (
-    CreatePlan,
-    InitializePlan,
-    available_bytes,
-    create_plan,
-    initialize_plan,
-)
+from ._creating import CreatePlan, InitializePlan, create_plan, initialize_plan
 from ._fold import PATIENCE, Fold, fold_of
 from ._ledger import Ledger, Writers
+from ._lookups import RowsPlan, rows_plan, too_many
 from ._parts import Parts, plain_push
-from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, RowsPlan
-from ._validating import push_plan, unknown
+from ._plans import BindPlan, OptimizerPlan, Plan, PushPlan, push_plan
+from ._variables import HeldVariables
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from zstrat.ps.engine._engine import OptimizerEngine
     from zstrat.wire import AppliedParts, ArraySpec, PushPart
-
-    from ._cell import Cell
-
-
-ASKED_ABOVE: Final = 16 * 2**20
-"""Bytes of rows for which it is asked whether the machine has them: asking takes as
-long as gathering a hundred KiB."""
 
 
 @dataclass(slots=True)
@@ -91,19 +75,18 @@ class Store:
         self, engine: OptimizerEngine, *, task: str = "ps", largest: int = 2**36
     ) -> None:
         self._task, self._largest = task, largest
-        self.engine = self._engine = engine
-        self._held: dict[int, HeldVariable] = {}
+        self.engine = engine
+        self.variables = HeldVariables(task)
+        """Those that are there, for their owner of the moment."""
         self._ledger, self._writers = Ledger(), Writers(task)
         self._parts = Parts(task)
-        self._generation = 0
-        self._first_version = 0
         self.counts = Counts()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.variables)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._held
+        return key in self.variables
 
     # ---- reading -----------------------------------------------------------------
 
@@ -117,12 +100,10 @@ class Store:
             InvalidArgumentError: They are more than `READS`.
         """
         if len(reads) > READS:
-            raise self._too_many("reads", len(reads), READS)
-        versions, arrays = [], []
+            raise too_many(self._task, "reads", len(reads), READS)
+        variables, versions, arrays = self.variables, [], []
         for key, known in reads:
-            held = self._held.get(key)
-            if held is None:
-                raise self._unknown(key)
+            held = variables[key]
             versions.append(held.version)
             if held.version != known:
                 arrays.append(held.cell.lease())
@@ -131,24 +112,6 @@ class Store:
         counts.reads += len(versions)
         counts.unchanged += len(versions) - len(arrays)
         return versions, tuple(arrays)
-
-    def find(self, keys: Iterable[int]) -> list[HeldVariable]:
-        """The variables themselves, for their owner of the moment.
-
-        Raises:
-            NotFoundError: No variable has one of the keys.
-        """
-        found: list[HeldVariable] = []
-        for key in keys:
-            held = self._held.get(key)
-            if held is None:
-                raise self._unknown(key)
-            found.append(held)
-        return found
-
-    def nbytes(self, keys: Iterable[int]) -> int:
-        """Bytes of those variables that exist."""
-        return sum(held.cell.nbytes for key in keys if (held := self._held.get(key)))
 
     def plan_rows(
         self, reads: Sequence[Read], rows: Sequence[int], indices: Sequence[np.ndarray]
@@ -161,55 +124,9 @@ class Store:
                 not one array per variable, or the answer would be too large.
             ResourceExhaustedError: The machine has not four times the memory for it.
         """
-        if len(rows) > ROWS:
-            raise self._too_many("reads rows of", len(rows), ROWS)
-        if len(rows) != len(indices):
-            raise InvalidArgumentError(
-                f"{self._task}: rows of {len(rows)} variables are wanted by "
-                f"{len(indices)} arrays of indices"
-            )
-        wanted, work = [], 0
-        for key, at in zip(rows, indices, strict=True):
-            held = self._held.get(key)
-            if held is None:
-                raise self._unknown(key)
-            shape, who = held.cell.shape, f"variable {held.entry.name!r}: a lookup"
-            check_rows(at, (at.size, *shape[1:]), shape, who)
-            wanted.append((held, at.astype(np.intp, copy=False)))
-            work += len(at) * (held.cell.nbytes // max(1, shape[0]) + 16)
-        if work > self._largest:
-            raise InvalidArgumentError(
-                f"{self._task}: a lookup asks for {work} bytes of rows, the limit is "
-                f"{self._largest}: ask for fewer at a time"
-            )
-        self._check_memory(work)
-        versions, leases = self.read(reads)
-        return RowsPlan(self._generation, versions, leases, wanted, work)
-
-    def row_bytes(self, rows: Sequence[int], indices: Sequence[np.ndarray]) -> int:
-        """Bytes of the answer to a lookup, as far as its variables exist."""
-        total = 0
-        for key, at in zip(rows, indices, strict=False):
-            held = self._held.get(key)
-            if held is not None and held.cell.shape:
-                total += at.size * (held.cell.nbytes // max(1, held.cell.shape[0]))
-        return total
-
-    def _too_many(self, what: str, count: int, most: int) -> InvalidArgumentError:
-        return InvalidArgumentError(
-            f"{self._task}: a message {what} {count} variables, the limit is {most}: "
-            "send several"
-        )
-
-    def _check_memory(self, work: int) -> None:
-        if work < ASKED_ABOVE:
-            return
-        left = available_bytes()
-        if left is not None and work > left // 4:
-            raise ResourceExhaustedError(
-                f"{self._task}: a lookup asks for {work} bytes of rows, of {left} that "
-                "are left on its machine: ask for fewer at a time"
-            )
+        plan = rows_plan(self.variables, rows, indices, self._largest)
+        plan.versions, plan.leases = self.read(reads)
+        return plan
 
     # ---- creating ----------------------------------------------------------------
 
@@ -230,7 +147,7 @@ class Store:
         self, entries: Sequence[VariableEntry], arrays: Sequence[np.ndarray]
     ) -> CreatePlan:
         """`create` up to its validation, with the same errors."""
-        return create_plan(entries, arrays, self._held, self._task, self._generation)
+        return create_plan(entries, arrays, self.variables)
 
     def plan_initialize(
         self, entries: Sequence[InitialEntry], code: bytes
@@ -242,14 +159,7 @@ class Store:
             InvalidArgumentError: Keys repeat.
             ProtocolError: No such dtype travels.
         """
-        return initialize_plan(
-            entries,
-            code,
-            self._engine.load_code,
-            self._held,
-            self._task,
-            self._generation,
-        )
+        return initialize_plan(entries, code, self.engine.load_code, self.variables)
 
     def delete(self, keys: Sequence[int]) -> None:
         """Deletes all or none.
@@ -257,20 +167,15 @@ class Store:
         Raises:
             NotFoundError: No variable has one of the keys.
         """
-        for key in keys:
-            if key not in self._held:
-                raise self._unknown(key)
-        for key in set(keys):
-            version = self._held.pop(key).version
-            self._first_version = max(self._first_version, version + 1)
-        self._engine.unbind(keys)
+        self.variables.delete(keys)
+        self.engine.unbind(keys)
 
     def withdraw(self, keys: Sequence[int], optimizers: Sequence[int]) -> None:
         """Drops what is there of a creation that failed elsewhere."""
-        self.delete([key for key in keys if key in self._held])
+        self.delete([key for key in keys if key in self.variables])
         for number in optimizers:
-            self._engine.forget(number)
-            for held in self._held.values():
+            self.engine.forget(number)
+            for held in self.variables.values():
                 held.slots.pop(number, None)
 
     def clear(self) -> None:
@@ -278,12 +183,10 @@ class Store:
 
         A plan that is still computing cannot be committed any more.
         """
-        self._held.clear()
-        self._engine.clear()
+        self.variables.clear()
+        self.engine.clear()
         self._ledger, self._writers = Ledger(), Writers(self._task)
         self._parts = Parts(self._task)
-        self._generation += 1
-        self._first_version = 0
 
     # ---- pushing -----------------------------------------------------------------
 
@@ -309,9 +212,7 @@ class Store:
                 its writer is above the step.
             BusyError: The step could not be remembered.
         """
-        return self._duplicate(push) or push_plan(
-            push, self._held, self._engine, self._task, self._generation
-        )
+        return self._duplicate(push) or push_plan(push, self.variables, self.engine)
 
     def raise_mark(self, low_water: int) -> None:
         """All closures below are over: pushes of theirs are duplicates from now on."""
@@ -320,7 +221,7 @@ class Store:
     def fold(self, message: Push | Exchange, specs: Sequence[ArraySpec]) -> Fold | None:
         """Begins to apply a push whose body follows, if that can be done: `push_folded`
         ends it. Changes nothing, and nobody has to wait for it."""
-        return fold_of(message, specs, self._held.get)
+        return fold_of(message, specs, self.variables.get)
 
     def push_folded(self, push: Push, fold: Fold) -> Pushed | Again:
         """Applies a push whose arithmetic was done on the way, or says that it has to
@@ -334,7 +235,7 @@ class Store:
         if duplicate is not None:
             return duplicate
         held = fold.held
-        if self._held.get(held.entry.key) is not held:
+        if self.variables.get(held.entry.key) is not held:
             return Again()  # it was deleted; the answer to the next one says so
         if not fold.is_current or fold.sum is None:
             held.patient_until = held.version + PATIENCE
@@ -391,9 +292,11 @@ class Store:
         self, optimizer: int, name: str, code: bytes
     ) -> OptimizerPlan | Done:
         """The same code under the same id again has nothing to do."""
-        if self._engine.is_registered(optimizer, code):
+        if self.engine.is_registered(optimizer, code):
             return Done()
-        return OptimizerPlan(self._generation, self._engine, optimizer, name, code)
+        return OptimizerPlan(
+            self.variables.generation, self.engine, optimizer, name, code
+        )
 
     def plan_binding(
         self, optimizer: int, arrays: Sequence[np.ndarray]
@@ -405,16 +308,16 @@ class Store:
             InvalidArgumentError: It is no array of bytes.
             BusyError: The optimizer has too many trees.
         """
-        known = self._engine.get(optimizer)
+        known = self.engine.get(optimizer)
         if len(arrays) != 1 or arrays[0].dtype != np.uint8:
             raise InvalidArgumentError(
                 f"{self._task}: the tree of optimizer {known.name!r} is one array of "
                 f"bytes, got {[array.dtype.name for array in arrays]!r:.80}"
             )
         data = arrays[0].tobytes()
-        if known.bindings.has(data, self._held.get):
+        if known.bindings.has(data, self.variables.get):
             return Done()
-        return BindPlan(self._generation, known, data, self._held.get)
+        return BindPlan(self.variables.generation, known, data, self.variables.get)
 
     # ---- committing --------------------------------------------------------------
 
@@ -425,7 +328,7 @@ class Store:
             StaleSessionError: The store was cleared while the plan computed.
             AlreadyExistsError: The id of an optimizer is taken by another one.
         """
-        if plan.generation != self._generation:
+        if plan.generation != self.variables.generation:
             raise StaleSessionError(
                 f"{self._task}: the session ended while its request was computed"
             )
@@ -436,24 +339,20 @@ class Store:
                 self.counts.rows += sum(map(len, rows))
                 return Pulled(versions, (*leases, *rows))
             case CreatePlan(entries=entries, cells=cells):
-                self._hold(entries, cells)
+                self.variables.hold(entries, cells)
             case InitializePlan(entries=new, cells=cells):
-                self._hold([VariableEntry(*entry[:4]) for entry in new], cells)
+                made = [VariableEntry(*entry[:4]) for entry in new]
+                self.variables.hold(made, cells)
             case OptimizerPlan(loaded=loaded):
                 assert loaded is not None, "commit before compute"
-                self._engine.register(loaded)
+                self.engine.register(loaded)
             case BindPlan(optimizer=optimizer, tree=tree):
                 assert tree is not None, "commit before compute"
-                here = [key for key in tree.leaves if key in self._held]
+                here = [key for key in tree.leaves if key in self.variables]
                 optimizer.bindings.add(tree, here)
             case _:
                 assert_never(plan)
         return Done()
-
-    def _hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
-        for entry, cell in zip(entries, cells, strict=True):
-            cell.who = f"{self._task}: variable {entry.name!r}"
-            self._held[entry.key] = HeldVariable(entry, cell, self._first_version)
 
     def _commit_push(self, plan: PushPlan) -> Pushed:
         for update in plan.updates:
@@ -486,7 +385,7 @@ class Store:
 
     def statistics(self) -> dict[str, int]:
         """Cheap: one pass over the variables, none over their values."""
-        held, counts = self._held.values(), self.counts
+        held, counts = self.variables.values(), self.counts
         return {
             "variables": len(held),
             "bytes": sum(each.cell.nbytes for each in held),
@@ -506,9 +405,4 @@ class Store:
         }
 
     def _versions(self, push: Push) -> list[int]:
-        """Of a duplicate, a variable may be gone: -1."""
-        held = self._held
-        return [held[u.key].version if u.key in held else -1 for u in push.updates]
-
-    def _unknown(self, key: int) -> NotFoundError:
-        return unknown(self._task, key, len(self._held))
+        return self.variables.versions([update.key for update in push.updates])

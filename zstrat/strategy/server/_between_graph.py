@@ -32,7 +32,7 @@ from zstrat.strategy._local_strategy import LocalStrategy
 from zstrat.strategy._strategy import Closing
 from zstrat.strategy.replica._local_run import LocalMesh
 
-from ._placement import ServerVariables
+from ._server_variables import ServerVariables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from zstrat.strategy.input._inputs import ProcessInputs
     from zstrat.variables import AbstractVariable
 
-    from ._server_session import ServerSession
-
-    Connect = Callable[[ClusterSpec, Settings, bool, int], ServerSession]
+    Connect = Callable[[ClusterSpec, Settings, bool, int], ClusterSession]
 
 
 @final
@@ -102,7 +100,7 @@ class BetweenGraphExtended(StrategyExtended):
 
 def _connect(
     spec: ClusterSpec, settings: Settings, is_chief: bool, index: int
-) -> ServerSession:
+) -> ClusterSession:
     if is_chief:
         return ClusterSession.hold(spec, settings)
     return ClusterSession.join(spec, settings, index)

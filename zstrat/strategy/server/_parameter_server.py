@@ -21,7 +21,7 @@ from zstrat.strategy._strategy import Closing, Strategy
 from zstrat.strategy.input._unbuilt import UnbuiltDataset
 from zstrat.variables import AbstractVariable, recorder
 
-from ._placement import ServerVariables
+from ._server_variables import ServerVariables
 from ._variable_numbers import PlacementRule
 from ._worker_strategy import ParameterServerExtended, worker_strategy
 

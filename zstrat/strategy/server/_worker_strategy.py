@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zstrat.strategy.input._inputs import ProcessInputs
     from zstrat.variables import AbstractVariable, Creator
 
-    from ._placement import ServerVariables
+    from ._server_variables import ServerVariables
 
 _log: Final = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from zstrat.errors import NotFoundError
 from zstrat.program import dump_code
@@ -27,11 +27,12 @@ from ._variable_numbers import Numbers, Placement, PlacementRule
 from ._variable_plan import draft
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
 
+    from zstrat.coordinator import ClusterSession
     from zstrat.program import Plan
     from zstrat.variables import (
         AbstractVariable,
@@ -43,8 +44,11 @@ if TYPE_CHECKING:
     )
     from zstrat.wire import InitialEntry, UpdateOp
 
-    from ._server_session import ServerSession
     from ._variable_plan import VariablePlan
+
+T = TypeVar("T")
+_Request: TypeAlias = "tuple[Coroutine[Any, Any, T], str]"
+"""What `ClusterSession.run` and `run_async` take: the coroutine, and words for it."""
 
 _colocated: Final[ContextVar[VariableHandle | None]] = ContextVar(
     "zstrat_colocated", default=None
@@ -61,12 +65,12 @@ class ServerVariables:
 
     def __init__(
         self,
-        session: ServerSession,
+        session: ClusterSession,
         ps_count: int,
         partitioner: Callable[..., Any] | None = None,
         rule: PlacementRule = PlacementRule.ROUND_ROBIN,
     ) -> None:
-        self._session = session
+        self._session, self._servers = session, session.servers
         self._numbers = Numbers(session.session, Placement(ps_count, rule))
         self._partitioner = partitioner
         # Keys are taken in the order of placement.
@@ -75,7 +79,7 @@ class ServerVariables:
         """Trees of optimizers that the servers know."""
 
     @property
-    def session(self) -> ServerSession:
+    def session(self) -> ClusterSession:
         """The connection to the parameter servers."""
         return self._session
 
@@ -161,7 +165,8 @@ class ServerVariables:
                 )
         if not variables:
             return
-        self._session.delete_variables([each.spec for each in variables])
+        work = self._servers.delete_variables(_specs(variables))
+        self._session.run(work, "deleting variables")
         with self._lock:
             self._numbers.freed(variables)
 
@@ -177,7 +182,8 @@ class ServerVariables:
             self._withdraw()
             with self._numbers.taking():
                 number = self._numbers.optimizer()
-                self._session.create_optimizer(number, optimizer.name, code)
+                work = self._servers.create_optimizer(number, optimizer.name, code)
+                self._create(work, "creating an optimizer")
         return number
 
     def forget_optimizer(self, optimizer: int) -> None:
@@ -186,33 +192,34 @@ class ServerVariables:
             self._numbers.give_back(optimizer)
 
     # ---- the home of the variables ---------------------------------------------------
+    # Each request is made once, as a coroutine of the session's loop with the words for
+    # it, and then either blocked upon or awaited.
 
     def read(self, variable: VariableHandle) -> np.ndarray:
-        return self._session.read([variable.spec])[0]
-
-    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
-        return self._session.read([variable.spec for variable in variables])
+        return self._session.run(*self._reading([variable]))[0]
 
     async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return (await self._session.read_async([variable.spec]))[0]
+        return (await self._session.run_async(*self._reading([variable])))[0]
+
+    def read_many(self, variables: Sequence[VariableHandle]) -> list[np.ndarray]:
+        return self._session.run(*self._reading(variables))
 
     async def read_many_async(
         self, variables: Sequence[VariableHandle]
     ) -> list[np.ndarray]:
-        return await self._session.read_async([variable.spec for variable in variables])
+        return await self._session.run_async(*self._reading(variables))
 
     def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return self._session.read_rows([(v.spec, indices) for v, indices in parts])
+        return self._session.run(*self._reading_rows(parts))
 
     async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        wanted = [(variable.spec, indices) for variable, indices in parts]
-        return await self._session.read_rows_async(wanted)
+        return await self._session.run_async(*self._reading_rows(parts))
 
     def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        self._session.update_many([_sent(*update) for update in updates])
+        self._session.run(*self._updating(updates))
 
     async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
-        await self._session.update_many_async([_sent(*update) for update in updates])
+        await self._session.run_async(*self._updating(updates))
 
     def update(
         self,
@@ -221,8 +228,7 @@ class ServerVariables:
         operands: tuple[np.ndarray, ...],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        number = 0 if optimizer is None else optimizer.id
-        self._session.update(variable.spec, op, number, operands)
+        self._session.run(*self._updating([(variable, op, operands, optimizer)]))
 
     async def update_async(
         self,
@@ -231,8 +237,8 @@ class ServerVariables:
         operands: tuple[np.ndarray, ...],
         optimizer: OptimizerHandle | None,
     ) -> None:
-        number = 0 if optimizer is None else optimizer.id
-        await self._session.update_async(variable.spec, op, number, operands)
+        update = (variable, op, operands, optimizer)
+        await self._session.run_async(*self._updating([update]))
 
     def bind(self, call: GradientCall) -> None:
         """Tells the parameter servers of the tree of an optimizer, once.
@@ -241,20 +247,20 @@ class ServerVariables:
             ValueError: It cannot be told, or a server refuses it; says why.
             PSUnavailableError: A ps is gone.
         """
-        number, data = call.optimizer.id, encoded(call)
-        if (number, data) not in self._bound:
-            self._session.bind_optimizer(number, data)
-            self._bound.add((number, data))
+        tree = call.optimizer.id, encoded(call)
+        if tree not in self._bound:
+            self._session.run(*self._binding(*tree))
+            self._bound.add(tree)
 
     async def bind_async(self, call: GradientCall) -> None:
         """`bind`, without blocking the running loop.
 
         Cancellation: they may have been told.
         """
-        number, data = call.optimizer.id, encoded(call)
-        if (number, data) not in self._bound:
-            await self._session.bind_optimizer_async(number, data)
-            self._bound.add((number, data))
+        tree = call.optimizer.id, encoded(call)
+        if tree not in self._bound:
+            await self._session.run_async(*self._binding(*tree))
+            self._bound.add(tree)
 
     def read_slots(
         self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
@@ -264,8 +270,8 @@ class ServerVariables:
         Raises:
             PSUnavailableError: A ps is gone.
         """
-        specs = [variable.spec for variable in variables]
-        return list(self._session.read_slots(optimizer.id, specs))
+        work = self._servers.read_slots(optimizer.id, _specs(variables))
+        return list(self._session.run(work, "reading the state of an optimizer"))
 
     def write_slot(
         self,
@@ -280,13 +286,45 @@ class ServerVariables:
             NotFoundError: There is none of that name.
             PSUnavailableError: A ps is gone.
         """
-        self._session.write_slot(optimizer.id, variable.spec, name, value)
+        work = self._servers.write_slot(optimizer.id, variable.spec, name, value)
+        self._session.run(work, "assigning to the state of an optimizer")
+
+    # ---- private ---------------------------------------------------------------------
+
+    def _reading(
+        self, variables: Sequence[VariableHandle]
+    ) -> _Request[list[np.ndarray]]:
+        return self._servers.read(_specs(variables)), "reading variables"
+
+    def _reading_rows(self, parts: Sequence[HomeRows]) -> _Request[list[np.ndarray]]:
+        wanted = [(variable.spec, indices) for variable, indices in parts]
+        return self._servers.read_rows(wanted), "reading rows"
+
+    def _updating(self, updates: Sequence[HomeUpdate]) -> _Request[None]:
+        sent = [
+            (variable.spec, op, 0 if optimizer is None else optimizer.id, operands)
+            for variable, op, operands, optimizer in updates
+        ]
+        return self._servers.update(sent), "updating variables"
+
+    def _binding(self, optimizer: int, tree: bytes) -> _Request[None]:
+        work = self._servers.bind_optimizer(optimizer, tree)
+        return work, "telling the tree of an optimizer"
+
+    def _create(
+        self,
+        work: Coroutine[Any, Any, None],
+        what: str,
+        entries: Sequence[tuple[VariableSpec, InitialEntry]] = (),
+    ) -> None:
+        self._session.run(work, what, self._servers.creation_timeout(entries))
 
     def _withdraw(self) -> None:
         """Removes what a failed creation has left, before its keys are used again."""
         specs, optimizers = self._numbers.doubtful
         if specs or optimizers:
-            self._session.withdraw(specs, optimizers)
+            work = self._servers.withdraw(specs, optimizers)
+            self._session.run(work, "removing what a failed creation has left")
             self._numbers.settled()
 
     def _make(
@@ -303,9 +341,10 @@ class ServerVariables:
             else:
                 arrays += [(spec, new.array(spec)) for spec in parts]
         if arrays:
-            self._session.create_variables(arrays)
+            self._create(self._servers.create_variables(arrays), "creating variables")
         for code, described in entries.items():
-            self._session.initialize_variables(described, code)
+            work = self._servers.initialize_variables(described, code)
+            self._create(work, "initializing variables", described)
 
     def _made(self, new: VariablePlan, specs: list[VariableSpec]) -> AbstractVariable:
         parts = [handle(spec, self) for spec in specs]
@@ -322,10 +361,5 @@ def _beside(variable: VariableHandle) -> Iterator[None]:
         _colocated.set(before)
 
 
-def _sent(
-    variable: VariableHandle,
-    op: UpdateOp,
-    operands: tuple[np.ndarray, ...],
-    optimizer: OptimizerHandle | None,
-) -> tuple[VariableSpec, UpdateOp, int, tuple[np.ndarray, ...]]:
-    return variable.spec, op, 0 if optimizer is None else optimizer.id, operands
+def _specs(variables: Sequence[VariableHandle]) -> list[VariableSpec]:
+    return [variable.spec for variable in variables]

@@ -14,7 +14,7 @@ those slots are computed from rows (`_row_programs`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -22,10 +22,9 @@ from zstrat.errors import InvalidArgumentError, ResourceExhaustedError
 from zstrat.ps.store._cell import Cell, Write
 from zstrat.rows import lasting
 
-from ._arithmetic import as_rows
-from ._layouts import precision
-from ._row_calls import Open, Ready, calls, together
+from ._arithmetic import as_rows, pack
 from ._row_programs import RowKind, RowKinds
+from ._slot_layouts import precision
 from ._slots import RowStep, Slots, lose
 
 if TYPE_CHECKING:
@@ -33,11 +32,36 @@ if TYPE_CHECKING:
 
     from zstrat.optimizers import LeafRule
 
-    from ._layouts import SlotLayouts
+    from ._arithmetic import RowRun
+    from ._row_programs import RowProgram
+    from ._slot_layouts import SlotLayouts
     from ._slots import Ahead
 
 
-class RowPrograms:
+class RowCalls(NamedTuple):
+    """Updates that share calls of the programs of one kind. A call sees the rows of as
+    many updates as fit into it, one behind the other, whatever tables they are of.
+
+    ``tables``: for each update the rows of value and slots, as opaque vectors, that are
+    written where they are; None if that is not known before its turn comes.
+    """
+
+    kind: RowKind
+    steps: list[RowStep]
+    tables: list[list[np.ndarray]] | None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The programs of the calls, by their numbers of rows."""
+        return self.kind.sizes(sum([len(step.indices) for step in self.steps]))
+
+    @property
+    def is_compiled(self) -> bool:
+        programs = self.kind.programs
+        return all(size in programs for size in self.sizes)
+
+
+class RowUpdates:
     """Applies gradients of rows with one optimizer."""
 
     def __init__(self, optimizer: int, layouts: SlotLayouts) -> None:
@@ -49,42 +73,26 @@ class RowPrograms:
         """How many programs have been compiled."""
         return self._kinds.count
 
-    def ready(self, steps: Sequence[RowStep]) -> list[Ready] | None:
+    def ready(self, steps: Sequence[RowStep]) -> list[RowCalls] | None:
         """The calls that update these rows where they are, if that is all there is to
         do: programs and slots are there, nobody looks at a value, nothing is late.
 
         Most updates are such, and one look at each table replaces the five of
         `prepare`, `Cell.reserve`, `begin_rows` and `settle`.
         """
-        groups: dict[object, Ready] = {}
-        get = self._kinds.get
-        for number, step in enumerate(steps):
+        kinds, tables = [], []
+        for step in steps:
             slots = step.slots.get(self._optimizer)
             if slots is None or step.mixed or step.late:
                 return None
-            kind = get(slots.layout, step.gradient.dtype)
-            tables = [each.rows_in_place() for each in (step.cell, *slots.with_rows)]
-            if kind is None or any(table is None for table in tables):
+            kind = self._kinds.get(slots.layout, step.gradient.dtype)
+            here = [each.rows_in_place() for each in (step.cell, *slots.with_rows)]
+            if kind is None or any(table is None for table in here):
                 return None
-            key = (id(kind), together(kind, slots, number), *map(id, step.operands))
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = Ready(kind, [])
-            group.opened.append(Open(step, cast("list[np.ndarray]", tables)))
-        found = list(groups.values())
-        return found if all(ready.is_compiled for ready in found) else None
-
-    def apply_ready(self, groups: Sequence[Ready]) -> None:
-        """`apply`, of what `ready` found."""
-        for at, (kind, opened) in enumerate(groups):
-            try:
-                new = calls(self._optimizer, self._kinds, kind, opened)
-            except BaseException as error:  # to the pusher, and to later readers
-                for group in groups[:at]:
-                    lose(self._optimizer, group.steps, error)
-                raise
-            for step, _ in opened if new else ():
-                self._share(step, new)
+            kinds.append(kind)
+            tables.append(cast("list[np.ndarray]", here))
+        found = self._together(steps, kinds, tables)
+        return found if all(calls.is_compiled for calls in found) else None
 
     def prepare(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
         """Makes slots, unless it is too early to, and compiles; changes no value.
@@ -102,15 +110,17 @@ class RowPrograms:
                 late.append((self._foresee(step, ahead), step))
             else:
                 self._prepare(step, ahead)
-        groups = self._groups([step for step in steps if not step.late])
+        known = self._calls([step for step in steps if not step.late])
         for kind, step in late:
             # Whom it will share a call with is not known yet: nobody, or all.
             others = [each for other, each in late if other is kind]
-            early = [each for k, group in groups if k is kind for each in group]
-            self._compile(kind, [step])
-            self._compile(kind, [*early, *others])
-        for kind, group in groups:
-            self._compile(kind, group)
+            early = [
+                each for calls in known if calls.kind is kind for each in calls.steps
+            ]
+            self._compile(RowCalls(kind, [step], None))
+            self._compile(RowCalls(kind, [*early, *others], None))
+        for calls in known:
+            self._compile(calls)
 
     def complete(self, steps: Sequence[RowStep], ahead: Ahead) -> None:
         """Makes slots, and gives them dtypes, for which `prepare` was too early."""
@@ -123,20 +133,27 @@ class RowPrograms:
                     step.slots[self._optimizer] = slots
                 self._steady(step)
 
-    def apply(self, steps: Sequence[RowStep]) -> None:
-        """Updates the rows of variables, each of which occurs once."""
+    def apply(
+        self, steps: Sequence[RowStep], ready: Sequence[RowCalls] | None = None
+    ) -> None:
+        """Updates the rows of variables, each of which occurs once.
+
+        Args:
+            ready: What `ready` has found for these steps; left out: they were given to
+                `prepare`.
+        """
         done: list[RowStep] = []
-        for kind, group in self._groups(steps):
+        for calls in self._calls(steps) if ready is None else ready:
             try:
-                self._update(kind, group)
+                self._update(calls)
             except BaseException as error:  # to the pusher, and to later readers
                 lose(self._optimizer, done, error)
                 raise
-            done += group
+            done += calls.steps
 
-    def _compile(self, kind: RowKind, group: Sequence[RowStep]) -> None:
-        for size in kind.sizes(_rows(group)):
-            self._kinds.program(kind, size, group[0].cell)
+    def _compile(self, calls: RowCalls) -> None:
+        for size in calls.sizes:
+            self._kinds.program(calls.kind, size, calls.steps[0].cell)
 
     def _prepare(self, step: RowStep, ahead: Ahead) -> None:
         if self._optimizer not in step.slots:
@@ -237,41 +254,85 @@ class RowPrograms:
             cells.append(cell)
         slots.become(tuple(cells), number)
 
-    def _groups(self, steps: Sequence[RowStep]) -> list[tuple[RowKind, list[RowStep]]]:
-        """Steps that go into the same calls."""
-        groups: dict[object, tuple[RowKind, list[RowStep]]] = {}
-        for number, step in enumerate(steps):
-            slots = step.slots[self._optimizer]
-            kind = self._kinds.get(slots.layout, step.gradient.dtype)
-            assert kind is not None, "apply() without prepare()"
-            key = (id(kind), together(kind, slots, number), *map(id, step.operands))
-            _, group = groups.setdefault(key, (kind, []))
-            group.append(step)
-        return list(groups.values())
-
-    def _update(self, kind: RowKind, steps: list[RowStep]) -> None:
-        opened = [self._open(step) for step in steps]
-        new = calls(self._optimizer, self._kinds, kind, opened)
+    def _calls(self, steps: Sequence[RowStep]) -> list[RowCalls]:
+        """Those of steps that were prepared."""
+        kinds = []
         for step in steps:
-            self._settle(step, new)
+            layout = step.slots[self._optimizer].layout
+            kind = self._kinds.get(layout, step.gradient.dtype)
+            assert kind is not None, "apply() without prepare()"
+            kinds.append(kind)
+        return self._together(steps, kinds, None)
 
-    def _open(self, step: RowStep) -> Open:
-        slots = step.slots[self._optimizer]
-        cells = [step.cell, *slots.with_rows]
-        return Open(step, [as_rows(c.begin_rows(step.indices)) for c in cells])
+    def _together(
+        self,
+        steps: Sequence[RowStep],
+        kinds: Sequence[RowKind],
+        tables: Sequence[list[np.ndarray]] | None,
+    ) -> list[RowCalls]:
+        """Steps that go into the same calls: of one kind, with the same operands and
+        equal slots without rows. Where such slots are computed from rows, each step has
+        calls of its own, as they would be computed from the rows of all."""
+        found: dict[object, RowCalls] = {}
+        for number, (step, kind) in enumerate(zip(steps, kinds, strict=True)):
+            shared: object = number
+            if kind.is_apart:
+                slots = step.slots[self._optimizer]
+                shared = b"".join([cell.look().tobytes() for cell in slots.shared])
+            key = (id(kind), shared, *map(id, step.operands))
+            calls = found.get(key)
+            if calls is None:
+                calls = RowCalls(kind, [], None if tables is None else [])
+                found[key] = calls
+            calls.steps.append(step)
+            if tables is not None and calls.tables is not None:
+                calls.tables.append(tables[number])
+        return list(found.values())
 
-    def _settle(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
-        slots = step.slots[self._optimizer]
-        step.cell.settle()
-        for cell in slots.with_rows:
-            cell.settle()
-        self._share(step, shared)
+    def _update(self, calls: RowCalls) -> None:
+        tables = calls.tables
+        if tables is None:
+            tables = [self._begin(step) for step in calls.steps]
+        new = self._run(calls, tables)
+        for step in calls.steps:
+            slots = step.slots[self._optimizer]
+            if calls.tables is None:
+                for cell in (step.cell, *slots.with_rows):
+                    cell.settle()
+            for cell, leaf in zip(slots.shared, new, strict=True):
+                cell.overwrite()[...] = leaf
+                cell.settle()
 
-    def _share(self, step: RowStep, shared: Sequence[np.ndarray]) -> None:
+    def _begin(self, step: RowStep) -> list[np.ndarray]:
         slots = step.slots[self._optimizer]
-        for cell, new in zip(slots.shared, shared, strict=True):
-            cell.overwrite()[...] = new
-            cell.settle()
+        cells = (step.cell, *slots.with_rows)
+        return [as_rows(cell.begin_rows(step.indices)) for cell in cells]
+
+    def _run(
+        self, calls: RowCalls, tables: Sequence[list[np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Updates the rows of all; returns the new slots without rows."""
+        kind, steps, sizes = calls.kind, calls.steps, calls.sizes
+        shared = [cell.look() for cell in steps[0].slots[self._optimizer].shared]
+        new: list[np.ndarray] | None = None
+        packed = pack([len(step.indices) for step in steps], kind.most)
+        for pieces, size in zip(packed, sizes, strict=True):
+            try:
+                program = self._kinds.program(kind, size, steps[0].cell)
+                _gather(program, pieces, steps, tables)
+                with precision(kind.layout.is_wide):
+                    fresh, others = program.run(shared, steps[0].operands)
+            except Exception as error:
+                # Goes to the caller. Only XLA itself can fail here, out of memory say.
+                if new is not None:  # some rows are written and others are not
+                    lose(self._optimizer, steps, error)
+                raise
+            _scatter(pieces, steps, tables, fresh)
+            if new is None:
+                # These slots advance once, however many calls the rows take.
+                new = others
+        assert new is not None
+        return new
 
 
 def _converted(cell: Cell, dtype: np.dtype) -> Cell:
@@ -287,5 +348,39 @@ def _converted(cell: Cell, dtype: np.dtype) -> Cell:
     return converted
 
 
-def _rows(steps: Sequence[RowStep]) -> int:
-    return sum([len(step.indices) for step in steps])
+def _gather(
+    program: RowProgram,
+    pieces: Sequence[RowRun],
+    steps: Sequence[RowStep],
+    tables: Sequence[list[np.ndarray]],
+) -> None:
+    """Copies the rows of one call to where its program reads them. The padding is
+    zero, where nothing overflows."""
+    at = 0
+    for update, start, stop in pieces:
+        step = steps[update]
+        indices, end = step.indices[start:stop], at + stop - start
+        # The last buffer is the gradient's, which has no table.
+        for table, buffer in zip(tables[update], program.opaque, strict=False):
+            # Indices were checked; with mode="raise" numpy would take a copy of `out`.
+            table.take(indices, out=buffer[at:end], mode="clip")
+        program.inputs[-1][at:end] = step.gradient[start:stop]
+        at = end
+    if at < len(program.inputs[-1]):
+        for buffer in program.inputs:
+            buffer[at:] = 0
+
+
+def _scatter(
+    pieces: Sequence[RowRun],
+    steps: Sequence[RowStep],
+    tables: Sequence[list[np.ndarray]],
+    fresh: Sequence[np.ndarray],
+) -> None:
+    """Inverse of `_gather`."""
+    at = 0
+    for update, start, stop in pieces:
+        indices, end = steps[update].indices[start:stop], at + stop - start
+        for table, rows in zip(tables[update], fresh, strict=True):
+            table[indices] = rows[at:end]
+        at = end

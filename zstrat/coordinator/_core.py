@@ -1,8 +1,8 @@
-"""The coordinator itself, whose two faces block or are awaited.
+"""What both coordinators of a strategy are: the blocking one and the awaited one.
 
-Both `ClusterCoordinator` and `AsyncClusterCoordinator` of a strategy hold the same
-`CoordinatorCore`. It lives on the user's side and keeps the functions that were
-scheduled; the engine and the dispatcher do not know it, so dropping it ends them.
+`ClusterCoordinator` and `AsyncClusterCoordinator` hold the same `CoordinatorCore`. It
+lives on the user's side and keeps the functions that were scheduled. The engine and the
+dispatcher do not know it, so when both coordinators are dropped, it is, and ends them.
 """
 
 from __future__ import annotations
@@ -64,16 +64,9 @@ class CoordinatorCore:
             MAX_ATTEMPTS if max_attempts is None else max_attempts,
             self.session.next_step,
         )
-        errands = _LoopCalls(portal, self.session.settings.timeouts.request)
-        self.engine = ClosureEngine(
-            queue,
-            wake=lambda: portal.call_soon(errands.dispatcher_turn),
-            cancel=lambda: portal.call_soon(errands.dispatcher_cancel),
-            fence=lambda *steps: portal.call_soon(errands.dispatcher_fence, *steps),
-            bring=errands.bring,
-            bring_async=errands.bring_async,
-        )
-        self.dispatcher = errands.dispatcher = Dispatcher(
+        loop = _LoopCalls(portal, self.session.settings.timeouts.request)
+        self.engine = ClosureEngine(queue, loop)
+        self.dispatcher = loop.dispatcher = Dispatcher(
             self.engine,
             self.session.session,
             self.session.cluster.workers,
@@ -133,6 +126,12 @@ class CoordinatorCore:
 
     # ---- the rest --------------------------------------------------------------------
 
+    @property
+    def errors(self) -> list[Exception]:
+        """All errors that came with the one that was raised last, the first first."""
+        with self.engine.lock:
+            return list(self.engine.queue.errors)
+
     def metrics(self) -> dict[str, PlainTree]:
         """Counters and gauges, as plain data; cheap, from any thread."""
         queue, dispatcher = self.engine.queue, self.dispatcher
@@ -166,12 +165,12 @@ class CoordinatorCore:
         """Cancels what waits and runs; with ``cluster`` the daemons end. Idempotent."""
         cause = "the coordinator was shut down"
         with self.session.lock:
-            if self.session.faces.get("control") is self:
+            if self.session.coordinators.get("core") is self:
                 # In this order, for an interrupt may come between any two lines: who
                 # makes the next coordinator must not issue a step number again.
                 self.engine.close(cause)
                 self.session.next_step = self.engine.queue.steps.next
-                self.session.faces.clear()
+                self.session.coordinators.clear()
         if self._finalizer.alive:
             self._on_loop(self.dispatcher.stop, cause)
             self._finalizer.detach()
@@ -188,23 +187,22 @@ class CoordinatorCore:
 
 
 class _LoopCalls:
-    """What the engine may ask of the loop. It keeps no `CoordinatorCore` alive."""
+    """The loop, as the engine knows it. It keeps no `CoordinatorCore` alive."""
+
+    dispatcher: Dispatcher
+    """Set before the engine calls anything: it is made of the engine."""
 
     def __init__(self, portal: Portal, timeout: float) -> None:
         self._portal, self._timeout = portal, timeout
-        self.dispatcher: Dispatcher | None = None
 
-    def dispatcher_turn(self) -> None:
-        assert self.dispatcher is not None
-        self.dispatcher.turn_soon()
+    def wake(self) -> None:
+        self._portal.call_soon(self.dispatcher.turn_soon)
 
-    def dispatcher_cancel(self) -> None:
-        assert self.dispatcher is not None
-        self.dispatcher.cancel_running()
+    def cancel(self) -> None:
+        self._portal.call_soon(self.dispatcher.cancel_running)
 
-    def dispatcher_fence(self, end: int, doubtful: list[int]) -> None:
-        assert self.dispatcher is not None
-        self.dispatcher.fence(end, doubtful)
+    def fence(self, end: int, doubtful: list[int]) -> None:
+        self._portal.call_soon(self.dispatcher.fence, end, doubtful)
 
     def bring(self, kept: Kept) -> list[np.ndarray]:
         return self._portal.run(self._bring(kept), self._timeout, "fetching a result")
@@ -213,7 +211,6 @@ class _LoopCalls:
         return await self._portal.run_async(self._bring(kept), "fetching a result")
 
     async def _bring(self, kept: Kept) -> list[np.ndarray]:
-        assert self.dispatcher is not None
         deadline = asyncio.get_running_loop().time() + self._timeout
         return await self.dispatcher.bring(kept, deadline)
 
@@ -221,8 +218,8 @@ class _LoopCalls:
 _Options = Mapping[str, Any]
 
 
-def control_of(strategy: object, options: _Options) -> CoordinatorCore:
-    """The control of the strategy; made by the first who asks.
+def core_of(strategy: object, options: _Options) -> CoordinatorCore:
+    """The core of the strategy's coordinators; made by the first who asks.
 
     Raises:
         ValueError: It is no strategy for a coordinator, or it has a coordinator with
@@ -236,13 +233,14 @@ def control_of(strategy: object, options: _Options) -> CoordinatorCore:
     session = strategy.session
     given = {name: value for name, value in options.items() if value is not None}
     with session.lock:
-        control: CoordinatorCore | None = session.faces.get("control")
-        if control is None:
-            control = session.faces["control"] = CoordinatorCore(strategy, **given)
-            session.faces["options"] = given
-        elif given and given != session.faces["options"]:
+        made = session.coordinators
+        core: CoordinatorCore | None = made.get("core")
+        if core is None:
+            core = made["core"] = CoordinatorCore(strategy, **given)
+            made["options"] = given
+        elif given and given != made["options"]:
             raise ValueError(
                 "this strategy has a coordinator already, made with the options "
-                f"{session.faces['options']}; got {given}: there is one per strategy"
+                f"{made['options']}; got {given}: there is one per strategy"
             )
-        return control
+        return core

@@ -1,0 +1,180 @@
+"""What is asked of parameter servers to make, bind and delete what they hold."""
+
+from __future__ import annotations
+
+import abc
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from zstrat.wire import (
+    BindOptimizer,
+    CreateOptimizer,
+    CreateVariables,
+    DeleteVariables,
+    InitialEntry,
+    InitializeVariables,
+    Inspect,
+    Statistics,
+    VariableEntry,
+    Withdraw,
+)
+
+from ._asking import AskedServers, by_server
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from zstrat.wire import PlainTree
+
+    from ._asking import T
+    from ._reading import Ref
+
+BATCH: Final = 512
+"""Variables created by one message: their names fit the header by far."""
+
+
+class VariableCalls(AskedServers, abc.ABC):
+    """The part of `PsClient` that is about what there is, not about its values.
+
+    Raises, all methods:
+        PSUnavailableError: A parameter server is gone.
+        StaleSessionError: It serves another coordinator.
+    """
+
+    @abc.abstractmethod
+    def _forget(self, refs: Iterable[Ref]) -> None:
+        """Values of these variables are not remembered any more."""
+
+    async def create(
+        self, variables: Sequence[tuple[int, VariableEntry, np.ndarray]]
+    ) -> None:
+        """Creates variables, ``(ps, entry, initial value)`` each.
+
+        One of the same key, shape and dtype that is there already stays as it is.
+
+        Raises:
+            AlreadyExistsError: A key is taken by another variable.
+
+        Cancellation: variables may have been created.
+        """
+        messages = []
+        pairs = [(ps, (entry, value)) for ps, entry, value in variables]
+        for ps, some in _batches(pairs):
+            entries, values = zip(*some, strict=True)
+            message = CreateVariables(self.session, list(entries), values)
+            messages.append((ps, message))
+        await self.each(messages, object)
+
+    async def initialize(
+        self,
+        variables: Sequence[tuple[int, InitialEntry]],
+        code: bytes,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Has the servers make variables, ``(ps, entry)`` each, with one shipped
+        initializer; no value travels.
+
+        One of the same key, shape and dtype that is there already stays as it is.
+
+        Args:
+            deadline: Loop time; None: the default of the link, which is too short for
+                tables of many gigabytes.
+
+        Raises:
+            InvalidArgumentError: The initializer failed or returned something else;
+                says what.
+            AlreadyExistsError: A key is taken by another variable.
+
+        Cancellation: variables may have been created.
+        """
+        messages = [
+            (ps, InitializeVariables(self.session, entries, code))
+            for ps, entries in _batches(variables)
+        ]
+        await self.each(messages, object, deadline=deadline)
+
+    async def delete(self, refs: Sequence[Ref]) -> None:
+        """Deletes variables with their optimizer slots.
+
+        Raises:
+            NotFoundError: A variable does not exist; nothing is deleted on its server.
+
+        Cancellation: variables may have been deleted.
+        """
+        self._forget(refs)
+        messages = [
+            (ps, DeleteVariables(self.session, keys))
+            for ps, keys in by_server(refs).items()
+        ]
+        await self.each(messages, object)
+
+    async def withdraw(self, refs: Sequence[Ref], optimizers: Sequence[int]) -> None:
+        """Drops what a failed creation of these has left, as far as it is there. What
+        of it is still under way is done before.
+
+        Cancellation: it may have been dropped.
+        """
+        self._forget(refs)
+        numbers, mine = list(optimizers), by_server(refs)
+        # A variable is on one server, an optimizer on all.
+        asked = range(self.count) if numbers else mine
+        messages = [
+            (ps, Withdraw(self.session, mine.get(ps, []), numbers)) for ps in asked
+        ]
+        await self.each(messages, object)
+
+    async def create_optimizer(self, optimizer: int, name: str, code: bytes) -> None:
+        """Ships an optax transformation to all parameter servers.
+
+        Raises:
+            InvalidArgumentError: It cannot run there; says what to write instead.
+            AlreadyExistsError: The id is taken by another one.
+
+        Cancellation: it may have been registered.
+        """
+        message = CreateOptimizer(self.session, optimizer, name, code)
+        await self.each([(ps, message) for ps in range(self.count)], object)
+
+    async def bind(
+        self,
+        optimizer: int,
+        data: bytes,
+        servers: Sequence[int] | None = None,
+        *,
+        deadline: float | None = None,
+    ) -> None:
+        """Tells servers (None: all) which variables an optimizer moves: ``data`` is
+        `zstrat.optimizers.Binding.encoded`. The same again costs a round trip.
+
+        Args:
+            deadline: Loop time; None: the default of the link.
+
+        Raises:
+            NotFoundError: The optimizer does not exist.
+            InvalidArgumentError: It does not fit, or is another program there.
+            AlreadyExistsError: A variable is in another tree, which moves it otherwise.
+            BusyError: The optimizer has too many trees.
+
+        Cancellation: it may have been bound.
+        """
+        arrays = (np.frombuffer(data, np.uint8),)
+        message = BindOptimizer(self.session, optimizer, arrays)
+        asked = range(self.count) if servers is None else servers
+        await self.each([(ps, message) for ps in asked], object, deadline=deadline)
+
+    async def statistics(self) -> list[dict[str, PlainTree]]:
+        """What each parameter server says of itself, in task order.
+
+        Cancellation: nothing is lost.
+        """
+        asked = [(ps, Inspect()) for ps in range(self.count)]
+        return [answer.values for answer in await self.each(asked, Statistics)]
+
+
+def _batches(pairs: Iterable[tuple[int, T]]) -> Iterator[tuple[int, list[T]]]:
+    """Items by server, so many at a time as one message takes."""
+    for ps, items in by_server(pairs).items():
+        for at in range(0, len(items), BATCH):
+            yield ps, items[at : at + BATCH]

@@ -1,0 +1,82 @@
+"""The variables that one server holds for one session, by key.
+
+Law of the file: a version never returns for a key within a session, not even when the
+variable is deleted and created anew. A reader may remember a value for long, and would
+take the new variable for the old one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from zstrat.errors import NotFoundError
+from zstrat.ps.engine._slots import HeldVariable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from zstrat.wire import VariableEntry
+
+    from ._cell import Cell
+
+
+@final
+class HeldVariables(dict[int, HeldVariable]):
+    """A dict, as each pull and push looks several variables up. A key that is not there
+    raises `NotFoundError`; the owner of the store alone changes what is there.
+
+    ``task`` names the parameter server in errors.
+    """
+
+    def __init__(self, task: str) -> None:
+        super().__init__()
+        self.task = task
+        self.generation = 0
+        """Grows with each `clear`: a plan of an earlier one cannot be committed."""
+        self._first_version = 0
+
+    def __missing__(self, key: int) -> HeldVariable:
+        raise NotFoundError(
+            f"{self.task} holds no variable with key {key} (but {len(self)} "
+            "others): it was deleted, or created in another session"
+        )
+
+    def find(self, keys: Iterable[int]) -> list[HeldVariable]:
+        """The variables, in order.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        return [self[key] for key in keys]
+
+    def nbytes(self, keys: Iterable[int]) -> int:
+        """Bytes of the values of those that exist."""
+        return sum(held.cell.nbytes for key in keys if (held := self.get(key)))
+
+    def versions(self, keys: Iterable[int]) -> list[int]:
+        """Of those that are gone: -1."""
+        found = map(self.get, keys)
+        return [-1 if held is None else held.version for held in found]
+
+    def hold(self, entries: Sequence[VariableEntry], cells: Sequence[Cell]) -> None:
+        """Takes new variables with these values."""
+        for entry, cell in zip(entries, cells, strict=True):
+            cell.who = f"{self.task}: variable {entry.name!r}"
+            self[entry.key] = HeldVariable(entry, cell, self._first_version)
+
+    def delete(self, keys: Sequence[int]) -> None:
+        """Deletes all or none.
+
+        Raises:
+            NotFoundError: No variable has one of the keys.
+        """
+        for held in self.find(keys):
+            self._first_version = max(self._first_version, held.version + 1)
+        for key in set(keys):
+            del self[key]
+
+    def clear(self) -> None:
+        """Another session begins: its versions are not compared with those of this."""
+        super().clear()
+        self.generation += 1
+        self._first_version = 0
