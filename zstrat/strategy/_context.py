@@ -24,8 +24,9 @@ from ._frames import refuse_replica_context as refuse_replica_context
 from ._frames import require_cross_replica as require_cross_replica
 from ._frames import require_scope as require_scope
 from .reduce._options import called_with
-from .reduce._values import as_axis, reduction, require_axes, require_gatherable
+from .reduce._values import as_axis, reduction, require_gatherable
 from .replica import _one_replica
+from .replica._columns import require_axes
 from .replica._meetings import gathering, merging, own, reducing
 from .replica._turns import NeedsTurns, turn
 

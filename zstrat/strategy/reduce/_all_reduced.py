@@ -25,7 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import AXIS, summable
+from zstrat.strategy.replica._collective import AXIS
+from zstrat.strategy.replica._columns import summable
 from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored, loose
 from zstrat.strategy.replica._spread import Spread, mesh_of
 from zstrat.variables import is_staging
@@ -36,66 +37,51 @@ from ._values import concatenate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
-class Packed:
-    """Values of several replicas as a few flat arrays: all of them one after the other,
-    cut into equal packs, the last of which has the remainder."""
-
-    def __init__(self, packs: list[list[jax.Array]], shapes: list[Any]) -> None:
-        self.packs = packs
-        self._shapes = shapes
-
-    @classmethod
-    def of(cls, values: Sequence[Sequence[Any]], count: int) -> Packed:
-        shapes = [np.shape(parts[0]) for parts in values]
-        flat = [
-            concatenate([x.reshape(-1) for x in mine], 0)
-            for mine in zip(*values, strict=True)
-        ]
-        size = flat[0].size // count
-        cuts = [size * n for n in range(count)]
-        pieces = [_cut(array, cuts) for array in flat]
-        return cls([list(pack) for pack in zip(*pieces, strict=True)], shapes)
-
-    def unpacked(self, packs: Sequence[jax.Array]) -> list[jax.Array]:
-        """The values, of what became of the packs."""
-        flat = concatenate([pack.reshape(-1) for pack in packs], 0)
-        sizes = [math.prod(shape) for shape in self._shapes]
-        pieces = _cut(flat, [0, *itertools.accumulate(sizes[:-1])])
-        return [
-            piece.reshape(shape)
-            for piece, shape in zip(pieces, self._shapes, strict=True)
-        ]
+    from zstrat.strategy.replica._columns import Column
 
 
 def in_packs(
-    values: Sequence[Sequence[Any]],
-    count: int,
-    total: Callable[[Sequence[jax.Array]], jax.Array],
-) -> list[jax.Array]:
-    """What ``total`` makes of the replicas' parts of each value; of ``count`` packs of
-    all values of one dtype, if it is not 0."""
-    if not values or count == 0:
-        return [total(parts) for parts in values]
-    found: dict[int, jax.Array] = {}
-    for numbers in alike(values):
-        packed = Packed.of([values[n] for n in numbers], count)
-        reduced = [total(pack) for pack in packed.packs]
-        found.update(zip(numbers, packed.unpacked(reduced), strict=True))
-    return [found[n] for n in range(len(values))]
+    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
+) -> list[Any]:
+    """What ``total`` makes of each column; if ``count`` is not 0, of that many packs of
+    all columns that may share an array.
 
-
-def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Numbers of values that may share an array: of one dtype, and of as many replicas,
-    because what is not distributed is that of one."""
+    ``total`` computes with each element by itself, so it does not matter in which pack
+    an element is.
+    """
+    if not columns or count == 0:
+        return [total(column) for column in columns]
     groups: dict[Any, list[int]] = {}
-    for number, parts in enumerate(values):
+    for number, parts in enumerate(columns):
+        # What is not distributed is a column of one part.
         groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
-    return list(groups.values())
+    found: dict[int, Any] = {}
+    for numbers in groups.values():
+        pieces = _packed([columns[n] for n in numbers], count, total)
+        found.update(zip(numbers, pieces, strict=True))
+    return [found[n] for n in range(len(columns))]
+
+
+def _packed(
+    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
+) -> list[Any]:
+    """`in_packs` of columns of one dtype and length. The packs are equal, but the last
+    one has the remainder, too."""
+    flat = [
+        concatenate([part.reshape(-1) for part in parts], 0)
+        for parts in zip(*columns, strict=True)
+    ]
+    size = flat[0].size // count
+    packs = zip(*[_cut(x, [size * n for n in range(count)]) for x in flat], strict=True)
+    whole = concatenate([total(pack).reshape(-1) for pack in packs], 0)
+    shapes = [np.shape(column[0]) for column in columns]
+    ends = [*itertools.accumulate(map(math.prod, shapes))]
+    pieces = _cut(whole, [0, *ends[:-1]])
+    return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
 def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
-    """Its pieces, that begin there."""
+    """Its pieces, each of which begins at one of these places."""
     ends = [*starts[1:], array.size]
     return [array[start:end] for start, end in zip(starts, ends, strict=True)]
 
@@ -231,13 +217,13 @@ def _reduced(
     """Of arrays of which each device has its replica's part those of which each has the
     sum or the mean."""
 
-    def total(parts: Sequence[jax.Array]) -> jax.Array:
+    def total(parts: Column) -> jax.Array:
         summed: jax.Array = _psum(parts[0], AXIS)
         return summed / mesh.size if mean else summed
 
     def on_each(*blocks: jax.Array) -> list[jax.Array]:
         mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
-        found = in_packs([[summable(x, mean=mean)] for x in mine], packs, total)
+        found = in_packs([(summable(x, mean=mean),) for x in mine], packs, total)
         return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
 
     over = jax.shard_map(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import summable
+from zstrat.strategy.replica._columns import no_rank, require_axes, summable
 from zstrat.strategy.replica._per_replica import DistributedValues
 
 
@@ -83,23 +83,3 @@ _gathered_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2))(_gath
 
 def _is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
-
-
-def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    rank = len(shape)
-    for axis in axes:
-        if not -rank <= axis < rank:
-            raise ValueError(
-                f"axis {axis} is out of bounds for a value of shape {shape}: expected "
-                f"{-rank} <= axis < {rank}"
-                if rank
-                else f"axis {axis} is out of bounds for a scalar: give axis=None"
-            )
-    return axes
-
-
-def no_rank() -> ValueError:
-    return ValueError(
-        "gather: the values must have a rank of at least 1; give scalars an axis first "
-        "(x[None])"
-    )
