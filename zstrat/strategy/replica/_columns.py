@@ -117,7 +117,7 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) > 1:
         raise ValueError(
-            f"{what} along axis {axis}: the replicas have arrays of the shapes "
+            f"{what} along axis {axis % len(shapes[0])}: the replicas have arrays of the shapes "
             f"{list(shapes)}, which must agree in every other dimension"
         )
 
