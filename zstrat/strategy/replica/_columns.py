@@ -116,8 +116,9 @@ def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         at = axis % len(shape)
         rests.add((*shape[:at], *shape[at + 1 :]))
     if len(rests) > 1:
+        at = axis % len(shapes[0])
         raise ValueError(
-            f"{what} along axis {axis % len(shapes[0])}: the replicas have arrays of the shapes "
+            f"{what} along axis {at}: the replicas have arrays of the shapes "
             f"{list(shapes)}, which must agree in every other dimension"
         )
 
