@@ -8,7 +8,7 @@ collective then: all of them read. A checkpoint has what is read, so all of them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ from zstrat.strategy import _context
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
-    Variable,
     VariableAggregation,
     aggregated,
     mean_of_cut,
@@ -30,46 +29,28 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
-from ._mirrored_variable import of_all_copies, with_copies
+from ._mirrored_variable import ReplicatedVariable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from zstrat.strategy.replica._collective import Team
     from zstrat.variables import (
-        AbstractVariable,
-        Creator,
         HomeUpdate,
         OptimizerHandle,
         Recorder,
         UpdateRecorder,
-        VariableSpec,
+        Variable,
     )
 
 _SUM = VariableAggregation.SUM
 _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
 
 
-class SyncOnReadVariable(Variable):
+@final
+class SyncOnReadVariable(ReplicatedVariable):
     """A variable whose synchronization is ON_READ. Made by a strategy."""
 
-    __slots__ = ("_owner", "_team")
-    _team: Team
-    _owner: Creator
-
-    @classmethod
-    def made(
-        cls, spec: VariableSpec, home: DeviceHome, team: Team, owner: Creator
-    ) -> SyncOnReadVariable:
-        """A handle of a variable that exists already."""
-        variable = object.__new__(cls)
-        variable._spec, variable._home, variable._container = spec, home, None
-        variable._team, variable._owner = team, owner
-        return variable
-
-    @property
-    def owner(self) -> Creator:
-        return self._owner
+    __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable, of which each replica has the value that it has of this one.
@@ -83,9 +64,6 @@ class SyncOnReadVariable(Variable):
         refuse_read(self._spec)
         made: Any = self._duplicated(self.local_value)
         return made  # type: ignore[no-any-return]  # of this class
-
-    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        return with_copies(self, super()._duplicated(value))
 
     @property
     def is_brought_together(self) -> bool:
@@ -170,9 +148,6 @@ class SyncOnReadVariable(Variable):
             return recording.read(self)[None]
         assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
-
-    def _operand(self, value: Any) -> Any:
-        return of_all_copies(self._spec, value)
 
     def _record(
         self,
