@@ -21,14 +21,25 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
 from zstrat.strategy.replica._collective import AXIS
 from zstrat.strategy.replica._columns import summable
-from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored, loose
-from zstrat.strategy.replica._spread import Spread, mesh_of
+from zstrat.strategy.replica._per_replica import (
+    DistributedValues,
+    Mirrored,
+    is_concrete,
+    loose,
+)
+from zstrat.strategy.replica._spread import (
+    Spread,
+    mesh_of,
+    mesh_over,
+    one_array,
+    rows_over,
+)
 from zstrat.variables import is_staging
 
 from ._places import places, put
@@ -36,6 +47,8 @@ from ._values import concatenate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from jax.sharding import Mesh
 
     from zstrat.strategy.replica._columns import Column
 
@@ -88,7 +101,6 @@ def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
-_sharding: Final[Any] = NamedSharding
 _psum: Final[Any] = jax.lax.psum
 
 
@@ -131,7 +143,7 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
         nearest = copies.get(devices[0], first) if devices else first
         return put(loose(nearest, total.is_stacked), devices)
     wanted = [copies[x] if x in copies else jax.device_put(first, x) for x in devices]
-    whole = _over(Mesh(np.array(devices), (AXIS,)), wanted)
+    whole = one_array(wanted, rows_over(mesh_over(devices), _memory(wanted[0])))
     return Mirrored.of_whole(whole, len(devices), stacked=total.is_stacked)
 
 
@@ -143,7 +155,7 @@ def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
     if value.replicas < 2 or is_staging():
         return None
     whole = value.whole
-    if _is_real(whole) and _is_addable(whole):
+    if is_concrete(whole) and _is_addable(whole):
         mesh = mesh_of(places(whole), value.replicas)
         if mesh is not None and _lies_so(whole, mesh):
             return mesh, Spread(whole, value.is_stacked)
@@ -151,7 +163,7 @@ def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
 
 
 def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
-    if not all(_is_real(part) and _is_addable(part) for part in parts):
+    if not all(is_concrete(part) and _is_addable(part) for part in parts):
         return None
     devices = [device for part in parts for device in part.devices()]
     kinds = {(part.shape, part.dtype, part.sharding.memory_kind) for part in parts}
@@ -160,7 +172,7 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
         return None
     if len(devices) > len(parts) or len(set(devices)) < len(devices):
         return None
-    mesh = Mesh(np.array(devices), (AXIS,))
+    mesh = mesh_over(devices)
     is_scalar = not parts[0].shape
     if is_scalar:
         # What is bound to no device is made anew on the usual one.
@@ -168,31 +180,18 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
             jax.device_put(part[None], device)
             for part, device in zip(parts, devices, strict=True)
         ]
-    array = _over(mesh, parts)
+    array = one_array(parts, rows_over(mesh, _memory(parts[0])))
     return (mesh, Spread(array, is_scalar)) if _lies_so(array, mesh) else None
 
 
-def _over(mesh: Mesh, parts: Sequence[jax.Array]) -> jax.Array:
-    """One array of what each device has."""
-    rows, *rest = parts[0].shape
-    kind = parts[0].sharding.memory_kind
-    return jax.make_array_from_single_device_arrays(
-        (rows * len(parts), *rest),
-        _sharding(mesh, _spec(AXIS), memory_kind=kind),
-        list(parts),
-    )
+def _memory(array: jax.Array) -> str | None:
+    return array.sharding.memory_kind
 
 
 def _lies_so(whole: jax.Array, mesh: Mesh) -> bool:
     """Whether each device has the rows of its replica, in the memory that it computes
     with."""
-    return bool(
-        whole.sharding.is_equivalent_to(_sharding(mesh, _spec(AXIS)), whole.ndim)
-    )
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))
 
 
 def _is_addable(array: jax.Array) -> bool:

@@ -20,7 +20,13 @@ from zstrat.variables import is_staging, recorder
 
 from ._collective import TeamReduction
 from ._columns import columns_of, require_alike, require_joinable, strong
-from ._per_replica import PerReplica, loose, on_one_device, select_replica
+from ._per_replica import (
+    PerReplica,
+    is_concrete,
+    loose,
+    on_one_device,
+    select_replica,
+)
 from ._regroup import regroup
 from ._turns import ReplicaRendezvous
 
@@ -63,14 +69,8 @@ def brought(tree: Any, device: jax.Device) -> Any:
     """The pytree, with what is bound to one device or to others as what all that is on
     this one may be computed with: there, and on CPUs bound to no device."""
     return jax.tree.map(
-        lambda leaf: _brought(leaf, device) if _is_bound(leaf) else leaf, tree
+        lambda x: _brought(x, device) if is_concrete(x) and x.committed else x, tree
     )
-
-
-def _is_bound(leaf: Any) -> bool:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-        return False
-    return leaf.committed
 
 
 def _brought(array: jax.Array, device: jax.Device) -> jax.Array:
