@@ -1,9 +1,11 @@
 """Values of the replicas of several processes, reduced and gathered.
 
-What is not distributed is this process's value, as in TF: two processes with 1.0 have a
-sum of 2.0. First the values of this process are brought together, then, once, those of
-all. In a step this is part of the program; elsewhere it happens at once, on arrays of
-numpy, which keep their dtype.
+A value that is not distributed is that of this process, as in TF: two processes with
+1.0 have a sum of 2.0. First the values of this process are brought together, then, in
+one collective, those of all processes. In a step this is part of the program; elsewhere
+it happens at once, on arrays of numpy, which keep their dtype.
+
+Law of the file: what is refused is refused before other processes are waited for.
 """
 
 from __future__ import annotations
@@ -146,6 +148,7 @@ def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
+    """The sums over all processes."""
     if not arrays:
         return []
     if _is_traced():
@@ -154,7 +157,8 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _mean(total: Any, count: Any, mine: Any) -> Any:
-    """In the dtype that the mean of one process has; ``mine`` is its sum."""
+    """The mean, in the dtype that it has in one process; ``mine`` is the sum of this
+    one, of jax or of numpy, whose rules for dtypes differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
     if isinstance(mine, jax.Array):

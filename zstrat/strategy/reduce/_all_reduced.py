@@ -6,9 +6,9 @@ apart. A pack is many values as one flat array, so that few large arrays travel 
 of many small ones. Then each device has the result, and nothing is copied but to
 devices that had no value.
 
-Laws of the file: nothing is brought to one device to be reduced there, and what does
-not lie on devices of its own is not reduced here; the replicas' values go into packs
-alike, and come out as they went in.
+Laws of the file: no value is brought to another device to be reduced there; a value
+whose parts share a device is not reduced here. All replicas pack alike, so an element
+meets its like in the packs of the others.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
     mesh = mesh_over(devices)
     is_scalar = not parts[0].shape
     if is_scalar:
-        # What is bound to no device is made anew on the usual one.
+        # `part[None]` of a scalar that is bound to no device lies on the default one.
         parts = [
             jax.device_put(part[None], device)
             for part, device in zip(parts, devices, strict=True)
@@ -230,7 +230,7 @@ def _reduced(
         mesh=mesh,
         in_specs=_spec(AXIS),
         out_specs=_spec(AXIS),
-        # Off: what is equal everywhere comes out as what each device has.
+        # Off: the sum is equal everywhere, and each device shall have it as its rows.
         check_vma=False,
     )
     found: list[jax.Array] = over(*arrays)

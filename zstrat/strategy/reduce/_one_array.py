@@ -19,6 +19,7 @@ from zstrat.strategy.replica._per_replica import DistributedValues
 
 
 def is_one_array(node: Any) -> TypeGuard[DistributedValues]:
+    """Whether the values of all replicas are rows of one array of jax."""
     return isinstance(node, DistributedValues) and isinstance(node.whole, jax.Array)
 
 
@@ -31,6 +32,11 @@ def _part_shape(value: DistributedValues) -> tuple[int, ...]:
 def reduce_whole(
     op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
 ) -> jax.Array:
+    """The sum or mean over the replicas, and over ``axes`` of each replica's value.
+
+    Raises:
+        ValueError: The values have no such axis.
+    """
     shape = _part_shape(value)
     count = value.replicas
     if axes is not None:
@@ -60,6 +66,11 @@ _summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_sum
 
 
 def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
+    """The replicas' values one after the other along ``axis``.
+
+    Raises:
+        ValueError: The values are scalars, or have no such axis.
+    """
     shape = _part_shape(value)
     if not shape:
         raise no_rank()

@@ -314,7 +314,8 @@ def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable: one row for each index, and zeros for one of them in place of the rest."""
+    variable. Rows of one index are brought together first, because a mean is cut off
+    once; the places left over add zeros to one of them, as a trace has fixed shapes."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
@@ -333,6 +334,7 @@ class Together(enum.Enum):
     SUM = enum.auto()
     MEAN = enum.auto()
     FIRST = enum.auto()
+    """The first replica's update, and none of the others'."""
 
 
 def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together:
