@@ -4,8 +4,6 @@ A value that is not distributed is that of this process, as in TF: two processes
 1.0 have a sum of 2.0. First the values of this process are brought together, then, in
 one collective, those of all processes. In a step this is part of the program; elsewhere
 it happens at once, on arrays of numpy, which keep their dtype.
-
-Law of the file: what is refused is refused before other processes are waited for.
 """
 
 from __future__ import annotations
