@@ -27,9 +27,12 @@ if TYPE_CHECKING:
     from .gradients._slots import Beside, OptimizerHandle, SlotRule
 
 
-class HomeHere(abc.ABC):
+class HomeHere:
     """A home that answers at once, without waiting for another task: what is awaited
     is done in place, and several reads or updates one after the other."""
+
+    # No ABC: steps ask `isinstance(home, DeviceHome)` for each variable, which ABCMeta
+    # answers several times slower where the answer is no. Mypy does without.
 
     @abc.abstractmethod
     def read(self, variable: VariableHandle) -> np.ndarray:
