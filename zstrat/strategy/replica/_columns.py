@@ -85,10 +85,10 @@ def require_alike(what: str, column: Column, remedy: str) -> None:
         ValueError: Replicas have arrays of different shapes, or some of them
             IndexedSlices and others arrays.
     """
-    sparse = [is_slices(part) for part in column]
-    if all(sparse):
+    sparse = sum(map(is_slices, column))
+    if sparse == len(column):
         return  # their rows need not be as many
-    if any(sparse):
+    if sparse:
         raise ValueError(
             f"{what}: some replicas have IndexedSlices and others arrays: make it the "
             "same kind on all of them"
