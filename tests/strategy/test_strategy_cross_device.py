@@ -90,7 +90,7 @@ def test_what_is_wrong_is_refused():
 @pytest.mark.parametrize("ops", OPS)
 def test_replicas_have_values_of_one_kind_and_shape(ops):
     rows = zs.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
-    with pytest.raises(ValueError, match="IndexedSlices on some replicas"):
+    with pytest.raises(ValueError, match="replicas have IndexedSlices and others"):
         ops.reduce("sum", zs.PerReplica((rows, np.ones((3, 2)))), HERE)
     # Together they have as many numbers in both replicas.
     first = zs.PerReplica((np.ones(2), np.ones(1)))

@@ -68,7 +68,7 @@ def test_slots_begin_anew_with_it(two, capfd):
     step()
     home = variable.home
     rule = optimizer.slot_rule(variable)
-    home.take_over_slots(rule, [failing(leaf) for leaf in home.slot_leaves(rule)])
+    home.take_over_slots(rule, [failing(leaf) for leaf in home.slots_before(rule)])
     home.take_over(failing(home.value()))
     variable.assign(np.zeros(3, np.float32))
     step()

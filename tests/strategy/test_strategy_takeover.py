@@ -36,7 +36,7 @@ class Training:
         home = self.v.home
         for leaf in [
             home.value(),
-            *home.slot_leaves(self.momentum.slot_rule(self.v)),
+            *home.slots_before(self.momentum.slot_rule(self.v)),
         ]:
             leaf.delete()
 

@@ -160,7 +160,7 @@ class PlannedVariables:
 
     def slots(self) -> list[Any]:
         """What each optimizer keeps beside each variable that it moves."""
-        return [home.slot_leaves(rule, name) for home, rule, name in self._slot_homes]
+        return [home.slots_before(rule, name) for home, rule, name in self._slot_homes]
 
     def slot_leaves(self) -> list[Any]:
         """All leaves of it in a row."""

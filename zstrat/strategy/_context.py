@@ -24,7 +24,8 @@ from ._frames import (
     refuse_replica_context,
 )
 from .reduce._options import called_with
-from .reduce._values import as_axis, reduction, require_axes, require_gatherable
+from .reduce._values import as_axis, reduction, require_gatherable
+from .replica._columns import require_axes
 from .replica._meetings import gathering, merging, own, reducing
 from .replica._replica_recorder import merged
 from .replica._turns import NeedsTurns, turn

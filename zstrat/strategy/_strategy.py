@@ -22,20 +22,13 @@ from .input._inputs import ProcessInputs
 from .mirrored._copy_home import by_copies, copies_of, reducible
 from .reduce._across import gather_across, reduce_across
 from .reduce._options import RunOptions
-from .reduce._values import (
-    PerReplica,
-    ValueContext,
-    gather_values,
-    local_results,
-    reduce_values,
-    reduction,
-    select_replica,
-)
+from .reduce._values import ValueContext, gather_values, reduce_values, reduction
 from .replica import _spread
 from .replica._arguments import ReplicaCall, UnevenParts, require_known
 from .replica._collective import Team
 from .replica._in_turns import in_turns
 from .replica._one_program import as_one_program
+from .replica._per_replica import PerReplica, local_results, select_replica
 from .replica._regroup import regroup
 from .replica._replica_recorder import as_sole_replica
 from .replica._turns import NeedsTurns

@@ -25,8 +25,8 @@ from ._local_strategy import LocalStrategy
 from ._logical_devices import LogicalDevices, logical_axes
 from ._tpu_extended import TPUExtended
 from .mirrored._mirrored_store import MirroredVariables
-from .reduce._values import is_distributed
 from .replica._local_run import LocalMesh
+from .replica._per_replica import is_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

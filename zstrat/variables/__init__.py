@@ -3,6 +3,11 @@
 from . import partitioners as partitioners
 from ._abstract import AbstractVariable as AbstractVariable
 from ._abstract import ValueWanted as ValueWanted
+from ._aggregation import aggregated as aggregated
+from ._aggregation import cut_for_mean as cut_for_mean
+from ._aggregation import mean_of_cut as mean_of_cut
+from ._aggregation import shares_of as shares_of
+from ._aggregation import summed_for_mean as summed_for_mean
 from ._apply import apply as apply
 from ._convert import require_traceable as require_traceable
 from ._convert import traced_ids as traced_ids
@@ -13,13 +18,6 @@ from ._creator import VariableRequest as VariableRequest
 from ._creator import creator as creator
 from ._device import CopyHome as CopyHome
 from ._device import DeviceHome as DeviceHome
-from ._device_value import Residence as Residence
-from ._device_value import aggregated as aggregated
-from ._device_value import cut_for_mean as cut_for_mean
-from ._device_value import mean_of_cut as mean_of_cut
-from ._device_value import shares_of as shares_of
-from ._device_value import summed_for_mean as summed_for_mean
-from ._home import Detached as Detached
 from ._home import Home as Home
 from ._home import HomeRows as HomeRows
 from ._home import HomeUpdate as HomeUpdate
@@ -32,6 +30,7 @@ from ._home import update_all as update_all
 from ._initial import DeferredValue as DeferredValue
 from ._initial import initial as initial
 from ._initial import initialize as initialize
+from ._local import Detached as Detached
 from ._local import LocalHome as LocalHome
 from ._narrowing import NarrowingWarning as NarrowingWarning
 from ._narrowing import is_cut as is_cut
@@ -39,6 +38,7 @@ from ._narrowing import is_machinery as is_machinery
 from ._narrowing import line_outside as line_outside
 from ._narrowing import outside as outside
 from ._narrowing import what_is_lost as what_is_lost
+from ._residence import Residence as Residence
 from ._rows import Gathering as Gathering
 from ._rows import present as present
 from ._rows import reaching as reaching

@@ -1,44 +1,126 @@
 """A variable, or a copy of one, that stays on this process's devices between steps.
 
 A step takes value and slots as they are, gives them to XLA to be overwritten, and puts
-back what came out (`DeviceValue`). Outside of steps the variable is read and updated as
-any other of this process. Law of the file: who changes it has the turn (`Residence`).
+back what came out. Outside of steps the variable is read and updated as any other of
+this process.
 
-Where several replicas have one copy each, a copy has a home of its own. Law of that:
-what is done to one copy is done to it alone. A step that is captured does not come
-there: it computes with the row, as a part of all copies.
+Where several devices have a replica each, the value is one array that all of them have;
+or, of a variable that replicas update each for itself, an array ``[copies, ...]`` of
+which each device has its row. From outside of the replicas the value of such a variable
+is the first copy; of one whose synchronization is ON_READ, what its aggregation makes
+of all of them. A copy has a home of its own (`CopyHome`), for what is done to it alone;
+a step that is captured does not come there, but computes with the row.
+
+Law of the file: whoever changes a value has the turn (`Residence`), and holds the lock,
+too, while the present one is given away, or while several fields change.
 """
 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
 
+import jax
 import numpy as np
 
+from zstrat.errors import DataLossError
 from zstrat.wire import UpdateOp
 
+from ._aggregation import aggregated, shares_of
 from ._apply import apply
-from ._device_value import DeviceValue
+from ._local import HomeHere, HomeWithSlots
+from ._spec import VariableAggregation
+from .gradients._slots import Beside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from ._home import HomeRows, HomeUpdate, KnowsSlots, Operands, VariableHandle
-    from .gradients._slots import Beside, OptimizerHandle, SlotRule
+    from jax.sharding import Sharding
+
+    from ._home import Operands, VariableHandle
+    from ._residence import Residence
+    from .gradients._slots import OptimizerHandle, SlotRule
+
+# jax's stubs leave it untyped.
+_wait: Final[Any] = jax.block_until_ready
 
 
-class DeviceHome(DeviceValue):
+class DeviceHome(HomeWithSlots):
     """One variable on the devices of this process, with the slots of the optimizers
-    that moved it."""
+    that moved it.
+
+    Args:
+        on_read: How its copies are brought together, if each replica has one from the
+            beginning, because the variable's synchronization is ON_READ.
+    """
+
+    def __init__(
+        self,
+        value: np.ndarray,
+        residence: Residence,
+        on_read: VariableAggregation | None = None,
+    ) -> None:
+        self.residence = residence
+        # Not counted as parted: no program was traced before it was there.
+        self.is_apart = on_read is not None and residence.copies > 1
+        self._on_read = on_read
+        self._copy_keys: tuple[int, ...] = ()
+        # Copies that are not assigned yet, since all were lost.
+        self._missing: frozenset[int] = frozenset()
+        self._slots: dict[int, Beside] = {}
+        if self.is_apart:
+            self._value = residence.place_apart(self._equal(value))
+        else:
+            self._value = residence.place(value)
 
     def device_name(self, copy: int = 0) -> str:
         """TF's name of the device that keeps a copy; without a number, the first."""
         names = self.residence.names
         return names[copy if len(names) > 1 else 0]
 
+    @property
+    def sharding(self) -> Sharding | None:
+        """That of the value, None if it lives on one device."""
+        here = self.residence
+        return here.sharding_apart if self.is_apart else here.sharding
+
+    @property
+    def kept(self) -> Sharding:
+        """Where the value lies between steps."""
+        where: Sharding = self._value.sharding
+        return where
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a step was given value or slots, and put nothing back; or a copy is
+        still missing after that."""
+        return self._is_gone or bool(self._missing)
+
+    def require_kept(self, name: str, copy: int | None = None) -> None:
+        """Refuses a value that is gone; or one copy of it.
+
+        Raises:
+            DataLossError: Names the variable, and says what to do.
+        """
+        if self._lacks(copy):
+            raise DataLossError(
+                "this process",
+                name,
+                "its value is gone, because a step failed while it was computing the "
+                "next one: restore a checkpoint, take the values of another process "
+                "(MultiWorkerMirroredStrategy.reform), or assign a value",
+            )
+
+    def like(self) -> np.ndarray:
+        """Zeros of the form of what is shown, whatever became of the value."""
+        shape = self._value.shape[1:] if self.is_apart else self._value.shape
+        return np.zeros(shape, self._value.dtype)
+
+    # ---- reads and updates -----------------------------------------------------------
+
     def read(self, variable: VariableHandle) -> np.ndarray:
-        return self._looked_at(variable.name, self._seen)
+        return self._looked_at(variable.name, self.shown)
 
     def copies(self, variable: VariableHandle) -> np.ndarray:
         """The copies of the replicas, ``[copies, ...]``, as an array that nobody writes
@@ -59,13 +141,65 @@ class DeviceHome(DeviceValue):
         row: np.ndarray = found[number]
         return row
 
-    def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
-        """The key of each copy as a variable, the same whenever somebody asks: steps
-        that were traced for it are found again."""
-        with self.residence.lock:
-            if not self._copy_keys:
-                self._copy_keys = tuple(made() for _ in range(self.residence.copies))
-            return self._copy_keys
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        assert optimizer is None, "gradients are applied by `put_moved`"
+        dtype = variable.spec.numpy_dtype
+        with self.residence.turn:
+            self._settle()  # first: slots may come with the value
+            is_anew = op is UpdateOp.ASSIGN
+            if not is_anew:
+                self.require_kept(variable.name)
+            # An assignment starts from zeros: the old value may be lost.
+            if self.is_apart:
+                apart = operands[0].ndim > len(variable.shape)  # a share for each copy
+                given = zip(operands[0]) if apart else itertools.repeat(operands)
+                old = self._equal(self.like()) if is_anew else np.asarray(self._value)
+                moves = [
+                    np.asarray(apply(op, row, own), dtype)
+                    for row, own in zip(old, given, strict=False)
+                ]
+                made = np.stack(moves)
+            else:
+                value = self.like() if is_anew else np.asarray(self._value)
+                made = np.asarray(apply(op, value, operands), dtype)
+            if is_anew:
+                self._begin_anew(self._placed(made))
+            else:
+                self._value = self._placed(made)
+
+    def update_copy(
+        self,
+        variable: VariableHandle,
+        number: int,
+        op: UpdateOp,
+        updates: Sequence[Operands],
+    ) -> None:
+        """Updates one copy alone. If all are lost, an assignment brings this one back,
+        and the others wait for theirs.
+
+        Raises:
+            DataLossError: The copy is lost, and the update depends on it.
+        """
+        with self.residence.turn:
+            self._settle()
+            if op is UpdateOp.ASSIGN and self._is_void:
+                copies = np.array(self._equal(self.like()))
+                missing = frozenset(range(len(copies)))
+                self.residence.has_failed = True  # steps ask for what is missing
+                self._forget_void_slots()
+            else:
+                if op is not UpdateOp.ASSIGN:
+                    self.require_kept(variable.name, number)
+                copies, missing = np.array(self._all_copies()), self._missing
+            for moves in updates:
+                copies[number] = apply(op, copies[number], moves)
+            self._put_apart(copies, missing - {number})
 
     def put_copies(self, copies: np.ndarray) -> None:
         """The copies of the replicas from now on."""
@@ -84,119 +218,85 @@ class DeviceHome(DeviceValue):
             if other.is_apart:
                 self._put_apart(copies)
             else:
-                self._begin_anew(self.placed(copies[0]))
+                self._begin_anew(self._placed(copies[0]))
 
-    def update_copy(
-        self,
-        variable: VariableHandle,
-        number: int,
-        op: UpdateOp,
-        updates: Sequence[Operands],
-    ) -> None:
-        """Updates one copy alone. If all are lost, an assignment brings this one back,
-        and the others wait for theirs.
+    def copy_keys(self, made: Callable[[], int]) -> tuple[int, ...]:
+        """The key of each copy as a variable, the same whenever somebody asks: steps
+        that were traced for it are found again."""
+        with self.residence.lock:
+            if not self._copy_keys:
+                self._copy_keys = tuple(made() for _ in range(self.residence.copies))
+            return self._copy_keys
 
-        Raises:
-            DataLossError: The copy is lost, and the update depends on it.
-        """
+    def part(self) -> None:
+        """Keeps one copy for each replica from now on, all equal so far."""
         with self.residence.turn:
-            self.residence.settle()
-            if op is UpdateOp.ASSIGN and self._is_void:
-                copies = np.array(self._equal(self.like()))
-                missing = frozenset(range(len(copies)))
-                self.residence.has_failed = True  # steps ask for what is missing
-                self._forget_void_slots()
-            else:
-                if op is not UpdateOp.ASSIGN:
-                    self.require_kept(variable.name, number)
-                copies, missing = np.array(self._all_copies()), self._missing
-            for moves in updates:
-                copies[number] = apply(op, copies[number], moves)
-            self._put_apart(copies, missing - {number})
-
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return self.read(variable)
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        assert optimizer is None, "gradients are applied by `put_moved`"
-        dtype = variable.spec.numpy_dtype
-        with self.residence.turn:
-            self.residence.settle()  # first: slots may come with the value
-            is_anew = op is UpdateOp.ASSIGN
-            if not is_anew:
-                self.require_kept(variable.name)
-            # An assignment does not look at what may be lost, or came to nothing.
+            self._settle()
             if self.is_apart:
-                apart = operands[0].ndim > len(variable.shape)  # a share for each copy
-                given = zip(operands[0]) if apart else itertools.repeat(operands)
-                old = self._equal(self.like()) if is_anew else np.asarray(self._value)
-                moves = [
-                    np.asarray(apply(op, row, own), dtype)
-                    for row, own in zip(old, given, strict=False)
-                ]
-                made = np.stack(moves)
-            else:
-                value = self.like() if is_anew else np.asarray(self._value)
-                made = np.asarray(apply(op, value, operands), dtype)
-            if is_anew:
-                self._begin_anew(self.placed(made))
-            else:
-                self._value = self.placed(made)
+                return  # another thread was here first
+            copies = self._equal(np.asarray(self._value))
+            self._put_apart(copies)
 
-    @property
-    def turn(self) -> Any:
-        """A lock for who makes the next value of the present one."""
-        return self.residence.turn
+    # ---- what steps take and put back ------------------------------------------------
 
-    def value_before(self, name: str) -> np.ndarray:
-        """The value, or copies ``[count, ...]``.
+    def value(self) -> jax.Array:
+        """The value, where steps run."""
+        here = self.residence
+        return here.sent(self._value, self.sharding) if here.travels else self._value
+
+    def slots_before(self, rule: SlotRule, name: str = "") -> list[Any]:
+        """What an optimizer keeps beside it, made if it is not there yet. The list is
+        not to be changed.
+
+        Args:
+            name: The variable's, for errors.
 
         Raises:
-            DataLossError: They are gone.
+            ValueError: What is there is not what it keeps.
         """
-        self.residence.settle()  # first: slots may come with the value
-        self.require_kept(name)
-        return np.asarray(self._value)
+        beside = self._slots.get(rule.id)
+        if beside is None:
+            made = rule.beside(rule.initial(self._first()))
+            beside = self._slots[rule.id] = self._kept(made)
+        elif beside.names is not rule.names:
+            beside = self._slots[rule.id] = rule.fitted(name, beside)
+        here = self.residence
+        if not here.travels:
+            return beside.leaves
+        sent: list[Any] = here.sent(beside.leaves, here.sharding)
+        return sent
 
-    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
-        """What an optimizer keeps beside it, made if it is not there yet."""
-        return self.slot_leaves(rule, name)
+    def take_over(self, value: jax.Array) -> None:
+        """The value from now on. It is nobody else's."""
+        here = self.residence
+        self._value = here.returned(value) if here.travels else value
 
-    def put_moved(
-        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
-    ) -> None:
-        """Value and slots from now on."""
-        placed = self.placed(np.asarray(value, variable.spec.numpy_dtype))
-        self._slots[rule.id] = self._placed(rule.beside(leaves))
-        self._value = placed
+    def take_over_slots(self, rule: SlotRule, leaves: list[Any]) -> None:
+        """What an optimizer keeps from now on. They are nobody else's."""
+        here = self.residence
+        made = here.returned(leaves) if here.travels else leaves
+        self._slots[rule.id] = rule.beside(made)
 
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
+    # ---- from outside of steps -------------------------------------------------------
 
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return [self.read(variable)[indices] for variable, indices in parts]
+    def shown(self) -> np.ndarray:
+        """The value from outside of the replicas."""
+        if not self.is_apart or self._on_read is None:
+            return self._first()
+        return np.asarray(aggregated(np.asarray(self._value), self._on_read))
 
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return self.read_rows(parts)
+    def take_over_shown(self, value: np.ndarray) -> None:
+        """The inverse of `shown`: every copy begins anew, and so do optimizers whose
+        slots are lost."""
+        self._begin_anew(self._placed(self._shared_out(value)))
 
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        for variable, op, operands, optimizer in updates:
-            variable.home.update(variable, op, operands, optimizer)
+    def shown_slots(self) -> dict[int, Beside]:
+        """What optimizers keep beside it, by their numbers, from outside of steps."""
+        return {number: each.on_host() for number, each in self._slots.items()}
 
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
-        self.update_many(updates)
+    def take_over_shown_slots(self, optimizer: int, slots: Beside) -> None:
+        """The inverse of `shown_slots`, for one optimizer."""
+        self._slots[optimizer] = self._kept(slots)
 
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
         """Value and slots of one moment, these by optimizer.
@@ -205,58 +305,136 @@ class DeviceHome(DeviceValue):
             DataLossError: A step failed while it was computing the next ones.
         """
         with self.residence.turn:
-            self.residence.settle()
+            self._settle()
             self.require_kept(name)
-            return self._seen(), self.shown_slots()
+            return self.shown(), self.shown_slots()
 
-    def read_slots(
-        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
-    ) -> list[Mapping[str, np.ndarray]]:
-        """What an optimizer keeps beside it, by name."""
-        _, slots = self.taken(variables[0].name)
-        beside = slots.get(optimizer.id)
-        if beside is None:
-            return [{}]
-        return [dict(zip(beside.names, beside.leaves, strict=True))]
+    @property
+    def turn(self) -> Any:
+        return self.residence.turn
 
-    def write_slot(
-        self,
-        optimizer: KnowsSlots,
-        variable: VariableHandle,
-        name: str,
-        value: np.ndarray,
+    def value_before(self, name: str) -> np.ndarray:
+        """The value, or copies ``[count, ...]``.
+
+        Raises:
+            DataLossError: They are gone.
+        """
+        self._settle()  # first: slots may come with the value
+        self.require_kept(name)
+        return np.asarray(self._value)
+
+    def put_moved(
+        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
     ) -> None:
-        """Assigns one of the arrays that an optimizer keeps beside it."""
-        with self.residence.turn:
-            self.residence.settle()
-            rule = optimizer.slot_rule(variable)
-            leaves = self.slots_before(rule, variable.name)
-            made = rule.beside(leaves).replaced(name, np.array(value))
-            self._slots[optimizer.id] = self._placed(made)
+        """Value and slots from now on."""
+        # First what may fail, so that value and slots are those of one moment.
+        placed = self._placed(np.asarray(value, variable.spec.numpy_dtype))
+        self._slots[rule.id] = self._kept(rule.beside(leaves))
+        self._value = placed
 
-    def put(
-        self,
-        value: np.ndarray | None,
-        slots: Mapping[OptimizerHandle, Beside | None],
+    def _settle(self) -> None:
+        self.residence.settle()
+
+    def _placed(self, array: Any) -> jax.Array:
+        """A copy of an array of the value's form, where the value lives."""
+        here = self.residence
+        return here.place_apart(array) if self.is_apart else here.place(array)
+
+    @property
+    def _is_gone(self) -> bool:
+        # Of a copy of the slots: whoever holds the lock without the turn may ask while
+        # another thread adds slots.
+        return self._value.is_deleted() or any(
+            beside.is_lost for beside in [*self._slots.values()]
+        )
+
+    def _lacks(self, copy: int | None) -> bool:
+        return self.is_lost if copy is None else self._is_gone or copy in self._missing
+
+    def _looked_at(
+        self, name: str, seen: Callable[[], np.ndarray], copy: int | None = None
+    ) -> np.ndarray:
+        """What ``seen`` makes of the value, when it has been computed. Nobody waits for
+        that with a lock in hand: the step that computes it may read other variables.
+
+        Raises:
+            DataLossError: The value, or that copy of it, is lost.
+        """
+        here = self.residence
+        here.settle()
+        with here.lock:
+            self.require_kept(name, copy)
+            value = self._value
+        with suppress(Exception):
+            # Whatever went wrong, the value was given away in the meantime, or came to
+            # nothing: ``seen`` meets the same below, and raises it.
+            _wait(value)
+        with here.lock:
+            if self._value is value and not self._lacks(copy):
+                return seen()
+        # A step has it now: who has the turn comes after that step.
+        with here.turn:
+            self.require_kept(name, copy)
+            return seen()
+
+    def _all_copies(self) -> np.ndarray:
+        value = np.asarray(self._value)
+        return value if self.is_apart else self._equal(value)
+
+    def _put_apart(
+        self, copies: np.ndarray, missing: frozenset[int] = frozenset()
     ) -> None:
-        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew."""
-        with self.residence.turn:
-            # Values of other processes that are still to come would replace these.
-            self.residence.settle()
-            made = {
-                each.id: None if beside is None else self._placed(beside)
-                for each, beside in slots.items()
-            }
-            if value is not None:
-                self.take_over_shown(np.asarray(value))
-            for number, beside in made.items():
-                self._slots.pop(number, None)
-                if beside is not None:
-                    self._slots[number] = beside
+        """A copy for each replica, from now on."""
+        placed = self.residence.place_apart(copies)
+        with self.residence.lock:
+            was_apart = self.is_apart
+            self._value, self._missing, self.is_apart = placed, missing, True
+        if not was_apart:
+            # Last: who traces without the lock and finds this number finds the copies.
+            self.residence.parted += 1
+
+    def _begin_anew(self, placed: jax.Array) -> None:
+        """A value that depends on nothing: of slots those stay that are whole."""
+        self._forget_void_slots()
+        with self.residence.lock:
+            self._value, self._missing = placed, frozenset()
+
+    def _forget_void_slots(self) -> None:
+        for number in [n for n, each in self._slots.items() if each.is_void]:
+            del self._slots[number]
+
+    @property
+    def _is_void(self) -> bool:
+        """Whether nothing can be made of value or slots. Waits for them."""
+        found = [Beside((), [self._value], ()), *self._slots.values()]
+        return any(each.is_void for each in found)
+
+    def _kept(self, slots: Beside) -> Beside:
+        # Never apart: optimizers move all copies together.
+        place = self.residence.place
+        leaves = [place(np.asarray(x)) for x in slots.leaves]
+        return Beside(slots.names, leaves, slots.rows)
+
+    def _first(self) -> np.ndarray:
+        """The value, or the first copy."""
+        # A view is safe: XLA does not overwrite memory that numpy looks at.
+        value = np.asarray(self._value)
+        return np.asarray(value[0]) if self.is_apart else value
+
+    def _shared_out(self, value: np.ndarray) -> np.ndarray:
+        """Copies that make up the value, with those of other processes."""
+        copies = self._equal(value)
+        if self._on_read is VariableAggregation.SUM:
+            first, total = self.residence.replicas()
+            copies = shares_of(value, total)[first : first + len(copies)]
+        return np.asarray(copies if self.is_apart else copies[0])
+
+    def _equal(self, value: np.ndarray) -> np.ndarray:
+        """Copies of a value, ``[copies, ...]``."""
+        return np.broadcast_to(value, (self.residence.copies, *value.shape))
 
 
-class CopyHome:
+class CopyHome(HomeHere):
     """The home of one copy: a row of the home of the whole variable."""
 
     def __init__(self, container: VariableHandle, number: int) -> None:
@@ -271,41 +449,16 @@ class CopyHome:
         del variable  # one home, one copy
         return self._home.copy(self.container, self.number)
 
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return self.read(variable)
-
     def update(
         self,
         variable: VariableHandle,
         op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
+        operands: Operands,
         optimizer: OptimizerHandle | None,
     ) -> None:
         if optimizer is not None:
             raise self.not_optimized(variable)
         self._home.update_copy(self.container, self.number, op, [operands])
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: tuple[np.ndarray, ...],
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
-
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return [self.read(variable)[indices] for variable, indices in parts]
-
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return self.read_rows(parts)
-
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        for update in updates:
-            self.update(*update)
-
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
-        self.update_many(updates)
 
     def not_optimized(self, variable: VariableHandle) -> NotImplementedError:
         """An optimizer is given this copy."""

@@ -2,8 +2,9 @@
 
 A home answers reads and takes updates, each in a blocking and an awaitable form. The
 parameter servers are a home (the session's), this process is one for each of its
-variables (`LocalHome`), and a handle that was unpickled on another task has none
-(`Detached`). The functions here go through several variables: each home is asked once.
+variables (`_local`, `_device`), and a handle that was unpickled on another task has
+none (`_local.Detached`). The functions here go through several variables, and ask each
+home once.
 """
 
 from __future__ import annotations
@@ -324,52 +325,3 @@ def _homes(variables: Sequence[VariableHandle]) -> list[tuple[Home, list[int]]]:
     for place, variable in enumerate(variables):
         places.setdefault(id(variable.home), []).append(place)
     return [(variables[found[0]].home, found) for found in places.values()]
-
-
-class Detached:
-    """The home of handles on another task: names without values."""
-
-    def read(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_detached(variable, "read"))
-
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        raise RuntimeError(_detached(variable, "read"))
-
-    def update(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
-
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
-
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        raise RuntimeError(_detached(parts[0][0], "read rows of"))
-
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        raise RuntimeError(_detached(parts[0][0], "read rows of"))
-
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        self.update(*updates[0])
-
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
-        self.update(*updates[0])
-
-
-def _detached(variable: VariableHandle, what: str) -> str:
-    where = variable.spec.device
-    return (
-        f"{what} {variable.spec} outside a step function: this handle came from "
-        f"another task and its value lives at {where}; read and update it inside the "
-        "body of a zs.function, or on the coordinator"
-    )

@@ -1,4 +1,8 @@
-"""Variables of this process: the value, and the slots of the optimizers that moved it.
+"""Homes in this process: what they have in common, and the plain ones.
+
+`LocalHome` has a variable of this process, as an array of numpy, with the slots of the
+optimizers that moved it; `Detached` stands for one that lives elsewhere. Variables on
+devices have homes of their own (`_device`).
 
 Law of the file: a value that was handed out is never written to; every update makes a
 new array.
@@ -6,6 +10,7 @@ new array.
 
 from __future__ import annotations
 
+import abc
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +27,144 @@ if TYPE_CHECKING:
     from .gradients._slots import Beside, OptimizerHandle, SlotRule
 
 
-class LocalHome:
+class HomeHere:
+    """A home that answers at once, without waiting for another task: what is awaited
+    is done in place, and several reads or updates one after the other."""
+
+    # No ABC: steps ask `isinstance(home, DeviceHome)` for each variable, which ABCMeta
+    # answers several times slower where the answer is no. Mypy does without.
+
+    @abc.abstractmethod
+    def read(self, variable: VariableHandle) -> np.ndarray:
+        """See `Home.read`."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        """See `Home.update`."""
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return [self.read(variable)[indices] for variable, indices in parts]
+
+    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
+        for update in updates:
+            self.update(*update)
+
+    async def read_async(self, variable: VariableHandle) -> np.ndarray:
+        return self.read(variable)
+
+    async def update_async(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        self.update(variable, op, operands, optimizer)
+
+    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        return self.read_rows(parts)
+
+    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
+        self.update_many(updates)
+
+
+class HomeWithSlots(HomeHere):
+    """A home of one variable, whose value and slots are in this process: `InProcess`,
+    `MovesHere` and `KeepsSlots` at once."""
+
+    _slots: dict[int, Beside]
+    """By the number of the optimizer."""
+
+    @property
+    @abc.abstractmethod
+    def turn(self) -> Any:
+        """A lock for who makes the next value of the present one."""
+
+    @abc.abstractmethod
+    def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
+        """See `InProcess.taken`."""
+
+    @abc.abstractmethod
+    def value_before(self, name: str) -> np.ndarray:
+        """See `MovesHere.value_before`."""
+
+    @abc.abstractmethod
+    def slots_before(self, rule: SlotRule, name: str) -> list[Any]:
+        """See `MovesHere.slots_before`."""
+
+    @abc.abstractmethod
+    def put_moved(
+        self, variable: VariableHandle, value: Any, rule: SlotRule, leaves: list[Any]
+    ) -> None:
+        """See `MovesHere.put_moved`."""
+
+    @abc.abstractmethod
+    def take_over_shown(self, value: np.ndarray) -> None:
+        """The value from now on: it depends on nothing that was here before."""
+
+    @abc.abstractmethod
+    def _settle(self) -> None:
+        """Waits for a value and slots that are to come from elsewhere."""
+
+    @abc.abstractmethod
+    def _kept(self, slots: Beside) -> Beside:
+        """The slots as they are kept here."""
+
+    def read_slots(
+        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
+    ) -> list[Mapping[str, np.ndarray]]:
+        """What an optimizer keeps beside it, by name."""
+        _, slots = self.taken(variables[0].name)
+        beside = slots.get(optimizer.id)
+        if beside is None:
+            return [{}]
+        return [dict(zip(beside.names, beside.leaves, strict=True))]
+
+    def write_slot(
+        self,
+        optimizer: KnowsSlots,
+        variable: VariableHandle,
+        name: str,
+        value: np.ndarray,
+    ) -> None:
+        """Assigns one of the arrays that an optimizer keeps beside it."""
+        with self.turn:
+            self._settle()
+            rule = optimizer.slot_rule(variable)
+            leaves = self.slots_before(rule, variable.name)
+            made = rule.beside(leaves).replaced(name, np.array(value))
+            self._slots[optimizer.id] = self._kept(made)
+
+    def put(
+        self,
+        value: np.ndarray | None,
+        slots: Mapping[OptimizerHandle, Beside | None],
+    ) -> None:
+        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
+        optimizer begins anew."""
+        with self.turn:
+            # Values of other processes that are still to come would replace these.
+            self._settle()
+            # All of them first: if one cannot be kept, nothing has changed.
+            made = {
+                optimizer.id: None if beside is None else self._kept(beside)
+                for optimizer, beside in slots.items()
+            }
+            if value is not None:
+                self.take_over_shown(np.asarray(value))
+            for number, beside in made.items():
+                self._slots.pop(number, None)
+                if beside is not None:
+                    self._slots[number] = beside
+
+
+class LocalHome(HomeWithSlots):
     """One variable in this process, with the slots of the optimizers that moved it."""
 
     def __init__(self, value: np.ndarray) -> None:
@@ -34,9 +176,6 @@ class LocalHome:
     def read(self, variable: VariableHandle) -> np.ndarray:
         del variable  # one home, one variable
         return self._value
-
-    async def read_async(self, variable: VariableHandle) -> np.ndarray:
-        return self.read(variable)
 
     def update(
         self,
@@ -50,29 +189,6 @@ class LocalHome:
             value = apply(op, self._value, operands)
             self._value = _frozen(np.asarray(value, variable.spec.numpy_dtype))
 
-    async def update_async(
-        self,
-        variable: VariableHandle,
-        op: UpdateOp,
-        operands: Operands,
-        optimizer: OptimizerHandle | None,
-    ) -> None:
-        self.update(variable, op, operands, optimizer)
-
-    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        value = self._value
-        return [_frozen(value[indices]) for _, indices in parts]
-
-    async def read_rows_async(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
-        return self.read_rows(parts)
-
-    def update_many(self, updates: Sequence[HomeUpdate]) -> None:
-        for update in updates:
-            self.update(*update)
-
-    async def update_many_async(self, updates: Sequence[HomeUpdate]) -> None:
-        self.update_many(updates)
-
     def taken(self, name: str = "") -> tuple[np.ndarray, dict[int, Beside]]:
         """Value and slots of one moment, these by optimizer."""
         del name  # nothing is ever gone
@@ -82,7 +198,6 @@ class LocalHome:
 
     @property
     def turn(self) -> Any:
-        """A lock for who makes the next value of the present one."""
         return self._lock
 
     def value_before(self, name: str) -> np.ndarray:
@@ -104,51 +219,46 @@ class LocalHome:
         self._value = _frozen(np.array(value, variable.spec.numpy_dtype))
         self._slots[rule.id] = rule.beside(leaves)
 
-    def optimizers(self) -> frozenset[int]:
-        """The numbers of those that keep something beside it."""
-        return frozenset(self._slots)
+    def take_over_shown(self, value: np.ndarray) -> None:
+        self._value = _frozen(value)
 
-    def read_slots(
-        self, optimizer: OptimizerHandle, variables: Sequence[VariableHandle]
-    ) -> list[Mapping[str, np.ndarray]]:
-        """What an optimizer keeps beside it, by name."""
-        _, slots = self.taken(variables[0].name)
-        beside = slots.get(optimizer.id)
-        if beside is None:
-            return [{}]
-        return [dict(zip(beside.names, beside.leaves, strict=True))]
+    def _settle(self) -> None:
+        """Nothing is to come."""
 
-    def write_slot(
-        self,
-        optimizer: KnowsSlots,
-        variable: VariableHandle,
-        name: str,
-        value: np.ndarray,
-    ) -> None:
-        """Assigns one of the arrays that an optimizer keeps beside it."""
-        with self._lock:
-            rule = optimizer.slot_rule(variable)
-            leaves = self.slots_before(rule, variable.name)
-            made = rule.beside(leaves).replaced(name, np.array(value))
-            self._slots[optimizer.id] = made
-
-    def put(
-        self,
-        value: np.ndarray | None,
-        slots: Mapping[OptimizerHandle, Beside | None],
-    ) -> None:
-        """Replaces value and slots, at once. ``value`` None: it stays; slots None: the
-        optimizer begins anew."""
-        with self._lock:
-            if value is not None:
-                self._value = _frozen(np.asarray(value))
-            for optimizer, beside in slots.items():
-                self._slots.pop(optimizer.id, None)
-                if beside is not None:
-                    self._slots[optimizer.id] = beside
+    def _kept(self, slots: Beside) -> Beside:
+        return slots
 
 
 def _frozen(value: np.ndarray) -> np.ndarray:
     if value.flags.writeable:
         value.flags.writeable = False
     return value
+
+
+class Detached(HomeHere):
+    """The home of handles on another task: names without values. Everything that is
+    asked of it raises RuntimeError, and says where the value is."""
+
+    def read(self, variable: VariableHandle) -> np.ndarray:
+        raise RuntimeError(_detached(variable, "read"))
+
+    def update(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Operands,
+        optimizer: OptimizerHandle | None,
+    ) -> None:
+        raise RuntimeError(_detached(variable, f"{op.name.lower()} of"))
+
+    def read_rows(self, parts: Sequence[HomeRows]) -> list[np.ndarray]:
+        raise RuntimeError(_detached(parts[0][0], "read rows of"))
+
+
+def _detached(variable: VariableHandle, what: str) -> str:
+    where = variable.spec.device
+    return (
+        f"{what} {variable.spec} outside a step function: this handle came from "
+        f"another task and its value lives at {where}; read and update it inside the "
+        "body of a zs.function, or on the coordinator"
+    )

@@ -23,9 +23,9 @@ from ._creator import (
     is_trainable,
     require_owner,
 )
-from ._home import Detached, Home, NamesDevices
+from ._home import Home, NamesDevices
 from ._initial import initialize
-from ._local import LocalHome
+from ._local import Detached, LocalHome
 from ._narrowing import warn_of_wide
 from ._rows import row_updates
 from ._spec import LOCAL, VariableAggregation, VariableSpec, VariableSynchronization

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zstrat.data import not_batched
-from zstrat.strategy.reduce._values import PerReplica
+from zstrat.strategy.replica._per_replica import PerReplica
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

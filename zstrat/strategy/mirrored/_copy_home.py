@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 
 def copies_of(variable: Variable) -> tuple[Variable, ...]:
-    """The copies of a variable of this process, in replica order; the variable itself
-    if there is one, as where one device keeps it for all of them. The only copy of
-    this process of a variable that is read from all processes is not that variable."""
+    """The copies of a variable that this process has, in replica order: the variable
+    itself where there is one copy, as where one device keeps it for all replicas."""
     home = variable.home
     if not isinstance(home, DeviceHome):
         return (variable,)
     if home.residence.copies == 1:
+        # Who reads an ON_READ variable reads all processes; who reads its copy here
+        # does not, so that copy needs a handle of its own, without that rule.
         apart = variable.is_brought_together
         return (handle(variable.spec, home) if apart else variable,)
     if home.residence.travels and not is_on_read(variable):
@@ -48,8 +49,9 @@ def copies_of(variable: Variable) -> tuple[Variable, ...]:
 
 
 def as_values(node: Any) -> Any:
-    """A variable of several devices, or of several processes that have a value each, as
-    the values that the replicas of this process have; all else as it is."""
+    """A variable, if replicas or processes have a value each, as the values of the
+    replicas of this process: `PerReplica` if they may differ, `Mirrored` if not. What
+    is no such variable comes back as it is."""
     if not isinstance(node, Variable):
         return node
     home = node.home
@@ -67,7 +69,8 @@ def as_values(node: Any) -> Any:
 
 
 def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
-    """The pytree with what replicas have in place of variables; without any, itself."""
+    """The pytree with what ``split`` makes of each variable in its place. A pytree
+    without variables is not copied."""
     if not any(
         isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=is_whole)
     ):
@@ -78,7 +81,8 @@ def by_copies(tree: Any, split: Callable[[Variable], Any] = as_values) -> Any:
 
 
 def reducible(op: ReduceOp, tree: Any) -> Any:
-    """The same, to be reduced: for a mean, one of values that are equal."""
+    """The pytree with the values of the replicas in place of variables, to be reduced.
+    For a mean one of several equal values will do."""
     found = by_copies(tree)
     if op is not ReduceOp.MEAN:
         return found

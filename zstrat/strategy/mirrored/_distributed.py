@@ -46,7 +46,7 @@ def joined(collective: Collective, host: str, timeout: float) -> Mesh:
             processes have different numbers of devices.
     """
     if not jax.distributed.is_initialized():
-        address = _told(collective, host)
+        address = _broadcast_address(collective, host)
         jax.distributed.initialize(
             address,
             collective.size,
@@ -79,7 +79,7 @@ def require_private(host: str) -> None:
         )
 
 
-def _told(collective: Collective, host: str) -> str:
+def _broadcast_address(collective: Collective, host: str) -> str:
     """The address of the coordinator, from rank 0, or why it has none: nobody waits for
     a process that has given up."""
     refused: Exception | None = None
@@ -89,13 +89,13 @@ def _told(collective: Collective, host: str) -> str:
             text = _address(host)
         except (ValueError, OSError) as error:
             refused, text = error, f"{_REFUSAL}{error}"
-    said = np.zeros(_LONGEST, np.uint8)
+    sent = np.zeros(_LONGEST, np.uint8)
     raw = text.encode()[:_LONGEST]
-    said[: len(raw)] = np.frombuffer(raw, np.uint8)
-    heard = np.asarray(collective.broadcast([said], 0)[0])
+    sent[: len(raw)] = np.frombuffer(raw, np.uint8)
+    received = np.asarray(collective.broadcast([sent], 0)[0])
     if refused is not None:
         raise refused
-    found = heard.tobytes().rstrip(b"\0").decode(errors="replace")
+    found = received.tobytes().rstrip(b"\0").decode(errors="replace")
     if found.startswith(_REFUSAL):
         raise ValueError(f"rank 0 formed no job of XLA: {found[len(_REFUSAL) :]}")
     return found

@@ -1,12 +1,15 @@
-"""A variable of which each replica has a copy, brought together when it is written.
+"""Variables of which each replica has a copy, and those of them that are mirrored.
+
+Replicas of a `MirroredVariable` are brought together when it is written, those of a
+`SyncOnReadVariable` when it is read (`_on_read`).
 
 Law of the file: what is said here is what TF asks of arguments; what an update does is
-said where replicas are brought together.
+said where replicas are brought together (`zstrat.strategy.replica._collective`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, final
 
 from zstrat.collectives import ReduceOp
 from zstrat.strategy._frames import in_real_replica_context
@@ -31,18 +34,21 @@ if TYPE_CHECKING:
     from zstrat.wire import UpdateOp
 
 
-class MirroredVariable(Variable):
-    """A variable of the devices of a process. Made by a strategy."""
+class ReplicatedVariable(Variable):
+    """A variable of the devices of a process, or of several. Made by a strategy."""
 
     __slots__ = ("_owner", "_team")
     _team: Team
     _owner: Creator
 
     @classmethod
-    def made(
-        cls, spec: VariableSpec, home: Home, team: Team, owner: Creator
-    ) -> MirroredVariable:
-        """A handle of a variable that exists already."""
+    def made(cls, spec: VariableSpec, home: Home, team: Team, owner: Creator) -> Self:
+        """A handle of a variable that exists already.
+
+        Args:
+            team: The replicas that have it.
+            owner: Makes copies of it (`Variable.owner`).
+        """
         variable = object.__new__(cls)
         variable._spec, variable._home, variable._container = spec, home, None
         variable._team, variable._owner = team, owner
@@ -53,7 +59,37 @@ class MirroredVariable(Variable):
         return self._owner
 
     def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        return with_copies(self, super()._duplicated(value))
+        """A new variable, whose replicas have the values that they have of this one:
+        they need not be equal."""
+        made = super()._duplicated(value)
+        old, new = self._home, made.components[0].home
+        if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
+            new.take_copies_of(self, old)
+        return made
+
+    def _operand(self, value: Any) -> Any:
+        """An operand for every copy: a mirrored value is that of any replica.
+
+        Raises:
+            TypeError: It differs from replica to replica.
+        """
+        if isinstance(value, Mirrored):
+            return value.values[0]
+        if isinstance(value, DistributedValues):
+            raise TypeError(
+                f"{self._spec} is given a value per replica, and expects a mirrored "
+                "value, the same for all copies: reduce it first (strategy.reduce), or "
+                "update the variable in the replica function, which has its own part"
+            )
+        return value
+
+
+@final
+class MirroredVariable(ReplicatedVariable):
+    """A variable whose copies are equal, because all of them get the same updates. With
+    the aggregation NONE each replica updates its own copy, and they differ then."""
+
+    __slots__ = ()
 
     def _dense(
         self, op: UpdateOp, value: Any, optimizer: OptimizerHandle | None = None
@@ -62,9 +98,6 @@ class MirroredVariable(Variable):
         if optimizer is None and isinstance(value, int | float | complex):
             self._require_distributed(value)
         return super()._dense(op, value, optimizer)
-
-    def _operand(self, value: Any) -> Any:
-        return of_all_copies(self._spec, value)
 
     def _require_distributed(self, value: complex) -> None:
         """Refuses a sum of what is the same number on several replicas.
@@ -75,7 +108,7 @@ class MirroredVariable(Variable):
         team = self._team
         is_sum = self.aggregation is VariableAggregation.SUM
         if not is_sum or team.local == 1 or team.channel is not None:
-            return
+            return  # as TF, which asks in one process alone
         if not in_real_replica_context():
             return
         if (mine := turn.get()) is None:
@@ -83,35 +116,10 @@ class MirroredVariable(Variable):
             return
 
         def join(values: Sequence[Any]) -> Sequence[Any]:
+            # Numbers that replicas computed are objects of their own, even if equal.
             if all(other is values[0] for other in values):
                 reduce_values(ReduceOp.SUM, values[0], None, team.size)
             return [None] * len(values)
 
         words = f"an update of {self._spec}"
         mine.meet(ReplicaRendezvous((self._spec.key, "number"), words, value, join))
-
-
-def with_copies(variable: Variable, made: AbstractVariable) -> AbstractVariable:
-    """A variable that was made like another one, with the values that the replicas of
-    this process have of that one: they need not be equal."""
-    old, new = variable.home, made.components[0].home
-    if isinstance(old, DeviceHome) and isinstance(new, DeviceHome):
-        new.take_copies_of(variable, old)
-    return made
-
-
-def of_all_copies(spec: VariableSpec, value: Any) -> Any:
-    """An operand for every copy: a mirrored value is that of any replica.
-
-    Raises:
-        TypeError: It differs from replica to replica.
-    """
-    if isinstance(value, Mirrored):
-        return value.values[0]
-    if isinstance(value, DistributedValues):
-        raise TypeError(
-            f"{spec} is given a value per replica, and expects a mirrored value, the "
-            "same for all copies: reduce it first (strategy.reduce), or update the "
-            "variable in the replica function, which has its own part"
-        )
-    return value

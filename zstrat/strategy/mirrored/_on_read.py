@@ -8,7 +8,7 @@ collective then: all of them read. A checkpoint has what is read, so all of them
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,6 @@ from zstrat.strategy._frames import in_real_replica_context
 from zstrat.variables import (
     DeviceHome,
     KeepsCopies,
-    Variable,
     VariableAggregation,
     VariableUpdate,
     aggregated,
@@ -31,46 +30,28 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
-from ._mirrored_variable import of_all_copies, with_copies
+from ._mirrored_variable import ReplicatedVariable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
-    from zstrat.strategy.replica._collective import Team
     from zstrat.variables import (
-        AbstractVariable,
-        Creator,
         HomeUpdate,
         OptimizerHandle,
         Recorder,
         UpdateRecorder,
-        VariableSpec,
+        Variable,
     )
 
 _SUM = VariableAggregation.SUM
 _WORDS = {UpdateOp.ADD: "assign_add", UpdateOp.SUB: "assign_sub"}
 
 
-class SyncOnReadVariable(Variable):
+@final
+class SyncOnReadVariable(ReplicatedVariable):
     """A variable whose synchronization is ON_READ. Made by a strategy."""
 
-    __slots__ = ("_owner", "_team")
-    _team: Team
-    _owner: Creator
-
-    @classmethod
-    def made(
-        cls, spec: VariableSpec, home: DeviceHome, team: Team, owner: Creator
-    ) -> SyncOnReadVariable:
-        """A handle of a variable that exists already."""
-        variable = object.__new__(cls)
-        variable._spec, variable._home, variable._container = spec, home, None
-        variable._team, variable._owner = team, owner
-        return variable
-
-    @property
-    def owner(self) -> Creator:
-        return self._owner
+    __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         """A new variable, of which each replica has the value that it has of this one.
@@ -84,9 +65,6 @@ class SyncOnReadVariable(Variable):
         refuse_read(self._spec)
         made: Any = self._duplicated(self.local_value)
         return made  # type: ignore[no-any-return]  # of this class
-
-    def _duplicated(self, value: np.ndarray) -> AbstractVariable:
-        return with_copies(self, super()._duplicated(value))
 
     @property
     def is_brought_together(self) -> bool:
@@ -125,16 +103,14 @@ class SyncOnReadVariable(Variable):
         if self._is_mine:
             return self._home.read(self)
         self._require_readable()
-        value = self._home.read(self)
         channel = self._team.channel
         if channel is None:
-            return value
-        if self._is_exact_mean:
-            cut = summed_for_mean(self._copies_here(), self._team.size)
-            return np.asarray(self._mean(channel.carry_out(CrossKind.SUM, cut)))
-        kind = CrossKind.FIRST if self._is_first else CrossKind.SUM
-        whole = np.asarray(channel.carry_out(kind, [value])[0])
-        return np.asarray(self._over_processes(whole))
+            return self._home.read(self)
+        return np.asarray(
+            self._of_all(
+                lambda: self._home.read(self), self._copies_here, channel.carry_out
+            )
+        )
 
     async def _read_now_async(self) -> np.ndarray:
         return self._read_now()
@@ -143,21 +119,49 @@ class SyncOnReadVariable(Variable):
         if self._is_mine:
             return recording.read(self)
         self._require_readable()
+
+        def copies() -> Any:
+            return self._traced_copies(recording)
+
+        def value() -> Any:
+            if self._team.local == 1:
+                return recording.read(self)
+            return aggregated(copies(), self.aggregation)
+
         channel = self._team.channel
-        if channel is not None and self._is_exact_mean:
-            copies = self._traced_copies(recording)
-            return self._mean(
-                sum_over(channel, summed_for_mean(copies, self._team.size))
-            )
-        if self._team.local > 1:
-            value = aggregated(self._traced_copies(recording), self.aggregation)
-        else:
-            value = recording.read(self)
         if channel is None:
-            return value
-        if self._is_first:
-            return first_of(channel, [value])[0]
-        return self._over_processes(sum_over(channel, [value])[0])
+            return value()
+
+        def across(kind: CrossKind, arrays: list[Any]) -> list[Any]:
+            together = first_of if kind is CrossKind.FIRST else sum_over
+            return together(channel, arrays)
+
+        return self._of_all(value, copies, across)
+
+    def _of_all(
+        self,
+        value: Callable[[], Any],
+        copies: Callable[[], Any],
+        across: Callable[[CrossKind, list[Any]], list[Any]],
+    ) -> Any:
+        """The value that all processes have together: one collective.
+
+        Args:
+            value: What the replicas of this process have together.
+            copies: What each of them has, ``[replicas, ...]``.
+            across: What becomes of arrays of all processes.
+        """
+        if self._is_exact_mean:
+            sums = across(CrossKind.SUM, summed_for_mean(copies(), self._team.size))
+            return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
+        if self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+            return across(CrossKind.FIRST, [value()])[0]
+        (whole,) = across(CrossKind.SUM, [value()])
+        if self.aggregation is VariableAggregation.MEAN:
+            # Each process brings its mean, and all have as many replicas.
+            processes = self._team.size // self._team.local
+            return (whole / processes).astype(self.dtype)
+        return whole
 
     def _copies_here(self) -> np.ndarray:
         """Those of the replicas of this process, ``[replicas, ...]``."""
@@ -171,9 +175,6 @@ class SyncOnReadVariable(Variable):
             return recording.read(self)[None]
         assert isinstance(recording, KeepsCopies), recording
         return recording.copies(self)
-
-    def _operand(self, value: Any) -> Any:
-        return of_all_copies(self._spec, value)
 
     def _record(
         self,
@@ -215,10 +216,6 @@ class SyncOnReadVariable(Variable):
     ) -> list[HomeUpdate]:
         raise self._no_rows(op)
 
-    @property
-    def _is_first(self) -> bool:
-        return self.aggregation is VariableAggregation.ONLY_FIRST_REPLICA
-
     def _for_each(self, op: UpdateOp, value: Any) -> Any:
         """The operand for each process's value, of one for the whole; of integers, with
         several replicas here, those of their copies ``[replicas, ...]``."""
@@ -247,17 +244,6 @@ class SyncOnReadVariable(Variable):
         processes would have lost what is behind the point already."""
         is_mean = self.aggregation is VariableAggregation.MEAN
         return is_mean and self.dtype.kind in "iu"
-
-    def _mean(self, sums: Sequence[Any]) -> Any:
-        """The mean of integers, of what all replicas bring to the two sums."""
-        return mean_of_cut(sums, self._team.size)[0].astype(self.dtype)
-
-    def _over_processes(self, whole: Any) -> Any:
-        """The value, of the sum of what each process has."""
-        if self.aggregation is not VariableAggregation.MEAN:
-            return whole
-        processes = self._team.size // self._team.local
-        return (whole / processes).astype(self.dtype)
 
     def _require_readable(self) -> None:
         if self.aggregation is VariableAggregation.NONE:

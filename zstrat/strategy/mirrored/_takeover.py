@@ -1,13 +1,14 @@
 """A process that comes late takes over what the others have.
 
 The variables of a strategy are created in the same order in every process, so a number
-names one, and an optimizer, everywhere. Whoever has made the most steps tells what he
-has and gives it to all: after a lost process some may have made one step more. Who has
-lost a value, because a step failed in the middle, counts as one who comes anew.
+names one, and an optimizer, everywhere. The process that has made the most steps lists
+what it has and gives it to all: after a lost process some may have made one step more.
+A process that has lost a value, because a step failed in the middle, counts as one that
+comes anew.
 
 Law of the file: all processes call `taken_over` together, and go through the same
-collectives whatever each of them has. Homes are not asked by what settles first: that
-is what is going on here.
+collectives whatever each of them has. Homes are asked by what does not settle first,
+because settling is what calls `taken_over`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def taken_over(
         InvalidArgumentError: This process has created other variables than that one.
         PeerLostError, CollectiveTimeoutError: Not all processes take part.
     """
-    # Of several with as many steps the first one.
+    # Steps and rank in one number, so that one maximum finds both: of several with as
+    # many steps the first one.
     rank, size = collective.rank, collective.size
     lost = _lost(variables)
     steps = steps if lost is None else -1
@@ -68,11 +70,11 @@ def taken_over(
             home.require_kept(name)
         return most
     mine = _list(variables, optimizers) if rank == root else []
-    told = _told(collective, root, mine)
-    arrays = _arrays(told, variables, optimizers)
+    listed = _listed_by(collective, root, mine)
+    arrays = _arrays(listed, variables, optimizers)
     given = collective.broadcast(arrays, root)
     if rank != root:
-        _put(told, variables, optimizers, [np.asarray(x) for x in given])
+        _put(listed, variables, optimizers, [np.asarray(x) for x in given])
     return most
 
 
@@ -115,26 +117,26 @@ def _reduced(collective: Collective, number: int) -> Any:
     return np.asarray(collective.all_reduce([np.array([number])], "max")[0])[0]
 
 
-def _told(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
+def _listed_by(collective: Collective, root: int, mine: Sequence[Any]) -> list[Any]:
     text = np.frombuffer(json.dumps(mine).encode(), np.uint8)
     size = np.array([len(text) if collective.rank == root else 0])
     length = int(np.asarray(collective.broadcast([size], root)[0])[0])
     if collective.rank != root:
         text = np.zeros(length, np.uint8)
-    heard = np.asarray(collective.broadcast([text], root)[0])
-    found: list[Any] = json.loads(heard.tobytes())
+    received = np.asarray(collective.broadcast([text], root)[0])
+    found: list[Any] = json.loads(received.tobytes())
     return found
 
 
 def _arrays(
-    told: Sequence[Any],
+    listed: Sequence[Any],
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
 ) -> list[Any]:
     """The values and leaves of slots of the list; made here, where they are not yet or
     no more."""
     arrays: list[Any] = []
-    for each in told:
+    for each in listed:
         home = _home(each, variables)
         if isinstance(home, LocalHome):
             arrays.append(home.taken()[0])
@@ -153,13 +155,13 @@ def _arrays(
 
 
 def _put(
-    told: Sequence[Any],
+    listed: Sequence[Any],
     variables: Mapping[int, VariableHandle],
     optimizers: Sequence[OptimizerHandle],
     arrays: Sequence[np.ndarray],
 ) -> None:
     left = iter(arrays)
-    for each in told:
+    for each in listed:
         home = _home(each, variables)
         if isinstance(home, LocalHome):
             home.put(next(left), {})

@@ -1,14 +1,13 @@
 """Values of the replicas of several processes, reduced and gathered.
 
-What is not distributed is this process's value, as in TF: two processes with 1.0 have a
-sum of 2.0. First the values of this process are brought together, then, once, those of
-all. In a step this is part of the program; elsewhere it happens at once, on arrays of
-numpy, which keep their dtype.
+A value that is not distributed is that of this process, as in TF: two processes with
+1.0 have a sum of 2.0. First the values of this process are brought together, then, in
+one collective, those of all processes. In a step this is part of the program; elsewhere
+it happens at once, on arrays of numpy, which keep their dtype.
 """
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,20 +16,18 @@ import numpy as np
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import CrossKind, gather_from, sum_over
-from zstrat.strategy.replica._collective import summable
+from zstrat.strategy.replica._columns import by_kind, columns_of, is_sparse
+from zstrat.strategy.replica._per_replica import local_results
 from zstrat.variables import IndexedSlices, is_staging, recorder
 
 from ._values import (
-    as_array,
     as_axes,
     as_axis,
-    computable,
     concatenate,
-    is_distributed,
     is_whole,
     reduce_slices,
-    require_axes,
-    require_gatherable,
+    require_no_axes,
+    total_of,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 
     from zstrat.program.stages import Channel
     from zstrat.strategy.replica._collective import Team
+    from zstrat.strategy.replica._columns import Column
 
 
 def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
@@ -52,56 +50,52 @@ def reduce_across(team: Team, op: ReduceOp, value: Any, axis: Any) -> Any:
             differ in shape; in a step, processes differ in their number of rows.
         TypeError: ``axis`` is no integer or sequence of integers.
     """
-    assert team.channel is not None
+    channel = team.channel
+    assert channel is not None
     axes = as_axes(axis)
     leaves: list[Any]
     treedef: Any  # its stubs lack what we call
     leaves, treedef = jax.tree.flatten(value, is_leaf=is_whole)
-    flat = [_flat_parts(leaf) for leaf in leaves]
-    columns = [parts for each, _ in flat for parts in each]
-    sparse = [any(map(_is_slices, parts)) for parts in columns]
-    dense = [x for x, flag in zip(columns, sparse, strict=True) if not flag]
-    rows = [x for x, flag in zip(columns, sparse, strict=True) if flag]
-    if rows and axes is not None:
-        raise ValueError("IndexedSlices are reduced with axis=None")
-    sums = iter(_sums_across(team.channel, op, dense, axes))
-    slices = iter(_slices_across(team.channel, op, rows))
-    found = iter([next(slices if flag else sums) for flag in sparse])
+    split = [columns_of(local_results(leaf)) for leaf in leaves]
+    columns = [column for each, _ in split for column in each]
+    if any(map(is_sparse, columns)):
+        require_no_axes(axes)  # before others are waited for
+    found = iter(
+        by_kind(
+            columns,
+            is_sparse,
+            lambda dense: _sums_across(channel, op, dense, axes),
+            lambda sparse: _slices_across(channel, op, sparse),
+        )
+    )
     return treedef.unflatten(
-        [inner.unflatten([next(found) for _ in parts]) for parts, inner in flat]
+        [inner.unflatten([next(found) for _ in each]) for each, inner in split]
     )
 
 
 def _sums_across(
     channel: Channel,
     op: ReduceOp,
-    columns: Sequence[Sequence[Any]],
+    columns: Sequence[Column],
     axes: tuple[int, ...] | None,
 ) -> list[Any]:
-    """The sums or means over all processes, of arrays of which there are the parts of
-    this one."""
+    """The sum or mean of each column of arrays, with those of the other processes."""
     is_mean = op is ReduceOp.MEAN
-    sums, counts = [], []
-    for parts in columns:
-        arrays = [summable(as_array(part), mean=is_mean) for part in parts]
-        total, count = _summed(arrays, axes)
-        sums.append(total)
-        counts.append(count)
+    mine = [total_of(parts, axes, mean=is_mean) for parts in columns]
+    sums = [total for total, _ in mine]
     if not is_mean:
         return _over(channel, sums)
-    weights = [np.asarray(count, np.int32) for count in counts]
-    both = _over(channel, [*sums, *weights])
-    ours = zip(both, both[len(sums) :], sums, strict=False)
-    return [_mean(total, count, mine) for total, count, mine in ours]
+    # Processes may have different numbers of values, so that these travel, too.
+    counts = [np.asarray(count, np.int32) for _, count in mine]
+    both = _over(channel, [*sums, *counts])
+    pairs = zip(both, both[len(sums) :], sums, strict=False)
+    return [_mean(total, count, own) for total, count, own in pairs]
 
 
 def _slices_across(
-    channel: Channel,
-    op: ReduceOp,
-    columns: Sequence[Sequence[Any]],
+    channel: Channel, op: ReduceOp, columns: Sequence[Column]
 ) -> list[IndexedSlices]:
-    """The rows of all processes, of IndexedSlices of which there are the parts of this
-    one."""
+    """The rows of each column of IndexedSlices, with those of the other processes."""
     mine = [reduce_slices(ReduceOp.SUM, parts) for parts in columns]
     fronts = [array for each in mine for array in (each.values, each.indices)]
     joined = iter(_joined(channel, fronts))
@@ -128,16 +122,14 @@ def gather_across(team: Team, value: Any, axis: Any) -> Any:
     assert channel is not None
 
     def leaf(node: Any) -> Any:
-        parts, inner = _flat_parts(node)
-        return inner.unflatten([_gathered(channel, each, along) for each in parts])
+        columns, inner = columns_of(local_results(node))
+        return inner.unflatten([_gathered(channel, each, along) for each in columns])
 
     return jax.tree.map(leaf, value, is_leaf=is_whole)
 
 
-def _gathered(channel: Channel, parts: Sequence[Any], axis: int) -> Any:
-    require_gatherable(list(parts))
+def _gathered(channel: Channel, parts: Column, axis: int) -> Any:
     mine = concatenate(parts, axis)
-    (axis,) = require_axes((axis,), mine.shape)
     of = jnp if _is_traced() else np
     (whole,) = _joined(channel, [of.moveaxis(of.asarray(mine), axis, 0)])
     return of.moveaxis(whole, 0, axis)
@@ -154,6 +146,7 @@ def _joined(channel: Channel, fronts: Sequence[Any]) -> list[Any]:
 
 
 def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
+    """The sums over all processes."""
     if not arrays:
         return []
     if _is_traced():
@@ -162,7 +155,8 @@ def _over(channel: Channel, arrays: Sequence[Any]) -> list[Any]:
 
 
 def _mean(total: Any, count: Any, mine: Any) -> Any:
-    """In the dtype that the mean of one process has; ``mine`` is its sum."""
+    """The mean, in the dtype that it has in one process; ``mine`` is the sum of this
+    one, of jax or of numpy, whose rules for dtypes differ."""
     if isinstance(total, jax.core.Tracer):
         return total / count
     if isinstance(mine, jax.Array):
@@ -176,33 +170,3 @@ def _mean(total: Any, count: Any, mine: Any) -> Any:
 def _is_traced() -> bool:
     """Whether what is done here becomes part of a program."""
     return recorder.get() is not None or is_staging()
-
-
-def _flat_parts(leaf: Any) -> tuple[list[list[Any]], Any]:
-    """Per array, or IndexedSlices, in a value the parts of this process's replicas."""
-    values = leaf.values if is_distributed(leaf) else (leaf,)
-    flat = [jax.tree.flatten(value, is_leaf=_is_slices) for value in values]
-    columns = zip(*[leaves for leaves, _ in flat], strict=True)
-    return [list(parts) for parts in columns], flat[0][1]
-
-
-def _is_slices(node: object) -> bool:
-    return isinstance(node, IndexedSlices)
-
-
-def _summed(arrays: Sequence[Any], axes: tuple[int, ...] | None) -> tuple[Any, int]:
-    """The sum over parts, and axes, and of how many values it is one."""
-    count = len(arrays)
-    if axes is not None:
-        count = sum(
-            math.prod(a.shape[i] for i in require_axes(axes, a.shape)) for a in arrays
-        )
-        arrays = [a.sum(axis=axes) for a in arrays]
-    if len({a.shape for a in arrays}) > 1:
-        raise ValueError(
-            f"reduce: the replicas have values of the shapes "
-            f"{sorted({a.shape for a in arrays})}; give an axis to reduce over, or use "
-            "gather"
-        )
-    first, *others = computable(arrays)
-    return sum(others, start=first), count

@@ -6,9 +6,9 @@ apart. A pack is many values as one flat array, so that few large arrays travel 
 of many small ones. Then each device has the result, and nothing is copied but to
 devices that had no value.
 
-Laws of the file: nothing is brought to one device to be reduced there, and what does
-not lie on devices of its own is not reduced here; the replicas' values go into packs
-alike, and come out as they went in.
+Laws of the file: no value is brought to another device to be reduced there; a value
+whose parts share a device is not reduced here. All replicas pack alike, so an element
+meets its like in the packs of the others.
 """
 
 from __future__ import annotations
@@ -21,13 +21,25 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import AXIS, summable
-from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored, loose
-from zstrat.strategy.replica._spread import Spread, mesh_of
+from zstrat.strategy.replica._collective import AXIS
+from zstrat.strategy.replica._columns import summable
+from zstrat.strategy.replica._per_replica import (
+    DistributedValues,
+    Mirrored,
+    is_concrete,
+    loose,
+)
+from zstrat.strategy.replica._spread import (
+    Spread,
+    mesh_of,
+    mesh_over,
+    one_array,
+    rows_over,
+)
 from zstrat.variables import is_staging
 
 from ._places import places, put
@@ -36,73 +48,59 @@ from ._values import concatenate
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from jax.sharding import Mesh
 
-class Packed:
-    """Values of several replicas as a few flat arrays: all of them one after the other,
-    cut into equal packs, the last of which has the remainder."""
-
-    def __init__(self, packs: list[list[jax.Array]], shapes: list[Any]) -> None:
-        self.packs = packs
-        self._shapes = shapes
-
-    @classmethod
-    def of(cls, values: Sequence[Sequence[Any]], count: int) -> Packed:
-        shapes = [np.shape(parts[0]) for parts in values]
-        flat = [
-            concatenate([x.reshape(-1) for x in mine], 0)
-            for mine in zip(*values, strict=True)
-        ]
-        size = flat[0].size // count
-        cuts = [size * n for n in range(count)]
-        pieces = [_cut(array, cuts) for array in flat]
-        return cls([list(pack) for pack in zip(*pieces, strict=True)], shapes)
-
-    def unpacked(self, packs: Sequence[jax.Array]) -> list[jax.Array]:
-        """The values, of what became of the packs."""
-        flat = concatenate([pack.reshape(-1) for pack in packs], 0)
-        sizes = [math.prod(shape) for shape in self._shapes]
-        pieces = _cut(flat, [0, *itertools.accumulate(sizes[:-1])])
-        return [
-            piece.reshape(shape)
-            for piece, shape in zip(pieces, self._shapes, strict=True)
-        ]
+    from zstrat.strategy.replica._columns import Column
 
 
 def in_packs(
-    values: Sequence[Sequence[Any]],
-    count: int,
-    total: Callable[[Sequence[jax.Array]], jax.Array],
-) -> list[jax.Array]:
-    """What ``total`` makes of the replicas' parts of each value; of ``count`` packs of
-    all values of one dtype, if it is not 0."""
-    if not values or count == 0:
-        return [total(parts) for parts in values]
-    found: dict[int, jax.Array] = {}
-    for numbers in alike(values):
-        packed = Packed.of([values[n] for n in numbers], count)
-        reduced = [total(pack) for pack in packed.packs]
-        found.update(zip(numbers, packed.unpacked(reduced), strict=True))
-    return [found[n] for n in range(len(values))]
+    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
+) -> list[Any]:
+    """What ``total`` makes of each column; if ``count`` is not 0, of that many packs of
+    all columns that may share an array.
 
-
-def alike(values: Sequence[Sequence[Any]]) -> list[list[int]]:
-    """Numbers of values that may share an array: of one dtype, and of as many replicas,
-    because what is not distributed is that of one."""
+    ``total`` computes with each element by itself, so it does not matter in which pack
+    an element is.
+    """
+    if not columns or count == 0:
+        return [total(column) for column in columns]
     groups: dict[Any, list[int]] = {}
-    for number, parts in enumerate(values):
+    for number, parts in enumerate(columns):
+        # What is not distributed is a column of one part.
         groups.setdefault((parts[0].dtype, len(parts)), []).append(number)
-    return list(groups.values())
+    found: dict[int, Any] = {}
+    for numbers in groups.values():
+        pieces = _packed([columns[n] for n in numbers], count, total)
+        found.update(zip(numbers, pieces, strict=True))
+    return [found[n] for n in range(len(columns))]
+
+
+def _packed(
+    columns: Sequence[Column], count: int, total: Callable[[Column], Any]
+) -> list[Any]:
+    """`in_packs` of columns of one dtype and length. The packs are equal, but the last
+    one has the remainder, too."""
+    flat = [
+        concatenate([part.reshape(-1) for part in parts], 0)
+        for parts in zip(*columns, strict=True)
+    ]
+    size = flat[0].size // count
+    packs = zip(*[_cut(x, [size * n for n in range(count)]) for x in flat], strict=True)
+    whole = concatenate([total(pack).reshape(-1) for pack in packs], 0)
+    shapes = [np.shape(column[0]) for column in columns]
+    ends = [*itertools.accumulate(map(math.prod, shapes))]
+    pieces = _cut(whole, [0, *ends[:-1]])
+    return [x.reshape(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
 def _cut(array: Any, starts: Sequence[int]) -> list[Any]:
-    """Its pieces, that begin there."""
+    """Its pieces, each of which begins at one of these places."""
     ends = [*starts[1:], array.size]
     return [array[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
 # jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
-_sharding: Final[Any] = NamedSharding
 _psum: Final[Any] = jax.lax.psum
 
 
@@ -145,7 +143,7 @@ def at(total: Mirrored, devices: Sequence[jax.Device]) -> Any:
         nearest = copies.get(devices[0], first) if devices else first
         return put(loose(nearest, total.is_stacked), devices)
     wanted = [copies[x] if x in copies else jax.device_put(first, x) for x in devices]
-    whole = _over(Mesh(np.array(devices), (AXIS,)), wanted)
+    whole = one_array(wanted, rows_over(mesh_over(devices), _memory(wanted[0])))
     return Mirrored.of_whole(whole, len(devices), stacked=total.is_stacked)
 
 
@@ -157,7 +155,7 @@ def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
     if value.replicas < 2 or is_staging():
         return None
     whole = value.whole
-    if _is_real(whole) and _is_addable(whole):
+    if is_concrete(whole) and _is_addable(whole):
         mesh = mesh_of(places(whole), value.replicas)
         if mesh is not None and _lies_so(whole, mesh):
             return mesh, Spread(whole, value.is_stacked)
@@ -165,7 +163,7 @@ def spread_out(value: DistributedValues) -> tuple[Mesh, Spread] | None:
 
 
 def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
-    if not all(_is_real(part) and _is_addable(part) for part in parts):
+    if not all(is_concrete(part) and _is_addable(part) for part in parts):
         return None
     devices = [device for part in parts for device in part.devices()]
     kinds = {(part.shape, part.dtype, part.sharding.memory_kind) for part in parts}
@@ -174,39 +172,26 @@ def _joined(parts: Sequence[Any]) -> tuple[Mesh, Spread] | None:
         return None
     if len(devices) > len(parts) or len(set(devices)) < len(devices):
         return None
-    mesh = Mesh(np.array(devices), (AXIS,))
+    mesh = mesh_over(devices)
     is_scalar = not parts[0].shape
     if is_scalar:
-        # What is bound to no device is made anew on the usual one.
+        # `part[None]` of a scalar that is bound to no device lies on the default one.
         parts = [
             jax.device_put(part[None], device)
             for part, device in zip(parts, devices, strict=True)
         ]
-    array = _over(mesh, parts)
+    array = one_array(parts, rows_over(mesh, _memory(parts[0])))
     return (mesh, Spread(array, is_scalar)) if _lies_so(array, mesh) else None
 
 
-def _over(mesh: Mesh, parts: Sequence[jax.Array]) -> jax.Array:
-    """One array of what each device has."""
-    rows, *rest = parts[0].shape
-    kind = parts[0].sharding.memory_kind
-    return jax.make_array_from_single_device_arrays(
-        (rows * len(parts), *rest),
-        _sharding(mesh, _spec(AXIS), memory_kind=kind),
-        list(parts),
-    )
+def _memory(array: jax.Array) -> str | None:
+    return array.sharding.memory_kind
 
 
 def _lies_so(whole: jax.Array, mesh: Mesh) -> bool:
     """Whether each device has the rows of its replica, in the memory that it computes
     with."""
-    return bool(
-        whole.sharding.is_equivalent_to(_sharding(mesh, _spec(AXIS)), whole.ndim)
-    )
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return bool(whole.sharding.is_equivalent_to(rows_over(mesh), whole.ndim))
 
 
 def _is_addable(array: jax.Array) -> bool:
@@ -231,13 +216,13 @@ def _reduced(
     """Of arrays of which each device has its replica's part those of which each has the
     sum or the mean."""
 
-    def total(parts: Sequence[jax.Array]) -> jax.Array:
+    def total(parts: Column) -> jax.Array:
         summed: jax.Array = _psum(parts[0], AXIS)
         return summed / mesh.size if mean else summed
 
     def on_each(*blocks: jax.Array) -> list[jax.Array]:
         mine = [x[0] if flag else x for x, flag in zip(blocks, stacked, strict=True)]
-        found = in_packs([[summable(x, mean=mean)] for x in mine], packs, total)
+        found = in_packs([(summable(x, mean=mean),) for x in mine], packs, total)
         return [x[None] if flag else x for x, flag in zip(found, stacked, strict=True)]
 
     over = jax.shard_map(
@@ -245,7 +230,7 @@ def _reduced(
         mesh=mesh,
         in_specs=_spec(AXIS),
         out_specs=_spec(AXIS),
-        # Off: what is equal everywhere comes out as what each device has.
+        # Off: the sum is equal everywhere, and each device shall have it as its rows.
         check_vma=False,
     )
     found: list[jax.Array] = over(*arrays)

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.stages import settled
-from zstrat.strategy.replica._collective import summable
+from zstrat.strategy.replica._columns import no_rank, require_axes, summable
 from zstrat.strategy.replica._per_replica import DistributedValues
 
 
 def is_one_array(node: Any) -> TypeGuard[DistributedValues]:
+    """Whether the values of all replicas are rows of one array of jax."""
     return isinstance(node, DistributedValues) and isinstance(node.whole, jax.Array)
 
 
@@ -31,6 +32,11 @@ def _part_shape(value: DistributedValues) -> tuple[int, ...]:
 def reduce_whole(
     op: ReduceOp, value: DistributedValues, axes: tuple[int, ...] | None
 ) -> jax.Array:
+    """The sum or mean over the replicas, and over ``axes`` of each replica's value.
+
+    Raises:
+        ValueError: The values have no such axis.
+    """
     shape = _part_shape(value)
     count = value.replicas
     if axes is not None:
@@ -60,6 +66,11 @@ _summed_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2, 3))(_sum
 
 
 def gather_whole(value: DistributedValues, axis: int) -> jax.Array:
+    """The replicas' values one after the other along ``axis``.
+
+    Raises:
+        ValueError: The values are scalars, or have no such axis.
+    """
     shape = _part_shape(value)
     if not shape:
         raise no_rank()
@@ -83,23 +94,3 @@ _gathered_at_once: Any = functools.partial(jax.jit, static_argnums=(1, 2))(_gath
 
 def _is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)
-
-
-def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    rank = len(shape)
-    for axis in axes:
-        if not -rank <= axis < rank:
-            raise ValueError(
-                f"axis {axis} is out of bounds for a value of shape {shape}: expected "
-                f"{-rank} <= axis < {rank}"
-                if rank
-                else f"axis {axis} is out of bounds for a scalar: give axis=None"
-            )
-    return axes
-
-
-def no_rank() -> ValueError:
-    return ValueError(
-        "gather: the values must have a rank of at least 1; give scalars an axis first "
-        "(x[None])"
-    )

@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zstrat.program.trace import fits
 from zstrat.strategy._devices import device_named
-from zstrat.strategy.replica._collective import AXIS
-from zstrat.strategy.replica._per_replica import DistributedValues, Mirrored
+from zstrat.strategy.replica._per_replica import (
+    DistributedValues,
+    Mirrored,
+    is_concrete,
+)
+from zstrat.strategy.replica._spread import mesh_over, one_array, rows_over
 from zstrat.variables import AbstractVariable, DeviceHome, IndexedSlices
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-# jax's stubs leave it untyped.
-_spec: Final[Any] = PartitionSpec
 
 _TASK: Final = re.compile(r"/job:(?P<job>\w+)(?:/replica:\d+)?(?:/task:\d+)?/?")
 
@@ -94,13 +95,8 @@ def _mirrored(value: Any, devices: Sequence[jax.Device]) -> Mirrored:
     if not is_array or not fits(value):
         return Mirrored((value,) * len(devices))
     array = jax.numpy.asarray(value)
-    made: Any = NamedSharding  # untyped
-    rows = made(Mesh(np.array(devices), (AXIS,)), _spec(AXIS))
-    whole = jax.make_array_from_single_device_arrays(
-        (len(devices), *array.shape),
-        rows,
-        [jax.device_put(array[None], device) for device in devices],
-    )
+    rows = [jax.device_put(array[None], device) for device in devices]
+    whole = one_array(rows, rows_over(mesh_over(devices)))
     return Mirrored.of_whole(whole, len(devices), stacked=True)
 
 
@@ -111,9 +107,7 @@ def _on(leaf: Any, device: jax.Device) -> Any:
 
 
 def _of_array(value: Any) -> Iterable[jax.Device]:
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
-        return ()
-    return _of_sharding(value.sharding)
+    return _of_sharding(value.sharding) if is_concrete(value) else ()
 
 
 def _of_sharding(sharding: jax.sharding.Sharding) -> Iterable[jax.Device]:

@@ -11,7 +11,6 @@ replicas is reduced by numpy, and narrowed by nobody.
 from __future__ import annotations
 
 import abc
-import functools
 from typing import TYPE_CHECKING, Any, final
 
 import jax
@@ -21,8 +20,12 @@ import numpy as np
 from zstrat.collectives import ReduceOp
 from zstrat.program.trace import is_narrowed
 from zstrat.strategy._devices import device_named, task_names
-from zstrat.strategy.replica._collective import summable
-from zstrat.variables import IndexedSlices
+from zstrat.strategy.replica._columns import (
+    by_kind,
+    is_sparse,
+    require_alike,
+    summable,
+)
 
 from ._all_reduced import all_reduced, at, in_packs
 from ._cross_device import CrossDeviceOps
@@ -30,8 +33,9 @@ from ._places import for_each, places, put
 from ._values import as_array, computable, reduce_slices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
+    from zstrat.strategy.replica._columns import Column
     from zstrat.strategy.replica._per_replica import DistributedValues
 
     from ._cross_device import Pairs
@@ -46,10 +50,9 @@ class _InPacks(CrossDeviceOps):
     num_packs = 0
 
     @abc.abstractmethod
-    def _total(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
-        """The sum or mean of arrays of one shape and dtype, one for each replica, where
-        they lie. Their dtype holds the sum: booleans came to be integers, and for a
-        mean narrow integers wider ones."""
+    def _total(self, parts: Column) -> Any:
+        """The sum of arrays of one shape and dtype, one for each replica, where they
+        lie. Their dtype holds the sum (`summable`)."""
 
     def reduce_implementation(
         self,
@@ -64,21 +67,21 @@ class _InPacks(CrossDeviceOps):
     def batch_reduce_implementation(
         self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: Any
     ) -> list[Any]:
-        values = [_parts(value, reduce_op) for value, _ in value_destination_pairs]
-        sparse = [any(isinstance(x, IndexedSlices) for x in parts) for parts in values]
-        dense = [
-            v for v, is_sparse in zip(values, sparse, strict=True) if not is_sparse
-        ]
-        total = functools.partial(self._total, reduce_op)
-        reduced = iter(in_packs(dense, self.num_packs, total))
-        found = [
-            reduce_slices(reduce_op, parts) if is_sparse else next(reduced)
-            for parts, is_sparse in zip(values, sparse, strict=True)
-        ]
-        where = [destination for _, destination in value_destination_pairs]
+        def reduced(parts: Column) -> Any:
+            total = self._total(parts)
+            return total if reduce_op is ReduceOp.SUM else total / len(parts)
+
+        found: list[Any] = by_kind(
+            [_parts(value, reduce_op) for value, _ in value_destination_pairs],
+            is_sparse,
+            lambda dense: in_packs(dense, self.num_packs, reduced),
+            lambda sparse: [reduce_slices(reduce_op, parts) for parts in sparse],
+        )
         return [
-            for_each(put(total, places(destination)), destination)
-            for total, destination in zip(found, where, strict=True)
+            for_each(put(value, places(destination)), destination)
+            for value, (_, destination) in zip(
+                found, value_destination_pairs, strict=True
+            )
         ]
 
 
@@ -103,14 +106,13 @@ class ReductionToOneDevice(_InPacks):
         self.reduce_to_device = _chosen(reduce_to_device)
         self.accumulation_fn = accumulation_fn or _added
 
-    def _total(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
+    def _total(self, parts: Column) -> Any:
         device = self.reduce_to_device
         if device is None or any(map(is_narrowed, parts)):
             here = computable(parts)
         else:
             here = [jax.device_put(part, device) for part in parts]
-        total = self.accumulation_fn(here)
-        return total if op is ReduceOp.SUM else total / len(parts)
+        return self.accumulation_fn(here)
 
 
 class _AllReduce(_InPacks):
@@ -139,12 +141,11 @@ class _AllReduce(_InPacks):
             for number, (_, destination) in enumerate(pairs)
         ]
 
-    def _total(self, op: ReduceOp, parts: Sequence[jax.Array]) -> Any:
+    def _total(self, parts: Column) -> Any:
         there = computable(parts)
         of = jnp if any(isinstance(part, jax.Array) for part in there) else np
         stacked = of.stack(there)
-        total = stacked.sum(0, dtype=stacked.dtype)
-        return total if op is ReduceOp.SUM else total / len(parts)
+        return stacked.sum(0, dtype=stacked.dtype)
 
 
 @final
@@ -199,8 +200,9 @@ def _added(arrays: list[jax.Array]) -> jax.Array:
 def _parts(value: DistributedValues, op: ReduceOp) -> list[Any]:
     """The replicas' values, fit to be added."""
     parts = value.values
-    _require_alike(parts)
-    if isinstance(parts[0], IndexedSlices):
+    remedy = "reduce each of them along its axis first"
+    require_alike("`per_replica_value`", parts, remedy)
+    if is_sparse(parts):
         return list(parts)
     arrays = [as_array(part) for part in parts]
     for part, array in zip(parts, arrays, strict=True):
@@ -210,19 +212,3 @@ def _parts(value: DistributedValues, op: ReduceOp) -> list[Any]:
                 "give each array of a container by itself (batch_reduce)"
             )
     return [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
-
-
-def _require_alike(parts: Sequence[Any]) -> None:
-    """Refuses what would be added to something else than to its like."""
-    sparse = {isinstance(part, IndexedSlices) for part in parts}
-    if len(sparse) > 1:
-        raise ValueError(
-            "`per_replica_value` is IndexedSlices on some replicas and an array on "
-            "others: make it the same kind on all of them"
-        )
-    shapes = [] if True in sparse else [np.shape(part) for part in parts]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"`per_replica_value` has different shapes on the replicas, {shapes}: "
-            "reduce each of them along its axis first"
-        )

@@ -19,21 +19,28 @@ from jax import errors as jax_errors
 
 from zstrat.collectives import ReduceOp
 from zstrat.program.trace import is_narrowed
-from zstrat.strategy.replica._collective import summable
-from zstrat.strategy.replica._per_replica import DistributedValues as DistributedValues
-from zstrat.strategy.replica._per_replica import Mirrored as Mirrored
-from zstrat.strategy.replica._per_replica import PerReplica as PerReplica
-from zstrat.strategy.replica._per_replica import is_distributed as is_distributed
-from zstrat.strategy.replica._per_replica import local_results as local_results
-from zstrat.strategy.replica._per_replica import on_one_device
-from zstrat.strategy.replica._per_replica import select_replica as select_replica
+from zstrat.strategy.replica._columns import (
+    is_slices,
+    is_sparse,
+    no_rank,
+    require_alike,
+    require_axes,
+    require_joinable,
+    summable,
+)
+from zstrat.strategy.replica._per_replica import (
+    DistributedValues,
+    Mirrored,
+    on_one_device,
+)
 from zstrat.variables import AbstractVariable, IndexedSlices
 
-from ._one_array import gather_whole, is_one_array, no_rank, reduce_whole
-from ._one_array import require_axes as require_axes
+from ._one_array import gather_whole, is_one_array, reduce_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from zstrat.strategy.replica._columns import Column
 
 
 def reduction(op: ReduceOp | str) -> ReduceOp:
@@ -122,13 +129,14 @@ def require_gatherable(value: Any) -> None:
         ValueError: A leaf has rank 0.
     """
     for leaf in jax.tree.leaves(value, is_leaf=is_whole):
-        if isinstance(leaf, IndexedSlices):
-            raise NotImplementedError("gather does not support IndexedSlices")
+        if is_slices(leaf):
+            raise _no_gather_of_slices()
         if not np.ndim(leaf):
             raise no_rank()
 
 
 def is_whole(node: object) -> bool:
+    """Whether a value of the replicas is a leaf here, and not what it consists of."""
     return isinstance(node, DistributedValues | IndexedSlices)
 
 
@@ -137,9 +145,7 @@ def is_whole(node: object) -> bool:
 
 def _joined(join: Callable[[Sequence[Any]], Any], value: DistributedValues) -> Any:
     """``join`` over the parts, leaf by leaf if they are pytrees."""
-    return jax.tree.map(
-        lambda *parts: join(parts), *value.values, is_leaf=lambda n: is_whole(n)
-    )
+    return jax.tree.map(lambda *parts: join(parts), *value.values, is_leaf=is_whole)
 
 
 def as_array(value: Any) -> Any:
@@ -188,13 +194,35 @@ def as_axis(axis: Any, operation: str) -> int:
     raise TypeError(f"{operation}: axis must be an integer, got {axis!r:.80}")
 
 
-def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) -> Any:
-    if any(isinstance(part, IndexedSlices) for part in parts):
-        if axes is not None:
-            raise ValueError("IndexedSlices are reduced with axis=None")
+def _reduce(op: ReduceOp, parts: Column, axes: tuple[int, ...] | None) -> Any:
+    if is_sparse(parts):
+        require_no_axes(axes)
         return reduce_slices(op, parts)
     if axes is None and len(parts) == 1 and not _widens(op, parts[0]):
         return parts[0]
+    total, count = total_of(parts, axes, mean=op is ReduceOp.MEAN)
+    return total if op is ReduceOp.SUM else total / count
+
+
+def require_no_axes(axes: tuple[int, ...] | None) -> None:
+    """Refuses to reduce rows of a larger array over axes.
+
+    Raises:
+        ValueError: There are some.
+    """
+    if axes is not None:
+        raise ValueError("IndexedSlices are reduced with axis=None")
+
+
+def total_of(
+    parts: Column, axes: tuple[int, ...] | None, *, mean: bool
+) -> tuple[Any, int]:
+    """The sum of the parts, each over ``axes`` first, and of how many numbers each
+    element of it is the sum. For a mean it has a dtype that holds the sum.
+
+    Raises:
+        ValueError: A part has no such axis; sums of parts differ in shape.
+    """
     arrays = [as_array(part) for part in parts]
     count = len(arrays)
     if axes is not None:
@@ -202,16 +230,9 @@ def _reduce(op: ReduceOp, parts: Sequence[Any], axes: tuple[int, ...] | None) ->
             math.prod(a.shape[i] for i in require_axes(axes, a.shape)) for a in arrays
         )
         arrays = [a.sum(axis=axes) for a in arrays]
-    shapes = {a.shape for a in arrays}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"reduce: the replicas have values of the shapes {sorted(shapes)}; give an "
-            "axis to reduce over, or use gather"
-        )
-    wide = [summable(array, mean=op is ReduceOp.MEAN) for array in arrays]
-    first, *others = computable(wide)
-    total = sum(others, start=first)
-    return total if op is ReduceOp.SUM else total / count
+    require_alike("reduce", arrays, "give an axis to reduce over, or use gather")
+    first, *others = computable([summable(array, mean=mean) for array in arrays])
+    return sum(others, start=first), count
 
 
 def _widens(op: ReduceOp, value: Any) -> bool:
@@ -240,7 +261,7 @@ def reduce_slices(op: ReduceOp, parts: Sequence[Any]) -> IndexedSlices:
     Raises:
         ValueError: Not all of them are IndexedSlices.
     """
-    if not all(isinstance(part, IndexedSlices) for part in parts):
+    if not all(map(is_slices, parts)):
         raise ValueError("IndexedSlices are reduced among themselves")
     indices = concatenate([part.indices for part in parts], 0)
     values = concatenate([part.values for part in parts], 0)
@@ -258,19 +279,14 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
         ValueError: One is a scalar or has no such axis, or they differ in another
             dimension.
     """
-    if any(isinstance(part, IndexedSlices) for part in parts):
-        raise NotImplementedError("gather does not support IndexedSlices")
+    if is_sparse(parts):
+        raise _no_gather_of_slices()
     arrays = [as_array(part) for part in parts]
-    for array in arrays:
-        if not array.shape:
-            raise no_rank()
-        axis = require_axes((axis,), array.shape)[0]
-    rests = {np.delete(a.shape, axis).tobytes() for a in arrays}
-    if len(rests) > 1:
-        raise ValueError(
-            f"gather along axis {axis}: the values have the shapes "
-            f"{[a.shape for a in arrays]}, which must agree in every other dimension"
-        )
+    require_joinable("gather", [array.shape for array in arrays], axis)
     arrays = computable(arrays)
     on_device = any(isinstance(a, jax.Array) for a in arrays)
     return (jnp if on_device else np).concatenate(arrays, axis)
+
+
+def _no_gather_of_slices() -> NotImplementedError:
+    return NotImplementedError("gather does not support IndexedSlices")

@@ -1,18 +1,20 @@
 """What replicas do together: those of this process, and those of other processes.
 
-The replicas of one process are one program over the named axis of `_replicas`: they are
-brought together by jax's own collectives, inside of XLA. What they have together goes
-to the other processes once (`zstrat.program.stages._cross`).
+The replicas of one process either are one program over the named axis of `_replicas`,
+or they run in turns (`_meetings`). Either way what they have is brought together in
+this process first, and then once with the other processes, which may run theirs the
+other way (`zstrat.program.stages._cross`).
 
-Law of the file: everything here runs inside a replica function, and gives every replica
-the same result.
+Law of the file: everything here gives every replica the same result, and makes its
+collectives in an order that the arguments alone decide.
 """
 
 from __future__ import annotations
 
+import abc
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +37,12 @@ from zstrat.variables import (
 )
 from zstrat.wire import UpdateOp
 
+from ._columns import by_kind, is_slices, is_sparse, strong, summable
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from ._columns import Column
 
 AXIS: Final = "replica"
 """Name of the mapped axis."""
@@ -55,7 +61,11 @@ _FACTORS: Final = (UpdateOp.SCATTER_MUL, UpdateOp.SCATTER_DIV)
 @dataclass(frozen=True, slots=True, eq=False)
 class Team:
     """The replicas that compute together: ``local`` of them in this process, and as
-    many in each other process of ``channel``, if there is one."""
+    many in each other process of ``channel``, if there is one.
+
+    The methods that bring values together are for replicas that are one program, and
+    are called inside of it.
+    """
 
     local: int
     channel: Channel | None = None
@@ -89,115 +99,223 @@ class Team:
         `IndexedSlices` are concatenated in replica order, duplicates kept; for the mean
         their values are divided by the number of replicas.
         """
-        leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_slices)
-        # One collective for all the dense leaves: XLA makes one all-reduce of it.
-        dense = iter(self.reduced([x for x in leaves if not _is_slices(x)], mean))
-        return jax.tree.unflatten(
-            treedef,
-            [self._joined(x, mean) if _is_slices(x) else next(dense) for x in leaves],
-        )
+        leaves, treedef = jax.tree.flatten(tree, is_leaf=is_slices)
+        found = MappedReduction(self).all_reduced([(x,) for x in leaves], mean)
+        return jax.tree.unflatten(treedef, found)
 
     def all_gather(self, tree: Any, axis: int) -> Any:
         """The replicas' arrays one after the other along ``axis``, in replica order."""
         leaves, treedef = jax.tree.flatten(tree)
-        fronts = [jnp.moveaxis(jnp.asarray(x), axis, 0) for x in leaves]
-        found = [jnp.moveaxis(x, 0, axis) for x in self._gathered(fronts)]
+        found = MappedReduction(self).gathered([(x,) for x in leaves], axis)
         return jax.tree.unflatten(treedef, found)
 
     def aggregate(
         self, variable: VariableHandle, op: UpdateOp, operands: tuple[jax.Array, ...]
     ) -> tuple[jax.Array, ...]:
-        """Operands of one update for all the replicas that make it. The mean of
-        integers is one, exactly; what is behind the point is left out: of rows, of what
-        all replicas together add to each row.
+        """Operands of one update for all the replicas that make it; raises as
+        `TeamReduction.aggregated`."""
+        return MappedReduction(self).aggregated(variable, op, [operands])
+
+    def aggregate_call(self, call: GradientCall) -> GradientCall:
+        """The gradients of all the replicas together; see
+        `TeamReduction.aggregated_call`."""
+        return MappedReduction(self).aggregated_call([call])
+
+
+class TeamReduction(abc.ABC):
+    """What the replicas of a team have together, whichever way they run.
+
+    Arrays come as columns (`_columns`). How a column becomes one array in this process
+    is said by two subclasses, in the first three methods; everything else is the same
+    for both, so a process of the one kind may meet processes of the other.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+
+    @abc.abstractmethod
+    def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
+        """The sum of each column of arrays of one shape."""
+
+    @abc.abstractmethod
+    def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
+        """The arrays of each column one after the other.
+
+        Raises:
+            ValueError: They have no such axis, or differ in another dimension.
+        """
+
+    @abc.abstractmethod
+    def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
+        """What the first replica of this process has of each column."""
+
+    # ---- four operations -----------------------------------------------------------
+
+    def reduced(self, columns: Sequence[Column], mean: bool) -> list[jax.Array]:
+        """The sum or mean of each column, in one collective. Means of integers are
+        floats."""
+        totals = self._added(
+            [[summable(jnp.asarray(x), mean=mean) for x in each] for each in columns]
+        )
+        if self._team.channel is not None:
+            totals = sum_over(self._team.channel, totals)
+        return [x / self._team.size for x in totals] if mean else totals
+
+    def gathered(self, columns: Sequence[Column], axis: int = 0) -> list[jax.Array]:
+        """The arrays of each column one after the other along ``axis``, in one
+        collective.
+
+        Raises:
+            ValueError: They have no such axis, or differ in another dimension.
+        """
+        whole = self._concatenated(
+            [[jnp.asarray(x) for x in column] for column in columns], axis
+        )
+        if self._team.channel is None:
+            return whole
+        fronts = [_moved(x, axis, 0) for x in whole]
+        return [_moved(x, 0, axis) for x in gather_from(self._team.channel, fronts)]
+
+    def firsts(self, columns: Sequence[Column]) -> list[jax.Array]:
+        """What replica 0 has of each column."""
+        mine, channel = self._of_first(columns), self._team.channel
+        return mine if channel is None else first_of(channel, mine)
+
+    def joined(self, column: Sequence[IndexedSlices], mean: bool) -> IndexedSlices:
+        """The rows of all replicas, one after the other; for a mean, divided by the
+        number of replicas."""
+        parts = [x.values for x in column], [x.indices for x in column]
+        values, indices = self.gathered(parts)
+        values = values / self._team.size if mean else values
+        return IndexedSlices(values, indices, column[0].dense_shape)
+
+    # ---- what is made of them --------------------------------------------------------
+
+    def all_reduced(self, columns: Sequence[Column], mean: bool) -> list[Any]:
+        """The sum or mean of each column: of arrays in one collective, of which XLA
+        makes one all-reduce; of `IndexedSlices` as `joined` says."""
+        return by_kind(
+            columns,
+            is_sparse,
+            lambda dense: self.reduced(dense, mean),
+            lambda sparse: [self.joined(column, mean) for column in sparse],
+        )
+
+    def aggregated(
+        self,
+        variable: VariableHandle,
+        op: UpdateOp,
+        operands: Sequence[tuple[jax.Array, ...]],
+    ) -> tuple[jax.Array, ...]:
+        """Operands of one update for all the replicas that make it, of those that each
+        has. The mean of integers is one, exactly; what is behind the point is left out:
+        of rows, of what all replicas together add to each row.
 
         Raises:
             ValueError: The variable's aggregation is NONE.
             NotImplementedError: Rows that are not added cannot be summed, and there is
                 no mean of factors that are integers.
         """
-        if self.size == 1:
-            return operands
-        has_rows = len(operands) > 1
+        if self._team.size == 1:
+            return operands[0]
+        columns = list(zip(*operands, strict=True))
+        has_rows = len(columns) > 1
         how = together(variable, op, has_rows)
         if how is Together.FIRST:
-            return tuple(self._first(operands))
+            return tuple(self.firsts(columns))
         mean = how is Together.MEAN
         if has_rows:
-            return self._rows(operands, mean)
-        (operand,) = operands
-        if mean and operand.dtype.kind in "iu":
-            sums = self.reduced(cut_for_mean(operand, self.size), mean=False)
-            return (mean_of_cut(sums, self.size).astype(operand.dtype),)
-        return (self.reduced(operands, mean)[0].astype(operand.dtype),)
+            indices, values = columns
+            return self._rows(indices, values, mean)
+        (column,) = columns
+        dtype = column[0].dtype
+        if mean and dtype.kind in "iu":
+            size = self._team.size
+            cut = zip(*[cut_for_mean(x, size) for x in column], strict=True)
+            sums = self.reduced(list(cut), mean=False)
+            return (mean_of_cut(sums, size).astype(dtype),)
+        return (self.reduced(columns, mean)[0].astype(dtype),)
 
-    def aggregate_call(self, call: GradientCall) -> GradientCall:
-        """The gradients of all the replicas together: their sums, unless they are the
-        same in all of them already. Of further arguments the mean, or what the first
-        replica has of those that are no floats."""
-        if self.size == 1:
+    def aggregated_call(self, calls: Sequence[GradientCall]) -> GradientCall:
+        """One call with the gradients of all the replicas, of that which each makes:
+        their sums, unless they are the same in all of them already. Of further
+        arguments the mean, or what the first replica has of those that are no floats.
+        """
+        call = calls[0]
+        if self._team.size == 1:
             return call
         if call.is_reduced:
-            return call.with_arrays(self._first(call.arrays))
-        arrays: list[jax.Array] = []
-        for leaf, target, sparse, mine in call.leaves():
+            columns = list(zip(*[each.arrays for each in calls], strict=True))
+            return call.with_arrays(self.firsts(columns))
+        arrays: list[Any] = []
+        for place, (leaf, target, sparse, _) in enumerate(call.leaves()):
+            operands = [each.operands[place] for each in calls]
             if call.has_examples(leaf):
-                arrays += self._gathered(mine)
+                # All of them: an optimizer that asked for each example's gradient
+                # (a private one, say) is not given sums.
+                arrays += self.gathered(list(zip(*operands, strict=True)))
                 continue
             op = UpdateOp.OPTIMIZE_ROWS if sparse else UpdateOp.OPTIMIZE
-            arrays += self.aggregate(target.components[0], op, mine)
-        further = [jnp.asarray(x) for x in call.further]
-        floats = iter(self.reduced([x for x in further if x.dtype.kind == "f"], True))
-        firsts = iter(self._first([x for x in further if x.dtype.kind != "f"]))
-        arrays += [next(floats if x.dtype.kind == "f" else firsts) for x in further]
+            arrays += self.aggregated(target.components[0], op, operands)
+        further = list(zip(*[each.further for each in calls], strict=True))
+        arrays += by_kind(
+            further,
+            lambda column: jnp.asarray(column[0]).dtype.kind != "f",
+            lambda floats: self.reduced(floats, mean=True),
+            self.firsts,
+        )
         return call.with_arrays(arrays)
 
-    def reduced(self, leaves: Sequence[Any], mean: bool) -> list[jax.Array]:
-        """Sums or means of arrays. Means of integers are floats."""
-        arrays = [strong(summable(jnp.asarray(leaf), mean=mean)) for leaf in leaves]
-        if self.local > 1:
-            arrays = _psum(arrays, AXIS)
-        if self.channel is not None:
-            arrays = sum_over(self.channel, arrays)
-        return [x / self.size for x in arrays] if mean else list(arrays)
-
-    def _first(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
-        """Replica 0's values."""
-        arrays = list(operands)
-        if self.local > 1:
-            # A select, because 0 * nan of another replica is nan.
-            is_mine = jax.lax.axis_index(AXIS) == 0
-            mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
-            summed: list[jax.Array] = _psum(mine, AXIS)
-            arrays = [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
-        return arrays if self.channel is None else first_of(self.channel, arrays)
-
     def _rows(
-        self, operands: tuple[jax.Array, ...], mean: bool
+        self, indices: Column, values: Column, mean: bool
     ) -> tuple[jax.Array, ...]:
-        indices, values = operands
-        is_cut = mean and values.dtype.kind in "iu"
-        joined = self._joined(IndexedSlices(values, indices), mean and not is_cut)
+        slices = [IndexedSlices(x, i) for i, x in zip(indices, values, strict=True)]
+        is_cut = mean and values[0].dtype.kind in "iu"
+        joined = self.joined(slices, mean and not is_cut)
         if is_cut:
-            return rows_of_mean(joined, self.size)
+            return rows_of_mean(joined, self._team.size)
         return joined.indices, joined.values
 
-    def _joined(self, slices: IndexedSlices, mean: bool) -> IndexedSlices:
-        values, indices = self._gathered([slices.values, slices.indices])
-        if mean:
-            values = values / self.size
-        return IndexedSlices(values, indices, slices.dense_shape)
 
-    def _gathered(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        arrays = [strong(jnp.asarray(leaf)) for leaf in leaves]
-        if self.local > 1:
-            arrays = [jax.lax.all_gather(x, AXIS, tiled=True) for x in arrays]
-        return arrays if self.channel is None else gather_from(self.channel, arrays)
+@final
+class MappedReduction(TeamReduction):
+    """Replicas that are one program over `AXIS`, which jax's own collectives bring
+    together inside of XLA. A column has one part, which is that of each replica."""
+
+    def _added(self, columns: Sequence[Column]) -> list[jax.Array]:
+        arrays = [strong(array) for (array,) in columns]
+        if self._team.local == 1:
+            return arrays
+        summed: list[jax.Array] = _psum(arrays, AXIS)
+        return list(summed)
+
+    def _concatenated(self, columns: Sequence[Column], axis: int) -> list[jax.Array]:
+        arrays = [strong(array) for (array,) in columns]
+        if self._team.local == 1:
+            return arrays
+        fronts = [_moved(x, axis, 0) for x in arrays]
+        found = [jax.lax.all_gather(x, AXIS, tiled=True) for x in fronts]
+        return [_moved(x, 0, axis) for x in found]
+
+    def _of_first(self, columns: Sequence[Column]) -> list[jax.Array]:
+        arrays = [jnp.asarray(array) for (array,) in columns]
+        if self._team.local == 1:
+            return arrays
+        # A select, because 0 * nan of another replica is nan.
+        is_mine = jax.lax.axis_index(AXIS) == 0
+        mine = [jnp.where(is_mine, x, jnp.zeros_like(x)) for x in arrays]
+        summed: list[jax.Array] = _psum(mine, AXIS)
+        return [s.astype(x.dtype) for s, x in zip(summed, arrays, strict=True)]
+
+
+def _moved(array: jax.Array, axis: int, to: int) -> jax.Array:
+    return array if axis == to else jnp.moveaxis(array, axis, to)
 
 
 def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Array]:
     """Indices and rows of the mean of integers that ``count`` replicas add to rows of a
-    variable: one row for each index, and zeros for one of them in place of the rest."""
+    variable. Rows of one index are brought together first, because a mean is cut off
+    once; the places left over add zeros to one of them, as a trace has fixed shapes."""
     indices, values = slices.indices, slices.values
     size = indices.shape[0]
     if not size:
@@ -210,33 +328,13 @@ def rows_of_mean(slices: IndexedSlices, count: int) -> tuple[jax.Array, jax.Arra
     return unique, mean_of_cut(sums, count).astype(values.dtype)
 
 
-def _is_slices(node: Any) -> bool:
-    return isinstance(node, IndexedSlices)
-
-
-def strong(array: jax.Array) -> jax.Array:
-    """The array in its dtype, whatever it meets: what replicas have together is no
-    Python number any more, and a sum is not cut to the bytes of what it meets."""
-    if not jax.typeof(array).weak_type:
-        return array
-    found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
-    return found
-
-
-def summable(array: Any, *, mean: bool) -> Any:
-    """The array in a dtype that holds the sum of several: booleans are counted, and
-    narrow integers, whose mean is a float, do not wrap on the way to it."""
-    dtype = array.dtype
-    is_narrow = mean and dtype.kind in "iu" and dtype.itemsize < 4
-    return array.astype(int) if dtype.kind == "b" or is_narrow else array
-
-
 class Together(enum.Enum):
     """How what several replicas do to a variable becomes one update."""
 
     SUM = enum.auto()
     MEAN = enum.auto()
     FIRST = enum.auto()
+    """The first replica's update, and none of the others'."""
 
 
 def together(variable: VariableHandle, op: UpdateOp, has_rows: bool) -> Together:

@@ -23,6 +23,7 @@ from zstrat.transport import POOL
 from ._arguments import is_known
 from ._collective import AXIS
 from ._per_replica import PerReplica, is_weak, on_one_device
+from ._spread import one_array
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,6 +157,4 @@ class MeshLayout:
 
     def joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """One array of those that are on the devices, which it keeps."""
-        rows, *rest = arrays[0].shape
-        shape = (rows * self.replicas, *rest)
-        return jax.make_array_from_single_device_arrays(shape, self.rows, list(arrays))
+        return one_array(arrays, self.rows)

@@ -12,10 +12,11 @@ import jax
 
 from zstrat.program.trace import LOOKS, is_of_shapes, uncut
 from zstrat.strategy._context import ReplicaContext
-from zstrat.variables import CreatedInStep, IndexedSlices, ValueWanted
+from zstrat.variables import CreatedInStep, ValueWanted
 
 from . import _replicas, _spread
 from ._arguments import RunArguments
+from ._columns import is_slices
 from ._per_replica import DistributedValues, PerReplica, is_distributed
 from ._turns import NeedsTurns
 
@@ -51,7 +52,7 @@ def as_one_program(call: ReplicaCall, mesh: Mesh | None) -> Any:
         team=call.team,
         mesh=mesh,
     )
-    return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=_is_slices)
+    return jax.tree.map(lambda x: _per_replica(x, count), result, is_leaf=is_slices)
 
 
 def needs_turns(call: ReplicaCall) -> bool:
@@ -116,10 +117,6 @@ def _looked_out(
 def _needs_turns(error: Exception) -> NeedsTurns:
     first = str(error).partition("\n")[0]
     return NeedsTurns(f"{type(error).__name__}: {first}")
-
-
-def _is_slices(node: object) -> bool:
-    return isinstance(node, IndexedSlices)
 
 
 def _per_replica(node: Any, count: int) -> Any:

@@ -11,7 +11,7 @@ sees of it: the values, each a leaf. Only zstrat's own flattening sees the one a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, TypeGuard, final
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +185,7 @@ def _views(whole: Any, count: int, stacked: bool) -> tuple[Any, ...]:
 def _shards(whole: Any, count: int) -> list[jax.Array] | None:
     """What each device has, if that is what each replica has; of several devices of a
     replica the first one's."""
-    if not isinstance(whole, jax.Array) or isinstance(whole, jax.core.Tracer):
+    if not is_concrete(whole):
         return None
     shards = whole.addressable_shards
     rows = whole.shape[0] // count
@@ -199,6 +199,11 @@ def _shards(whole: Any, count: int) -> list[jax.Array] | None:
     if any(data.shape != wanted for data in found.values()):
         return None
     return [found[rows * i] for i in range(count)]
+
+
+def is_concrete(value: object) -> TypeGuard[jax.Array]:
+    """Whether this is an array of jax that lies somewhere, and no part of a trace."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def is_weak(array: Any) -> bool:
@@ -240,13 +245,7 @@ def _weak(array: jax.Array, device: jax.Device) -> jax.Array:
 def on_one_device(arrays: Sequence[Any]) -> list[Any]:
     """Arrays that may be computed with together: those that are bound to other devices
     than the first one come to it."""
-    bound = [
-        x
-        for x in arrays
-        if isinstance(x, jax.Array)
-        and not isinstance(x, jax.core.Tracer)
-        and x.committed
-    ]
+    bound = [x for x in arrays if is_concrete(x) and x.committed]
     if len({frozenset(x.devices()) for x in bound}) < 2:
         return list(arrays)
     where = bound[0].sharding

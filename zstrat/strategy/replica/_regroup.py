@@ -20,7 +20,13 @@ import jax
 from zstrat.strategy.mirrored._copy_home import copied
 from zstrat.variables import IndexedSlices
 
-from ._per_replica import DistributedValues, Mirrored, PerReplica
+from ._per_replica import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    is_distributed,
+    select_replica,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,7 +64,7 @@ def assert_mirrored(tree: Any) -> Any:
     Raises:
         TypeError: One does.
     """
-    for node in jax.tree.leaves(tree, is_leaf=_is_distributed):
+    for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if isinstance(node, DistributedValues) and not isinstance(node, Mirrored):
             raise TypeError(
                 f"Expecting a mirrored value, the same on all replicas, got {node!r}"
@@ -72,18 +78,7 @@ def select_replica_mirrored(replica: int, tree: Any) -> Any:
     Raises:
         TypeError: One does.
     """
-    assert_mirrored(tree)
-    return jax.tree.map(
-        lambda node: (
-            node.values[replica] if isinstance(node, DistributedValues) else node
-        ),
-        tree,
-        is_leaf=_is_distributed,
-    )
-
-
-def _is_distributed(node: object) -> bool:
-    return isinstance(node, DistributedValues)
+    return select_replica(replica, assert_mirrored(tree))
 
 
 def _members(value: Any) -> list[Any] | None:

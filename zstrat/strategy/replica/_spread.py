@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zstrat.program.stages import within_mesh
 
@@ -19,15 +19,41 @@ from ._collective import AXIS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# jax's stubs leave it untyped.
+    from jax.sharding import Sharding
+
+# jax's stubs leave these untyped.
 _spec: Final[Any] = PartitionSpec
+_sharding: Final[Any] = NamedSharding
+
+
+def mesh_over(devices: Sequence[jax.Device]) -> Mesh:
+    """These devices, one for each replica."""
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def rows_over(mesh: Mesh, memory: str | None = None) -> Sharding:
+    """That of arrays of which each device has the rows of its replica.
+
+    Args:
+        memory: In which kind of memory (``"pinned_host"``, say); left out: the usual.
+    """
+    found: Sharding = _sharding(mesh, _spec(AXIS), memory_kind=memory)
+    return found
+
+
+def one_array(parts: Sequence[jax.Array], rows: Sharding) -> jax.Array:
+    """The array whose rows are those of the parts, which lie where ``rows`` has them:
+    nothing is copied."""
+    count, *rest = parts[0].shape
+    shape = (count * len(parts), *rest)
+    return jax.make_array_from_single_device_arrays(shape, rows, list(parts))
 
 
 def mesh_of(devices: Sequence[jax.Device], count: int) -> Mesh | None:
     """The first devices, one for each replica; None if there are fewer."""
     if len(devices) < count:
         return None
-    return Mesh(np.array(devices[:count]), (AXIS,))
+    return mesh_over(devices[:count])
 
 
 @dataclass(frozen=True, slots=True)

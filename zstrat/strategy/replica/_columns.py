@@ -1,0 +1,169 @@
+"""What the replicas of one process have in one place: a column, with a part of each.
+
+Everything that brings replicas together takes columns: values are cut into them
+(`columns_of`), columns of arrays and of `IndexedSlices` go separate ways (`by_kind`),
+and parts that do not fit each other are refused here, in the same words for all.
+
+Law of the file: nothing is added or joined here, and nothing is imported from what
+does so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, TypeVar
+
+import jax
+import numpy as np
+
+from zstrat.variables import IndexedSlices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Column: TypeAlias = "Sequence[Any]"
+"""The parts in replica order. Replicas that are one program have one trace, and in it
+one part, which stands for those of all."""
+
+_Item = TypeVar("_Item")
+_Made = TypeVar("_Made")
+
+
+def is_slices(node: object) -> TypeGuard[IndexedSlices]:
+    """Whether this is a sparse leaf, whose rows are joined and not added."""
+    return isinstance(node, IndexedSlices)
+
+
+def is_sparse(column: Column) -> bool:
+    """Whether a column has `IndexedSlices` among its parts."""
+    return any(map(is_slices, column))
+
+
+def columns_of(values: Sequence[Any]) -> tuple[list[tuple[Any, ...]], Any]:
+    """The columns of the replicas' pytrees, one for each leaf, and the structure that
+    all of them have.
+
+    Raises:
+        ValueError: They have different structures.
+    """
+    flat = [jax.tree.flatten(value, is_leaf=is_slices) for value in values]
+    treedefs = {treedef for _, treedef in flat}
+    if len(treedefs) > 1:
+        raise ValueError(f"the replicas bring different structures: {treedefs}")
+    return list(zip(*[leaves for leaves, _ in flat], strict=True)), flat[0][1]
+
+
+def by_kind(
+    items: Sequence[_Item],
+    is_other: Callable[[_Item], bool],
+    usual: Callable[[list[_Item]], Sequence[_Made]],
+    other: Callable[[list[_Item]], Sequence[_Made]],
+) -> list[_Made]:
+    """What ``usual`` makes of its items and ``other`` of those that ``is_other`` picks,
+    in the order of the items.
+
+    Each is called once, with all of its items, so that it may bring them together in
+    one collective; ``usual`` first, on every process, so that collectives meet.
+    """
+    flags = [is_other(item) for item in items]
+    pairs = list(zip(items, flags, strict=True))
+    first = iter(usual([item for item, flag in pairs if not flag]))
+    second = iter(other([item for item, flag in pairs if flag]))
+    return [next(second if flag else first) for flag in flags]
+
+
+# ---- what does not fit -----------------------------------------------------------
+
+
+def require_alike(what: str, column: Column, remedy: str) -> None:
+    """Refuses parts that addition would spread over the others, or could not take.
+
+    Args:
+        what: How the message begins: whose values these are.
+        remedy: How it ends, where shapes differ: what to do about it.
+
+    Raises:
+        ValueError: Replicas have arrays of different shapes, or some of them
+            IndexedSlices and others arrays.
+    """
+    sparse = sum(map(is_slices, column))
+    if sparse == len(column):
+        return  # their rows need not be as many
+    if sparse:
+        raise ValueError(
+            f"{what}: some replicas have IndexedSlices and others arrays: make it the "
+            "same kind on all of them"
+        )
+    shapes = [np.shape(part) for part in column]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"{what}: the replicas have arrays of different shapes {shapes}: expected "
+            f"one shape for all; {remedy}"
+        )
+
+
+def require_joinable(what: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Refuses shapes that differ in another dimension than that one, which may count
+    from the end.
+
+    Raises:
+        ValueError: They do, or one of them is a scalar's or has no such dimension.
+    """
+    rests = set()
+    for shape in shapes:
+        if not shape:
+            raise no_rank()
+        require_axes((axis,), shape)
+        at = axis % len(shape)
+        rests.add((*shape[:at], *shape[at + 1 :]))
+    if len(rests) > 1:
+        at = axis % len(shapes[0])
+        raise ValueError(
+            f"{what} along axis {at}: the replicas have arrays of the shapes "
+            f"{list(shapes)}, which must agree in every other dimension"
+        )
+
+
+def require_axes(axes: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes, if a value of this shape has all of them.
+
+    Raises:
+        ValueError: It has not.
+    """
+    rank = len(shape)
+    for axis in axes:
+        if not -rank <= axis < rank:
+            raise ValueError(
+                f"axis {axis} is out of bounds for a value of shape {shape}: expected "
+                f"{-rank} <= axis < {rank}"
+                if rank
+                else f"axis {axis} is out of bounds for a scalar: give axis=None"
+            )
+    return axes
+
+
+def no_rank() -> ValueError:
+    """A scalar is to be gathered."""
+    return ValueError(
+        "gather: the values must have a rank of at least 1; give scalars an axis first "
+        "(x[None])"
+    )
+
+
+# ---- dtypes ----------------------------------------------------------------------
+
+
+def strong(array: jax.Array) -> jax.Array:
+    """The array in its dtype, whatever it meets: what replicas have together is no
+    Python number any more, and a sum is not cut to the bytes of what it meets."""
+    if not jax.typeof(array).weak_type:
+        return array
+    found: jax.Array = jax.lax.convert_element_type(array, array.dtype)
+    return found
+
+
+def summable(array: Any, *, mean: bool) -> Any:
+    """The array in a dtype that holds the sum of several: booleans are counted, and
+    narrow integers, whose mean is a float, do not wrap on the way to it."""
+    dtype = array.dtype
+    is_narrow = mean and dtype.kind in "iu" and dtype.itemsize < 4
+    return array.astype(int) if dtype.kind == "b" or is_narrow else array
