@@ -12,7 +12,7 @@ from collectives_groups import ranks_of
 import zstrat as zs
 from zstrat.collectives import GroupNode, Pending
 from zstrat.collectives._leaves import leaf_of
-from zstrat.collectives.group import _rendezvous, _work
+from zstrat.collectives.group import _rendezvous, _scheduler
 from zstrat.collectives.group._mesh import Mesh
 from zstrat.collectives.group._node import _formed
 from zstrat.collectives.group._rendezvous import GroupSeat, RendezvousService
@@ -224,7 +224,7 @@ def test_arguments(call, error, words):
 
 
 def test_too_many_operations(monkeypatch):
-    monkeypatch.setattr(_work, "IN_FLIGHT", 2)
+    monkeypatch.setattr(_scheduler, "IN_FLIGHT", 2)
     with ranks_of(2) as ranks:
         groups = ranks.groups()
         pending = [groups[0].barrier_async() for _ in range(2)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -15,16 +15,17 @@ from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
 from zstrat.collectives.memory._memory import host_memory
 from zstrat.wire import JoinGroup, MemberEntry
 
-from ._flight import begin
-from ._keys import FORMING, about, key_between
+from ._executors import MessageExecutor
+from ._keys import FORMING, about
 from ._rendezvous import GroupSeat, listed
+from ._scheduler import OperationScheduler
 from ._station import only_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zstrat.cluster import ClusterResolver, ClusterSpec
-    from zstrat.collectives._engine import CollectiveEngine, HostMemory, Started
+    from zstrat.collectives._engine import Between, CollectiveEngine, HostMemory
     from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
@@ -118,9 +119,7 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
     )
 
 
-async def form(
-    station: GroupRuntime, wish: Wish
-) -> tuple[Generation, CollectiveEngine | None]:
+async def form(station: GroupRuntime, wish: Wish) -> OperationScheduler:
     """Forms a generation, and agrees on its engine. Runs on the station's loop.
 
     Raises:
@@ -141,8 +140,9 @@ async def form(
             wish.patience,
         )
         generation = await node.join(request, wish.seats, wish.lane, wish.choices)
+        messages = MessageExecutor(station, generation)
         try:
-            engine = await _agree(station, generation, memory, wish.patience)
+            engine = await _agree(generation, memory, messages, wish.patience)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
             await node.leave(generation, "it could not agree on a lane")
             raise
@@ -152,19 +152,18 @@ async def form(
         raise
     if memory is not None and engine is None:
         memory.close()
-    return generation, engine
+    return OperationScheduler(generation, messages, engine)
 
 
 async def _agree(
-    station: GroupRuntime,
     generation: Generation,
     memory: HostMemory | None,
+    between: Between,
     patience: float,
 ) -> CollectiveEngine | None:
     """The engine, if all ranks have one; and nobody is through before all are here."""
     engine: CollectiveEngine | None = None
     if memory is not None:
-        between = GenerationLane(station, generation)
         try:
             engine = memory.attach(generation.rank, generation.members, between)
         except OSError as error:  # another user, another container
@@ -190,17 +189,6 @@ async def _agree(
         engine.close()
         return None
     return engine
-
-
-class GenerationLane:
-    """A generation's message lane; see `zstrat.collectives._engine.Between`."""
-
-    def __init__(self, station: GroupRuntime, generation: Generation) -> None:
-        self._station, self._generation = station, generation
-
-    def start(self, call: CollectiveCall, ranks: Sequence[int], part: int) -> Started:
-        named = replace(call, key=key_between(call.key, part), whole=call.key)
-        return begin(self._station, self._generation, named, ranks)
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -14,9 +14,9 @@ from zstrat.errors import ClosedError
 from ._calls import GroupCalls
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
-from ._requests import described_with
+from ._operations import CallOptions
+from ._signatures import parameters_of
 from ._station import awaited
-from ._work import CallOptions, OperationScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,7 +70,7 @@ class Group(GroupCalls):
         OSError, PermissionDeniedError: The address of this task cannot be bound.
     """
 
-    def __init__(
+    def _invite(
         self,
         resolver: ClusterResolver | None = None,
         *,
@@ -95,6 +95,10 @@ class Group(GroupCalls):
             bind,
             settings,
         )
+
+    @parameters_of(_invite)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._invite(*args, **kwargs)
         self._station = self._invited.station()
         try:
             self._form_now(self._invited.wish())
@@ -103,36 +107,14 @@ class Group(GroupCalls):
             raise
 
     @classmethod
-    async def create(
-        cls,
-        resolver: ClusterResolver | None = None,
-        *,
-        name: str = "group",
-        tasks: Sequence[str] | None = None,
-        timeout: float | None = None,
-        rendezvous_timeout: float | None = None,
-        lane: str | None = None,
-        bytes_per_pack: int = 0,
-        bind: str | None = None,
-        settings: Settings | None = None,
-    ) -> Group:
+    @parameters_of(_invite)
+    async def create(cls, *args: Any, **kwargs: Any) -> Group:
         """As the constructor, awaitable.
 
         Cancellation: this process has not joined.
         """
         group = cls.__new__(cls)
-        group._is_closed = False
-        group._invited = invitation_of(
-            resolver,
-            name,
-            tasks,
-            timeout,
-            rendezvous_timeout,
-            lane,
-            bytes_per_pack,
-            bind,
-            settings,
-        )
+        group._invite(*args, **kwargs)
         group._station = await awaited(group._invited.station)
         try:
             await group._form(group._invited.wish())
@@ -185,13 +167,18 @@ class Group(GroupCalls):
 
     # ---- the life of a group ---------------------------------------------------------
 
-    def reform(
+    def _next(
         self,
         *,
         tasks: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
-    ) -> None:
+    ) -> Wish:
+        self._check_open()
+        return self._invited.again(self._wish, self.generation, tasks, ranks, timeout)
+
+    @parameters_of(_next)
+    def reform(self, *args: Any, **kwargs: Any) -> None:
         """A new generation, with the survivors or with newcomers.
 
         Everybody who goes on calls it, with the same members; a process that was
@@ -207,19 +194,14 @@ class Group(GroupCalls):
         Raises:
             As the constructor; the group stays broken, and it may be called again.
         """
-        wish = self._next(tasks, ranks, timeout)
+        wish = self._next(*args, **kwargs)
         self._leave("it forms a new generation")
         self._form_now(wish)
 
-    async def reform_async(
-        self,
-        *,
-        tasks: Sequence[str] | None = None,
-        ranks: Sequence[int] | None = None,
-        timeout: float | None = None,
-    ) -> None:
+    @parameters_of(_next)
+    async def reform_async(self, *args: Any, **kwargs: Any) -> None:
         """As `reform`. Cancellation: the group stays broken."""
-        wish = self._next(tasks, ranks, timeout)
+        wish = self._next(*args, **kwargs)
         await asyncio.to_thread(self._leave, "it forms a new generation")
         await self._form(wish)
 
@@ -261,23 +243,16 @@ class Group(GroupCalls):
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    def _next(
-        self,
-        tasks: Sequence[str] | None,
-        ranks: Sequence[int] | None,
-        timeout: float | None,
-    ) -> Wish:
-        self._check_open()
-        return self._invited.again(self._wish, self.generation, tasks, ranks, timeout)
-
     def _form_now(self, wish: Wish) -> None:
         seconds = wish.patience + _SLACK
-        formed = self._station.run(form(self._station, wish), seconds, wish.words)
-        self._work, self._wish = OperationScheduler(self._station, *formed), wish
+        forming = form(self._station, wish)
+        self._work = self._station.run(forming, seconds, wish.words)
+        self._wish = wish
 
     async def _form(self, wish: Wish) -> None:
-        formed = await self._station.run_async(form(self._station, wish), wish.words)
-        self._work, self._wish = OperationScheduler(self._station, *formed), wish
+        forming = form(self._station, wish)
+        self._work = await self._station.run_async(forming, wish.words)
+        self._wish = wish
 
     def _leave(self, reason: str) -> None:
         work, node = self._work, self._station.node
@@ -306,12 +281,10 @@ class Group(GroupCalls):
             packs = not_negative("bytes_per_pack", bytes_per_pack)
         return CallOptions(seconds, tag, compression, algorithm, packs)
 
-    def _start(self, request: OperationRequest, options: CallOptions) -> Pending[Any]:
+    def _start(self, request: OperationRequest) -> Pending[Any]:
         self._check_open()
-        words = described_with(request.words, options)
-        return self._work.launch(words, request.make, options, blocking=False)
+        return self._work.launch(request, blocking=False)
 
-    def _wait(self, request: OperationRequest, options: CallOptions) -> Any:
+    def _wait(self, request: OperationRequest) -> Any:
         self._check_open()
-        words = described_with(request.words, options)
-        return self._work.carry_out(words, request.make, options)
+        return self._work.carry_out(request)
