@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from zstrat.collectives._engine import CallKind, CollectiveCall, margin_of
-from zstrat.collectives.memory._memory import host_memory
+from zstrat.collectives.memory._engines import host_memory
 from zstrat.wire import JoinGroup, MemberEntry
 
 from ._executors import MessageExecutor
