@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ._generation import Generation
     from ._operations import Steps
     from ._pending import Pending
-    from ._station import GroupRuntime
+    from ._runtime import GroupRuntime
 
 
 class StartedOperation(NamedTuple):
@@ -44,8 +44,8 @@ class MessageExecutor:
     """Carries operations and single calls of a generation out by messages; implements
     `zstrat.collectives._engine.Between`."""
 
-    def __init__(self, station: GroupRuntime, generation: Generation) -> None:
-        self._station, self._generation = station, generation
+    def __init__(self, runtime: GroupRuntime, generation: Generation) -> None:
+        self._runtime, self._generation = runtime, generation
 
     def begin(self, operation: StartedOperation) -> None:
         """Begins an operation, from any thread; the loop carries it on."""
@@ -76,7 +76,7 @@ class MessageExecutor:
 
     def soon(self, function: Callable[..., object], *args: object) -> bool:
         """Runs a function of the generation on its loop; False: the loop has ended."""
-        return self._station.call_soon(function, *args)
+        return self._runtime.call_soon(function, *args)
 
 
 class MessageSteps:

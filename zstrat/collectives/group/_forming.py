@@ -18,8 +18,8 @@ from zstrat.wire import JoinGroup, MemberEntry
 from ._executors import MessageExecutor
 from ._keys import FORMING, about
 from ._rendezvous import GroupSeat, listed
+from ._runtime import only_daemon
 from ._scheduler import OperationScheduler
-from ._station import only_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zstrat.collectives.schedules._choice import Choices
 
     from ._generation import Generation
-    from ._station import GroupRuntime
+    from ._runtime import GroupRuntime
 
 log = logging.getLogger("zstrat.collectives")
 
@@ -41,8 +41,8 @@ ALONE: Final = GroupSeat("worker", 0, "")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a rank wants to be a member of."""
+class FormingRequest:
+    """The generation that a rank wants to be a member of."""
 
     group: str
     generation: int
@@ -119,8 +119,8 @@ def own_seat(resolver: ClusterResolver, seats: Sequence[GroupSeat]) -> GroupSeat
     )
 
 
-async def form(station: GroupRuntime, wish: Wish) -> OperationScheduler:
-    """Forms a generation, and agrees on its engine. Runs on the station's loop.
+async def form(runtime: GroupRuntime, wanted: FormingRequest) -> OperationScheduler:
+    """Forms a generation, and agrees on its engine. Runs on the runtime's loop.
 
     Raises:
         CollectiveTimeoutError, InvalidArgumentError, AlreadyExistsError,
@@ -128,21 +128,21 @@ async def form(station: GroupRuntime, wish: Wish) -> OperationScheduler:
 
     Cancellation: this rank has not joined.
     """
-    node = station.node
-    memory = host_memory(wish.lane)
+    node = runtime.node
+    memory = host_memory(wanted.lane)
     try:
         request = JoinGroup(
-            wish.group,
-            wish.generation,
-            wish.rank,
-            len(wish.seats),
-            _entry(station, wish, memory),
-            wish.patience,
+            wanted.group,
+            wanted.generation,
+            wanted.rank,
+            len(wanted.seats),
+            _entry(runtime, wanted, memory),
+            wanted.patience,
         )
-        generation = await node.join(request, wish.seats, wish.lane, wish.choices)
-        messages = MessageExecutor(station, generation)
+        generation = await node.join(request, wanted.seats, wanted.lane, wanted.choices)
+        messages = MessageExecutor(runtime, generation)
         try:
-            engine = await _agree(generation, memory, messages, wish.patience)
+            engine = await _agree(generation, memory, messages, wanted.patience)
         except BaseException:  # to `Group`; cancellation, too: the others hear of it
             await node.leave(generation, "it could not agree on a lane")
             raise
@@ -200,8 +200,10 @@ def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
         future.set_exception(error)
 
 
-def _entry(station: GroupRuntime, wish: Wish, memory: HostMemory | None) -> MemberEntry:
-    me, seat = station.node.me, wish.seats[wish.rank]
+def _entry(
+    runtime: GroupRuntime, wanted: FormingRequest, memory: HostMemory | None
+) -> MemberEntry:
+    me, seat = runtime.node.me, wanted.seats[wanted.rank]
     shared = (0, 0, b"")
     if memory is not None:
         shared = (memory.descriptor, memory.capacity, memory.word)

@@ -15,8 +15,8 @@ from ._calls import GroupCalls
 from ._forming import form
 from ._invitation import invitation_of, not_negative, positive
 from ._operations import CallOptions
+from ._runtime import awaited
 from ._signatures import parameters_of
-from ._station import awaited
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zstrat.cluster import ClusterResolver
     from zstrat.config import Settings
 
-    from ._forming import Wish
+    from ._forming import FormingRequest
     from ._pending import Pending
     from ._requests import OperationRequest
 
@@ -99,11 +99,11 @@ class Group(GroupCalls):
     @parameters_of(_invite)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._invite(*args, **kwargs)
-        self._station = self._invited.station()
+        self._runtime = self._invited.runtime()
         try:
-            self._form_now(self._invited.wish())
+            self._form_now(self._invited.wanted())
         except BaseException:  # to the caller, who has no group that he could close
-            self._station.release()
+            self._runtime.release()
             raise
 
     @classmethod
@@ -115,11 +115,11 @@ class Group(GroupCalls):
         """
         group = cls.__new__(cls)
         group._invite(*args, **kwargs)
-        group._station = await awaited(group._invited.station)
+        group._runtime = await awaited(group._invited.runtime)
         try:
-            await group._form(group._invited.wish())
+            await group._form(group._invited.wanted())
         except BaseException:  # as in the constructor; cancellation, too
-            await asyncio.to_thread(group._station.release)
+            await asyncio.to_thread(group._runtime.release)
             raise
         return group
 
@@ -173,9 +173,9 @@ class Group(GroupCalls):
         tasks: Sequence[str] | None = None,
         ranks: Sequence[int] | None = None,
         timeout: float | None = None,
-    ) -> Wish:
+    ) -> FormingRequest:
         self._check_open()
-        return self._invited.again(self._wish, self.generation, tasks, ranks, timeout)
+        return self._invited.again(self._wanted, self.generation, tasks, ranks, timeout)
 
     @parameters_of(_next)
     def reform(self, *args: Any, **kwargs: Any) -> None:
@@ -194,16 +194,16 @@ class Group(GroupCalls):
         Raises:
             As the constructor; the group stays broken, and it may be called again.
         """
-        wish = self._next(*args, **kwargs)
+        wanted = self._next(*args, **kwargs)
         self._leave("it forms a new generation")
-        self._form_now(wish)
+        self._form_now(wanted)
 
     @parameters_of(_next)
     async def reform_async(self, *args: Any, **kwargs: Any) -> None:
         """As `reform`. Cancellation: the group stays broken."""
-        wish = self._next(*args, **kwargs)
+        wanted = self._next(*args, **kwargs)
         await asyncio.to_thread(self._leave, "it forms a new generation")
-        await self._form(wish)
+        await self._form(wanted)
 
     def close(self) -> None:
         """Leaves the group: what was sent arrives, what is under way fails.
@@ -216,7 +216,7 @@ class Group(GroupCalls):
         try:
             self._leave("it closed the group")
         finally:
-            self._station.release()
+            self._runtime.release()
 
     def __enter__(self) -> Group:
         return self
@@ -243,23 +243,23 @@ class Group(GroupCalls):
     def __repr__(self) -> str:
         return f"<Group {self.name!r}: rank {self.rank} of {self.size}>"
 
-    def _form_now(self, wish: Wish) -> None:
-        seconds = wish.patience + _SLACK
-        forming = form(self._station, wish)
-        self._work = self._station.run(forming, seconds, wish.words)
-        self._wish = wish
+    def _form_now(self, wanted: FormingRequest) -> None:
+        seconds = wanted.patience + _SLACK
+        forming = form(self._runtime, wanted)
+        self._work = self._runtime.run(forming, seconds, wanted.words)
+        self._wanted = wanted
 
-    async def _form(self, wish: Wish) -> None:
-        forming = form(self._station, wish)
-        self._work = await self._station.run_async(forming, wish.words)
-        self._wish = wish
+    async def _form(self, wanted: FormingRequest) -> None:
+        forming = form(self._runtime, wanted)
+        self._work = await self._runtime.run_async(forming, wanted.words)
+        self._wanted = wanted
 
     def _leave(self, reason: str) -> None:
-        work, node = self._work, self._station.node
+        work, node = self._work, self._runtime.node
         # Slow lines may have much to carry still; a rank that is lost ends the wait.
         drain = self._invited.settings.timeouts.drain
         leaving = node.leave(work.generation, reason, drain)
-        self._station.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
+        self._runtime.run(leaving, drain + _SLACK, f"leaving group {self.name!r}")
         work.close()
 
     def _check_open(self) -> None:
