@@ -36,10 +36,10 @@ class OperationScheduler:
         messages: MessageExecutor,
         engine: CollectiveEngine | None,
     ) -> None:
-        self.generation, self._messages = generation, messages
-        self._engine: EngineExecutor | None = None
+        self.generation, self.engine, self._messages = generation, engine, messages
+        self._by_engine: EngineExecutor | None = None
         if engine is not None:
-            self._engine = EngineExecutor(messages, generation, engine)
+            self._by_engine = EngineExecutor(messages, generation, engine)
         self._lock = threading.Lock()
         self._tagged: Counter[str] = Counter()
         self._in_flight = 0
@@ -63,11 +63,11 @@ class OperationScheduler:
         if turn is None:
             self._messages.begin(operation)
         else:
-            assert self._engine is not None
+            assert self._by_engine is not None
             if blocking:
-                self._engine.run(turn, operation)
+                self._by_engine.run(turn, operation)
                 return pending
-            self._engine.put(turn, operation)
+            self._by_engine.put(turn, operation)
         if not blocking and factory.meanwhile is not None:
             factory.meanwhile()
         return pending
@@ -96,8 +96,8 @@ class OperationScheduler:
 
     def close(self) -> None:
         """Lets go of the engine. The generation has ended."""
-        if self._engine is not None:
-            self._engine.close()
+        if self._by_engine is not None:
+            self._by_engine.close()
 
     def _number(self, request: OperationRequest) -> tuple[CallFactory, CallTurn | None]:
         generation, options = self.generation, request.options
@@ -122,8 +122,8 @@ class OperationScheduler:
                 generation.calls = number
                 if generation.leavers:  # looked at after `begun` is set: see `left`
                     self._messages.soon(generation.check_begun, number)
-                if self._engine is not None:
-                    turn = self._engine.draw()
+                if self._by_engine is not None:
+                    turn = self._by_engine.draw()
         rank, size = generation.rank, generation.size
         return CallFactory(rank, size, number, words, deadline, options), turn
 
